@@ -150,6 +150,19 @@ class ErrorFeedback:
             if name in self._committed:
                 self._memory[name] = self._committed.pop(name)
 
+    def open(self, name: str, memory: Any) -> None:
+        """Take the memory of `name` for that of a step that was not committed.
+
+        memory : the codec's state before that step
+        """
+        self._committed[name] = self._memory[name][0], memory
+
+    def settled(self, names: Iterable[str]) -> None:
+        """Keep what was encoded so far of these names, and nothing to be written over."""
+        for name in names:
+            self._committed.pop(name, None)
+            self._spare.pop(name, None)
+
     def rescale(self, factor: float) -> None:
         """Multiply all memories, as when a loss scaler has changed its scale."""
         for name, (n, memory) in self._memory.items():

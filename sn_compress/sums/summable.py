@@ -172,6 +172,10 @@ class Summable:
             self.memory, self.state = self._committed
             self._before = self._committed = None
 
+    def reopen(self, memory: Array, state: State) -> None:
+        """Be as after a step that was not committed, before which there were these."""
+        self._committed = memory, state
+
     def exclude(self, zeros: Array) -> Array:
         """Put zeros in the place of the memory for one step; returns it, for `include`."""
         self.conclude()

@@ -13,6 +13,7 @@ from ..base.errors import CompressError
 from ..devices.arrays import Array, Later, namespace, to_host
 from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
+from .parts.base import State
 from .summable import Summable
 
 _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
@@ -69,6 +70,16 @@ class Tensor:
         fields = {k: v for k, v in vars(self).items() if k not in ("before", "committed")}
         self.before = fields
         self.committed = self.committed or fields
+
+    def reopen(self, memory: Array, state: State) -> None:
+        """Take what there is for what a step has made that was not committed.
+
+        memory, state : of the summable, before that step
+        """
+        self.commit()
+        self.open()
+        if self.summable is not None:
+            self.summable.reopen(memory, state)
 
     def commit(self) -> None:
         """Keep what was done so far: `undo` and `abort` take back what comes after."""

@@ -91,6 +91,7 @@ class Bucket:
     slots : of all variables of the call, which keeps the calls from being folded away
     mark : in the names of its collectives
     theta : of the step, a tensor; None if the step alone tells it
+    scale : factor on the gradients, a tensor, of a loss scaler; None if there is none
     """
 
     call: Call
@@ -101,6 +102,7 @@ class Bucket:
     slots: Any
     mark: str
     theta: Any = None
+    scale: Any = None
 
     @property
     def sizes(self) -> list[int]:
@@ -108,8 +110,9 @@ class Bucket:
         return [tensor.shape.num_elements() for tensor in self.tensors]
 
     def vectors(self) -> list[Any]:
-        """The gradients, [n] float32 each."""
-        return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in self.tensors]
+        """The gradients, not scaled, [n] float32 each."""
+        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in self.tensors]
+        return flat if self.scale is None else [values / self.scale for values in flat]
 
     def python(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Any:
         """A node that calls `function(keys, inputs)` at each step."""

@@ -28,10 +28,10 @@ from ..base.names import relative
 from ..compression import Compression
 from .alike import agree_at_trace, as_variables, compared, said_of_compression, said_of_variables
 from .buckets import Plain
-from .memory import Memory
+from .memory import Memory, averaged_twice, refuse_means_of_tapes
 from .memory import memory_of as _memory_of_compression
 from .tape import Beside, compressed_means, refuse_xla
-from .tracing import Call
+from .tracing import Call, was_reduced
 
 # Those that are alive, to be compared among ranks.
 _made: weakref.WeakSet[Averaging] = weakref.WeakSet()
@@ -119,6 +119,9 @@ class Averaging:
         """See compressed_means."""
         if not hasattr(self.compression, "settings"):
             return None, [None] * len(gradients), gradients
+        refuse_means_of_tapes(as_variables(self.variables))
+        if any(was_reduced(each) for each in gradients):
+            raise averaged_twice("gradients are")
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
@@ -471,15 +474,28 @@ def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
 class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
     """Begin every `fit` with the weights and optimizer variables of one rank.
 
-    Seeds of random layers stay as they are: ranks should drop out different units.
+    A model whose first batch builds it has them behind that one. Seeds of random layers stay as
+    they are: ranks should drop out different units.
     """
 
     def __init__(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
         self.root_rank, self.process_set = root_rank, process_set
+        self._waits = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
+        self._waits = not self.model.built
+        if not self._waits:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._waits:
+            self._waits = False
+            self._broadcast()
+
+    def _broadcast(self) -> None:
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)

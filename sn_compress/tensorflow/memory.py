@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..base.agreement import Said
+from ..base.errors import CompressError
 from ..compression import settings_of
 from ..engine.feedback import ErrorFeedback
 from ..engine.owed import Owed
@@ -26,6 +27,7 @@ from ..settings import Settings
 from ..sums.session import SharedExchange
 from .alike import agree_at_trace, elastic, total, unlike_in_hardware, unlike_in_nodes
 from .nodes.gathered import GatheredBucket, serves, way_back
+from .nodes.outcomes import digest_of
 from .nodes.sized import LEAST, Sized, SizedBucket
 from .nodes.summed import SummedBucket, until_dense
 from .traced import Traced, say_saturated
@@ -45,7 +47,12 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def __init__(self, settings: Settings) -> None:
         self._sized: dict[tuple[str, ...], Sized] = {}  # by all names of a call
         self._buckets: set[tuple[str, ...]] = set()  # that could be in the sized form
+        self._in_turns: set[str] = set()  # names of tensors that several calls exchange
+        self._outdone: set[tuple[str, ...]] = set()  # calls whose form another one has ended
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._accumulates = False
+        self._scaler: Any = None
+        self._said_dropped = False
         self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
         self._tuned_set: int | None = None  # the process set it is of
         self._counted = 0  # steps in the report when graphs were read last
@@ -53,6 +60,42 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         self._traces = 0  # how often all ranks were to trace again, in the same step
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a loop adds gradients up before it applies them: all of them count as applied.
+
+        Otherwise a gradient counts as dropped if its variable is the same at its next exchange.
+        """
+        return self._accumulates
+
+    @accumulates.setter
+    def accumulates(self, value: bool) -> None:
+        if value != self._accumulates:
+            self._accumulates = value
+            self.retire()
+            self.trace_again()
+
+    def watch(self, scaler: Any) -> None:
+        """Follow the scale of a keras.optimizers.LossScaleOptimizer around a plain optimizer.
+
+        Before the first gradient. What is remembered is of gradients that are not scaled.
+        """
+        if not hasattr(scaler, "dynamic_scale"):
+            raise CompressError(
+                f"got a {type(scaler).__name__}; expected a keras.optimizers.LossScaleOptimizer "
+                "that was built. Call its build(variables) first."
+            )
+        if self.asked:
+            raise CompressError(
+                "a scaler is watched after gradients were exchanged; expected it before the first "
+                "one. Call watch() before the first step."
+            )
+        self._scaler = scaler
+
+    def scale(self) -> Any:
+        """The factor on all gradients now, [] float32; None where no scaler is watched."""
+        return None if self._scaler is None else self._scaler.dynamic_scale.value.read_value()
 
     def agree(self, process_set: Any, said: Said, asked: set[str] | None = None) -> None:
         """CompressError on every rank unless all trace the same; asked once, while it traces.
@@ -79,10 +122,14 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                     "made and read by Python functions, which is slower and the same on all"
                 )
 
-    def tuned(self, tensors: Mapping[str, Tensor], process_set: Any) -> Tuned:
+    def tuned(
+        self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
+    ) -> Tuned:
         """How AutoCompression lets tensors of a call travel that is being traced.
 
         What was not sent of those that travel plain is owed from here on.
+
+        variables : by name; none where all gradients count as applied
         """
         refuse_untraced()
         if self.tuner is None:
@@ -103,6 +150,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         left = [name for name in sorted(plain) if self.shared.remembers(name)]
         if left:
             self.retire(left)
+            known = [name for name in left if name in variables]
+            self._settle_now(known, [variables[name] for name in known])
             with self._lock:
                 for name in left:
                     self.owed.take(name, self.shared)
@@ -144,13 +193,20 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         return left
 
     def sized(
-        self, parts: Sequence[Mapping[str, int]], what: Any, tuned: Tuned | None = None
+        self,
+        parts: Sequence[Mapping[str, int]],
+        what: Any,
+        tuned: Tuned | None = None,
+        variables: Sequence[Any] | None = None,
+        stepped: Collection[Sized] = (),
     ) -> Sized | None:
         """The sized form of a call that is being traced, if it is time for it; see sized.py.
 
         parts : names and elements of the tensors of each bucket
         what : whose parameters are compared, see `sameness_of`
         tuned : of AutoCompression, whose form counts steps while the tuner rests
+        variables : of all these tensors; None where all gradients count as applied
+        stepped : forms that the graph which is being traced has made steps of
         """
         if elastic() or not (parts or tuned) or tf.executing_eagerly():
             return None
@@ -174,7 +230,11 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             same_form = known is not None and (known.names, known.rests) == ([*names], rest > 0)
             if known is not None and same_form and not known.ended:
                 return known
+            if self._takes_turns(key, stepped):
+                return None
             self.retire(key)
+            if variables is not None:
+                self._settle_now(names, variables)
             if tuned is not None and self.tuner is not None:
                 rest = self.tuner.rest_steps if rest else 0  # fewer by those of the form retired
             until = self._alike(names) if names else None
@@ -182,10 +242,51 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                 return None
             self.read()  # steps that Python counts from here on are those of other calls
             form = Sized(
-                [self._bucket(part) for part in parts],
+                [self._bucket(part, undoable=variables is not None) for part in parts],
                 self.sameness_of(what), until=until, rest=rest, plain=plain,
+                marks=variables and [self.marks.get(name, (None, False)) for name in names],
             )  # fmt: skip
             return self._sized.setdefault(key, form)
+
+    def _takes_turns(self, key: tuple[str, ...], stepped: Collection[Sized]) -> bool:
+        """Whether tensors of a call are in others, too, as a GAN's discriminator is in two.
+
+        A form is of one call. Python functions serve those that share tensors, one after the other.
+        """
+        own = set(key)
+        others = [it for it in self._sized if own.intersection(it) and set(it) != own]
+        again = key in self._outdone or any(self._sized[it] in stepped for it in others)
+        if others and again:
+            self._in_turns.update(own, *others)
+        self._outdone.update(others)
+        return not own.isdisjoint(self._in_turns)
+
+    def _settle_now(self, names: Sequence[str], variables: Sequence[Any]) -> None:
+        """See Traced.settle; while a function is traced, before its first step."""
+        pairs = [(name, v) for name, v in zip(names, variables, strict=True) if name in self.marks]
+        self.settle(
+            [name for name, _ in pairs],
+            [int(digest_of(variable.read_value())) for _, variable in pairs],
+        )
+        for name, _ in pairs:  # no exchange yet
+            self.marks[name] = None, self.marks[name][1]
+
+    def settle(self, names: Sequence[str], digests: Sequence[int]) -> None:
+        """See Traced.settle; a graph that was sized is so no more."""
+        if self._sized:
+            self.retire(names)
+        super().settle(names, digests)
+
+    def say_dropped(self) -> None:
+        """Warn, once: a loop that adds gradients up would lose what was left out of them."""
+        if not self._said_dropped:
+            self._said_dropped = True
+            _log.warning(
+                "a variable is the same, bit by bit, as at its last exchange: that gradient counts "
+                "as dropped, and what compression left out of it is not sent later. If the loop "
+                "adds gradients up before it applies them, say so before the first step: "
+                "memory_of(compression).accumulates = True"
+            )
 
     def _alike(self, names: Sequence[str]) -> int:
         """Steps from the next one on in which these tensors send as many words as in that one."""
@@ -198,11 +299,12 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         sizes = [n for part in parts for n in part.values()]
         return not self._unlike and serves(self.codec, sizes)
 
-    def _bucket(self, tensors: Mapping[str, int]) -> SizedBucket:
+    def _bucket(self, tensors: Mapping[str, int], *, undoable: bool) -> SizedBucket:
         if self.settings.exchange == "shared":
-            return SummedBucket(self.shared, list(tensors))
+            return SummedBucket(self.shared, list(tensors), undoable=undoable)
         feedback = self.feedback if self.settings.feedback else None
-        return GatheredBucket(self.theta, feedback, tensors, scatter=self.settings.scatter)
+        scatter = self.settings.scatter
+        return GatheredBucket(self.theta, feedback, tensors, scatter=scatter, undoable=undoable)
 
     def trace_again(self) -> None:
         """Let all functions be traced again that have used this memory; on all ranks at once."""
@@ -237,7 +339,10 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         """Bring all that graphs have counted and remembered to the exchange and the report."""
         with tf.init_scope():
             told = [each.read() for each in self._sized.values()]
+            marks = [each.marks() for each in self._sized.values()]
         with self._lock:
+            for each in marks:
+                self.marks.update(each)
             # Python has counted some of these steps, for other calls in them.
             beside = max(self.traffic.steps - self._counted, 0)
             steps = max(0, *(each.steps - beside for each in told)) if told else 0
@@ -295,6 +400,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def _end(self) -> None:
         """Of graphs that were traced so far nothing goes on, nor does the tuner."""
         self.retire()
+        self._in_turns, self._outdone = set(), set()
         self.tuner = self._tuned_set = None
         if self.settings.tune:
             self.trace_again()
@@ -350,4 +456,23 @@ def _say_python_once() -> None:
         "TensorFlow %s shows no tf.function that is being traced: low rank is computed by Python "
         "functions in the graph, which is slower",
         tf.__version__,
+    )
+
+
+def refuse_means_of_tapes(variables: Sequence[Any]) -> None:
+    """Raise CompressError if tapes with compression exchange gradients of these variables."""
+    for memory in list(_memories.values()):
+        for variable in variables:
+            if memory.exchanges(repr(variable.handle)):
+                raise averaged_twice(f"{variable.name}: its gradients are")
+
+
+def averaged_twice(what: str) -> CompressError:
+    """For gradients that are means of all ranks when an optimizer is about to average them."""
+    return CompressError(
+        f"{what} averaged twice, by Horovod's tape and by this optimizer, whose compression would "
+        "take clipped or unscaled means for new gradients, and add to them what it remembers; "
+        "expected each rank's own. Use a plain tf.GradientTape with this optimizer, or a plain "
+        "optimizer with the tape. If the tape's training is over: "
+        "memory_of(its compression).clear()."
     )

@@ -29,6 +29,7 @@ from ..settings import Settings
 from .alike import as_variables, compared, elastic, said_of_compression, said_of_variables
 from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
 from .memory import Memory, memory_at, memory_of
+from .nodes.outcomes import digest_of
 from .nodes.sized import Collectives, Sized
 from .traced import NO_VARIABLE
 from .tracing import Call, find_call, passed
@@ -64,6 +65,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     memory = memory_at(call.compression, settings)
     memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
+    said.append(("accumulates", str(memory.accumulates)))
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
     memory.agree(call.process_set, said)
@@ -144,7 +146,9 @@ def exchanged(
 
     names, places : of each, what it is kept under, or its place in the result of `beside.python`
     """
-    tuned = _tuned(call, memory, names, tensors) if memory.settings.tune and tensors else None
+    tuned = None
+    if memory.settings.tune and tensors:
+        tuned = _tuned(call, memory, names, tensors, _variables(call, memory, places))
     taken = [at for at, name in enumerate(names) if tuned is None or name not in tuned.plain]
     cuts = cut([tensors[at].shape.num_elements() for at in taken])
     parts = [[taken[at] for at in part] for part in cuts]
@@ -153,7 +157,12 @@ def exchanged(
         for part in parts
     ]
     known = all(len(part) == len(some) for part, some in zip(parts, own, strict=True))
-    form = memory.sized(own, beside.what, tuned) if known else None
+    followed = [at for part in parts for at in part]
+    variables = _variables(call, memory, [places[at] for at in followed])
+    earlier = _earlier(memory)
+    form = None
+    if known:
+        form = memory.sized(own, beside.what, tuned, variables, earlier.forms)
     slots = theta = asked = None
     if tuned is not None and (form is None or not form.rests):
         asked = asking(memory.ask(tuned, form))
@@ -161,18 +170,25 @@ def exchanged(
         slots = beside.python()
         if asked is not None:
             slots = slots + asked
+        if variables is not None:
+            slots = _settled(
+                memory, slots, [names[at] for at in followed], [places[at] for at in followed],
+                variables, earlier.nodes(),
+            )  # fmt: skip
         theta = _theta_of_step(call, memory, slots) if memory.learns and parts else None
+    scale = None if call.sources is None else memory.scale()
     buckets = [
         Bucket(
             call, memory, [names[at] for at in part], [places[at] for at in part],
-            [tensors[at] for at in part], slots, f"sn_b{number}", theta,
+            [tensors[at] for at in part], slots, f"sn_b{number}", theta, scale,
         )
         for number, part in enumerate(parts)
     ]  # fmt: skip
     if form is None:
         begun, made = slots, [means_of(bucket) for bucket in buckets]
     else:
-        begun, made = _sized(form, buckets, memory, beside, call)
+        begun, made = _sized(form, buckets, memory, beside, call, variables)
+        earlier.forms.add(form)
         if asked is not None:
             begun += asked
         elif not buckets:
@@ -182,6 +198,9 @@ def exchanged(
         for part, some in zip(parts, made, strict=True)
         for at, mean in zip(part, some, strict=True)
     }
+    if scale is not None:
+        placed = {at: mean * scale for at, mean in placed.items()}
+    earlier.means[:] = placed.values()
     sent = [
         tensor if at in placed else _with_owed(tensor, str(name), memory)
         for at, (name, tensor) in enumerate(zip(names, tensors, strict=True))
@@ -189,8 +208,76 @@ def exchanged(
     return Exchanged(begun, [placed.get(at) for at in range(len(tensors))], sent)
 
 
+@dataclass
+class _Earlier:
+    """What a graph has exchanged for a memory so far.
+
+    means : the last ones
+    """
+
+    means: list[Any]
+    forms: set[Sized]
+
+    def nodes(self) -> list[Any]:
+        """What the next exchange in Python has to wait for."""
+        return [*self.means, *(it for form in self.forms for it in form.remembered())]
+
+
+def _earlier(memory: Memory) -> _Earlier:
+    if tf.executing_eagerly():
+        return _Earlier([], set())
+    known = _in_graph(tf.compat.v1.get_default_graph())
+    found: _Earlier = known.setdefault((memory, "earlier"), _Earlier([], set()))
+    return found
+
+
+def _variables(call: Call, memory: Memory, places: Sequence[int | None]) -> list[Any] | None:
+    """Variables of a tape's gradients; None where all gradients count as applied.
+
+    A tape says nothing of what becomes of its gradients; see nodes/outcomes.py.
+    """
+    if not call.sources or memory.accumulates or not memory.settings.feedback:
+        return None
+    found = [None if place is None else call.sources[place] for place in places]
+    return found if all(isinstance(it, tf.Variable) for it in found) else None
+
+
+def _digests(variables: Sequence[Any]) -> Any:
+    values = [tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables]
+    return tf.stack([digest_of(it) for it in values])
+
+
+def _settled(
+    memory: Memory,
+    slots: Any,
+    names: Sequence[str | None],
+    places: Sequence[int | None],
+    variables: Sequence[Any],
+    after: Sequence[Any],
+) -> Any:
+    """The slots, once what was dropped of these variables is taken back.
+
+    after : nodes of exchanges before this one in the graph
+    """
+
+    def settle(slots: Any, digests: Any) -> Any:
+        pairs = zip(names, places, strict=True)
+        keys = [name or memory.key(None, int(slots[place])) for name, place in pairs]
+        memory.settle([str(key) for key in keys], digests.tolist())
+        return slots
+
+    with tf.device("CPU"), tf.control_dependencies([*after]):
+        made = tf.numpy_function(settle, [slots, _digests(variables)], tf.int64)
+    made.set_shape(slots.shape)
+    return made
+
+
 def _tuned(
-    call: Call, memory: Memory, names: Sequence[str | None], tensors: Sequence[Any]
+    call: Call,
+    memory: Memory,
+    names: Sequence[str | None],
+    tensors: Sequence[Any],
+    variables: Sequence[Any] | None,
 ) -> Tuned:
     """What AutoCompression has chosen for the gradients of a call, while it is traced."""
     of = {}
@@ -200,7 +287,8 @@ def _tuned(
             raise untraced("where the graph may serve any variables: a tape that Horovod traces")
         n = tensor.shape.num_elements()
         of[name] = Tensor(tuple(tensor.shape), n, n * wire_type(tensor).size)
-    return memory.tuned(of, call.process_set)
+    known = dict(zip(of, variables or (), strict=variables is not None))
+    return memory.tuned(of, call.process_set, known)
 
 
 def _with_owed(tensor: Any, name: str, memory: Memory) -> Any:
@@ -210,7 +298,12 @@ def _with_owed(tensor: Any, name: str, memory: Memory) -> Any:
 
 
 def _sized(
-    form: Sized, buckets: Sequence[Bucket], memory: Memory, beside: Beside, call: Call
+    form: Sized,
+    buckets: Sequence[Bucket],
+    memory: Memory,
+    beside: Beside,
+    call: Call,
+    variables: Sequence[Any] | None,
 ) -> tuple[Any, list[list[Any]]]:
     """The same without Python."""
     begun, due, at = form.begin(memory.trace_again)
@@ -234,7 +327,8 @@ def _sized(
         vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
     first = buckets[0]
     by = Collectives(first.ranks(), call.process_set.rank(), total, gather, alltoall)
-    made, factor = form.step(vectors, by), first.factor()
+    digests = None if variables is None else _digests(variables)
+    made, factor = form.step(vectors, by, digests, memory.say_dropped), first.factor()
     return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
 
 

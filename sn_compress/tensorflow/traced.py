@@ -79,6 +79,8 @@ class Traced:
             self._rounds: dict[tuple[str, ...], Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
+            # Of variables; see nodes/outcomes.py.
+            self.marks: dict[str, tuple[int | None, bool]] = {}
             self.asked: set[str] = set()  # what ranks have agreed on
             self._sameness: dict[Any, Sameness] = {}
 
@@ -104,7 +106,8 @@ class Traced:
         """Be where another rank's state is in the schedule."""
         self.theta.load_state_dict(state.get("theta", {}))
         with self._lock:
-            self._lost = {}
+            self._lost, self.marks = {}, {}
+            self.feedback.commit()
 
     def count_beside(self, nbytes: int) -> None:
         """Count what is no gradient; see Traffic."""
@@ -147,6 +150,11 @@ class Traced:
                 found.append(self._slot_of[match[1]])
         return found
 
+    def exchanges(self, handle: str) -> bool:
+        """Whether gradients of a variable of this handle were exchanged."""
+        match = _HANDLE.search(handle)
+        return match is not None and match[1] in self._slot_of
+
     def key(self, name: str | None, slot: int) -> str | None:
         """What the memory of a gradient is kept under: "0:kernel" for the first variable."""
         return name if slot == NO_VARIABLE else self._keys[slot]
@@ -155,6 +163,33 @@ class Traced:
     def learns(self) -> bool:
         """Whether theta follows what steps have lost: then `begin_step` says what it is."""
         return self.settings.exchange == "gather" and self.theta.learns
+
+    def settle(self, names: Sequence[str], digests: Sequence[int]) -> None:
+        """Before gradients of variables are exchanged: what became of their last ones.
+
+        See nodes/outcomes.py for the rule. What was left out of gradients that were applied is
+        kept; what was, of those that were dropped, is taken back.
+
+        digests : of the variables
+        """
+        if not names:
+            return
+        with self._lock:
+            self.feedback.undoable = True
+            applied, dropped = [], []
+            for name, digest in zip(names, digests, strict=True):
+                before, changes = self.marks.get(name, (None, False))
+                (dropped if changes and before == digest else applied).append(name)
+                seen = before is not None and before != digest
+                self.marks[name] = digest, changes or seen
+            for part in (self.feedback, self.shared, self.owed):
+                part.abort(dropped)
+                part.commit(applied)
+        if dropped:
+            self.say_dropped()
+
+    def say_dropped(self) -> None:
+        """Called when a gradient was dropped."""
 
     def lost(self) -> npt.NDArray[np.float64]:
         """Energy and error of what this rank has encoded since it was asked before, [2]."""
@@ -314,6 +349,8 @@ class Traced:
                 lost: dict[str | None, tuple[float, float]] = {k: squares(v) for k, v in saved}
             owed = Owed.mean([state.get("owed", {})])
             self.exchange().load_state_dict(state)
+        self.marks = {}
+        self.feedback.commit()
         self._lost, self.owed = lost, owed
 
     def exchange(self) -> ErrorFeedback | SharedExchange:

@@ -25,6 +25,14 @@ from ..base.errors import CompressError
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
+# Ops that change how large a gradient is, not what it is of, as clipping and unscaling do.
+_PASSING = frozenset(
+    {
+        "Cast", "ClipByValue", "DivNoNan", "EnsureShape", "Identity", "IdentityN", "If", "Maximum",
+        "Minimum", "Mul", "Neg", "RealDiv", "Reshape", "Select", "SelectV2", "StatelessIf",
+        "StopGradient",
+    }
+)  # fmt: skip
 _SCATTER = ("reducescatter", "grouped_reducescatter")
 
 
@@ -134,6 +142,40 @@ def forget(function: Any) -> None:
             "expected, as release 2.21 does it: LowRankCompression cannot have it traced again. "
             "Use release 2.21, and please report your version."
         ) from error
+
+
+def was_reduced(gradient: Any) -> bool:
+    """Whether a gradient is of Horovod's collectives, clipped, unscaled or chosen since.
+
+    False where that cannot be seen: eagerly, and for arguments of a function.
+    """
+    waiting = [gradient] if tf.is_symbolic_tensor(gradient) else []
+    seen: set[int] = set()
+    while waiting:
+        tensor = waiting.pop()
+        operation = tensor.op
+        if id(operation) in seen:
+            continue
+        seen.add(id(operation))
+        if operation.type.startswith("Horovod") or _reduces_in_branch(operation):
+            return True
+        if operation.type == "Placeholder":  # of a branch, perhaps
+            outer = [it for it, own in getattr(operation.graph, "captures", ()) if own is tensor]
+            waiting += [it for it in outer if tf.is_symbolic_tensor(it)]
+        elif operation.type in _PASSING:
+            # Not the factors: a norm over all ranks may clip a gradient of this one.
+            n = tensor.shape.num_elements()
+            waiting += [it for it in operation.inputs if it.shape.num_elements() == n != 1]
+    return False
+
+
+def _reduces_in_branch(operation: Any) -> bool:
+    """Whether it is a condition of Horovod's around a collective, as a tape has for each tensor."""
+    if operation.type not in ("If", "StatelessIf"):
+        return False
+    branch = operation.graph._get_function(operation.get_attr("then_branch").name)
+    nodes = () if branch is None else branch.definition.node_def
+    return any(node.op.startswith("Horovod") for node in nodes)
 
 
 def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -60,6 +60,13 @@ def test_frequencies_of_many_ranks_in_the_graph(horovodrun):
 
 
 @pytest.mark.slow
+def test_gradients_that_nobody_applies_and_those_sent_again(horovodrun, cases_of):
+    cases = cases_of(RANKS / "tensorflow_outcomes.py")
+    run = horovodrun(2, RANKS / "tensorflow_outcomes.py", timeout=280).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
+@pytest.mark.slow
 def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
     cases = cases_of(RANKS / "tensorflow_trust.py")
     run = horovodrun(2, RANKS / "tensorflow_trust.py", timeout=280).check()

@@ -22,8 +22,10 @@ from ...engine.theta import ThetaInTime
 from ...ops.spectra import transforms
 from ...report import Ran
 from . import kernels, scattered
+from .outcomes import restored
 from .payload_nodes import PayloadNodes, arrived, one, when_all_are_present
-from .sized import Collectives, variable
+from .sized import Collectives
+from .variables import variable
 
 
 def serves(codec: FFTCodec, sizes: Sequence[int]) -> bool:
@@ -51,6 +53,7 @@ class GatheredBucket:
     feedback : keeps the memories between forms; None to remember nothing
     tensors : names and elements
     scatter : whether payloads go to owners where that brings a rank fewer bytes
+    undoable : keep what was remembered before the last step
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class GatheredBucket:
         tensors: Mapping[str, int],
         *,
         scatter: bool = False,
+        undoable: bool = False,
     ) -> None:
         self._theta, self._feedback, self._scatter = theta, feedback, scatter
         self.names, self._sizes = tuple(tensors), list(tensors.values())
@@ -69,6 +73,9 @@ class GatheredBucket:
         self._shares: Shares | None = None
         self._rank = 0
         self._memories = None if feedback is None else self._borrowed(feedback)
+        self._committed = None
+        if undoable and self._memories is not None:
+            self._committed = [[variable(part) for part in own] for own in self._memories]
 
     def _borrowed(self, feedback: ErrorFeedback) -> list[list[Any]]:
         found = []
@@ -77,14 +84,37 @@ class GatheredBucket:
             found.append([variable(part) for part in state])
             # Not twice in memory; `read` brings it back.
             feedback.replace(name, [np.broadcast_to(np.float32(0), part.shape) for part in state])
+        feedback.settled(self.names)
         return found
 
-    def step(self, number: int, vectors: Sequence[Any], by: Collectives) -> tuple[list[Any], Any]:
+    def _begin(self, dropped: Any) -> list[list[Any]] | None:
+        """What is remembered when a step begins."""
+        if self._memories is None or self._committed is None or dropped is None:
+            return self._memories and [[it.read_value() for it in own] for own in self._memories]
+        now = [part.read_value() for own in self._memories for part in own]
+
+        def before() -> list[Any]:
+            tensors = enumerate(zip(self._committed or (), self._memories or (), strict=True))
+            return [
+                tf.where(dropped[at], old.read_value(), new.read_value())
+                for at, pair in tensors
+                for old, new in zip(*pair, strict=True)
+            ]
+
+        found = iter(restored(dropped, now, before))
+        memories = [[next(found) for _ in own] for own in self._memories]
+        for own, parts in zip(self._committed, memories, strict=True):
+            for part, value in zip(own, parts, strict=True):
+                part.assign(value)
+        return memories
+
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
         """See SizedBucket."""
         self._traced = True
-        memories, decay = None, 1.0
-        if self._memories is not None and self._feedback is not None:
-            memories = [[part.read_value() for part in own] for own in self._memories]
+        memories, decay = self._begin(dropped), 1.0
+        if self._feedback is not None:
             decay = self._feedback.decay
         nodes = PayloadNodes(self._codec, self._sizes, decay)
         self._shares, self._rank = None, by.rank
@@ -107,11 +137,18 @@ class GatheredBucket:
                     part.assign(value)
         return means, told
 
+    def remembered(self) -> list[Any]:
+        """See SizedBucket."""
+        return [part.read_value() for own in self._memories or () for part in own]
+
     def read(self, steps: int) -> None:
         """See SizedBucket."""
         if self._memories is not None and self._feedback is not None:
-            for name, own in zip(self.names, self._memories, strict=True):
+            for at, (name, own) in enumerate(zip(self.names, self._memories, strict=True)):
                 self._feedback.replace(name, [part.numpy() for part in own])
+                if self._committed is not None:
+                    before = [part.numpy() for part in self._committed[at]]
+                    self._feedback.open(name, before)
         for name, first in zip(self.names, self._began, strict=True):
             self._theta.go_to(name, first + steps)
 

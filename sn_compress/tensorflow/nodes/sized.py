@@ -19,11 +19,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ...base.errors import CompressError
 from ...base.sameness import Sameness
 from ...report import Ran
+from .outcomes import Mark, Outcomes
+from .variables import variable
 
 LEAST = 10  # steps of the same sizes: for fewer it is not worth tracing a graph
 _FOR_EVER = 2**62
@@ -57,11 +58,19 @@ class SizedBucket(Protocol):
 
     names: tuple[str, ...]
 
-    def step(self, number: int, vectors: Sequence[Any], by: Collectives) -> tuple[list[Any], Any]:
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
         """The means of gradients, [n] float32 each, and [3] float64: energy, error, saturated.
 
         Energy and error are squared norms of what this rank had to send, and of what it keeps.
+
+        dropped : of which tensors the last gradient was not applied, [tensors] bool; None where
+            all count as applied
         """
+
+    def remembered(self) -> list[Any]:
+        """What the variables hold where the graph has come to."""
 
     def read(self, steps: int) -> None:
         """Bring what the variables hold to the core, after so many steps of this form."""
@@ -87,12 +96,6 @@ class Told:
     sparse: dict[str, Any]
 
 
-def variable(value: Any) -> Any:
-    """A variable made in any trace: tf.function lets tf.Variable be made in its first only."""
-    with tf.init_scope():
-        return ResourceVariable(value, trainable=False)
-
-
 class Sized:
     """The sized form of one call of Horovod's; made while it traces, and shared by its traces.
 
@@ -101,6 +104,7 @@ class Sized:
     until : steps until sizes are others; None where they stay
     rest : steps for which a tuner is not asked; 0 where one is asked at each step, or there is none
     plain : what travels plain beside them, each with its elements and bytes: to be counted
+    marks : of each tensor's variable; None where all gradients count as applied
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Sized:
         until: int | None = None,
         rest: int = 0,
         plain: Sequence[tuple[str, int, int]] = (),
+        marks: Sequence[Mark] | None = None,
     ) -> None:
         self.buckets, self.same = list(buckets), same
         self._plain, self.rests = tuple(plain), rest > 0
@@ -124,6 +129,8 @@ class Sized:
         self._saturated = variable(np.float64(0))
         self._sparse: dict[str, Any] = {}  # [elements, bytes] so far
         self._told = Told(0, [], np.zeros(2), 0, {})
+        self._outcomes = None if marks is None else Outcomes(marks)
+        self._dropping = variable(np.int64(0))  # steps before which something was dropped
 
     def begin(self, trace_again: Callable[[], None]) -> tuple[Any, Any, Any]:
         """A step begins: a node that counts it; whether parameters are compared, before which step.
@@ -163,11 +170,27 @@ class Sized:
         due = (before > 0) & (before % every == 0) if every else tf.constant(False)
         return begun, due, before
 
-    def step(self, vectors: Sequence[Sequence[Any]], by: Collectives) -> list[list[Any]]:
-        """The means of each bucket's gradients, [n] float32 each."""
+    def step(
+        self,
+        vectors: Sequence[Sequence[Any]],
+        by: Collectives,
+        digests: Any,
+        say_dropped: Callable[[], None],
+    ) -> list[list[Any]]:
+        """The means of each bucket's gradients, [n] float32 each.
+
+        digests : of all tensors' variables, [tensors] int64; None without marks
+        say_dropped : called before the first step behind a gradient that was dropped
+        """
         means, numbers = [], []
-        for number, (bucket, own) in enumerate(zip(self.buckets, vectors, strict=True)):
-            made, told = bucket.step(number, own, by)
+        dropped = [None] * len(self.buckets)
+        if self._outcomes is not None:
+            every = self._outcomes.dropped(digests)
+            self._say_first(tf.reduce_any(every), say_dropped)
+            dropped = tf.split(every, [len(bucket.names) for bucket in self.buckets])
+        pieces = zip(self.buckets, vectors, dropped, strict=True)
+        for number, (bucket, own, gone) in enumerate(pieces):
+            made, told = bucket.step(number, own, by, gone)
             means.append(made)
             numbers.append(told)
         energy, error, saturated = tf.unstack(tf.add_n(numbers))
@@ -177,6 +200,30 @@ class Sized:
         self._relative.assign_add(tf.where(known, both, tf.zeros_like(both)))
         self._saturated.assign_add(saturated)
         return means
+
+    def _say_first(self, dropped: Any, say: Callable[[], None]) -> None:
+        def rare() -> Any:
+            def run() -> Any:
+                say()
+                return np.int64(0)
+
+            found = tf.numpy_function(run, [], tf.int64)
+            found.set_shape([])
+            return found
+
+        self._dropping.assign_add(tf.cast(dropped, tf.int64))
+        first = dropped & (self._dropping.read_value() == 1)
+        with tf.device("CPU"):
+            tf.cond(first, rare, lambda: tf.constant(0, tf.int64), name="sn_rare_dropped")
+
+    def remembered(self) -> list[Any]:
+        """What the tensors remember, read where the graph has come to: nodes to wait for."""
+        return [it for bucket in self.buckets for it in bucket.remembered()]
+
+    def marks(self) -> dict[str, Mark]:
+        """Of the tensors' variables, by name."""
+        found = [] if self._outcomes is None else self._outcomes.marks()
+        return dict(zip(self.names, found, strict=False))
 
     def count_sparse(self, key: str, values: Any, indices: Any) -> None:
         """Count a sparse gradient in every step."""

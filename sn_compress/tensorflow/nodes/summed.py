@@ -21,7 +21,9 @@ from ...sums.session import SharedExchange
 from ...sums.step import bucket_of, step
 from ...sums.summable import Summable
 from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
-from .sized import Collectives, variable
+from .outcomes import restored
+from .sized import Collectives
+from .variables import variable
 
 _DAMAGED = (
     "PayloadError: the summed words do not have the sum of their checksums: they were damaged on "
@@ -33,7 +35,9 @@ _DAMAGED = (
 class SummedBucket:
     """What ranks share of tensors that travel together, and what this rank has not sent of them."""
 
-    def __init__(self, exchange: SharedExchange, names: Sequence[str]) -> None:
+    def __init__(
+        self, exchange: SharedExchange, names: Sequence[str], *, undoable: bool = False
+    ) -> None:
         self._of, self.names = exchange, tuple(names)
         summables = self.summables()
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
@@ -44,6 +48,10 @@ class SummedBucket:
         self.memories = [variable(to_host(one.memory)) for one in own]
         for one in own:  # not twice in memory; `read` brings it back
             one.replace(np.broadcast_to(np.float32(0), (one.n,)))
+        self._committed: tuple[list[Any], dict[str, Any]] | None = None
+        if undoable:
+            state = {name: variable(it) for name, it in self.state.items()}
+            self._committed = [variable(it) for it in self.memories], state
         self._began = [exchange.tensors[name].step for name in names]
         self._until = until_dense(exchange, names)
         self._sent: list[int] = []  # words in each round, known when traced
@@ -54,13 +62,49 @@ class SummedBucket:
         found = [self._of.tensors[name].summable for name in self.names]
         return [one for one in found if one is not None]
 
-    def step(self, number: int, vectors: Sequence[Any], by: Collectives) -> tuple[list[Any], Any]:
+    def _begin(self, dropped: Any) -> tuple[list[Any], dict[str, Any]]:
+        """What is remembered, and shared, when a step begins."""
+        memories = [it.read_value() for it in self.memories]
+        state = {name: it.read_value() for name, it in self.state.items()}
+        if self._committed is None or dropped is None:
+            return memories, state
+        own_memories, own_state = self._committed
+
+        def before() -> list[Any]:
+            gone = [dropped[at] for at in self.order]
+            kept = zip(gone, own_memories, self.memories, strict=True)
+            left = [tf.where(it, old.read_value(), new.read_value()) for it, old, new in kept]
+            old, new = (
+                self.bucket.split({name: it.read_value() for name, it in each.items()})
+                for each in (own_state, self.state)
+            )
+            shared = self.bucket.join(
+                [
+                    {name: tf.where(it, one[name], other[name]) for name in one}
+                    for it, one, other in zip(gone, old, new, strict=True)
+                ]
+            )
+            return [*left, *(shared[name] for name in state)]
+
+        found = restored(dropped, [*memories, *state.values()], before)
+        memories = found[: len(memories)]
+        state = dict(zip(state, found[len(memories) :], strict=True))
+        for own, memory in zip(own_memories, memories, strict=True):
+            own.assign(memory)
+        for name, value in state.items():
+            own_state[name].assign(value)
+        return memories, state
+
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
         """See SizedBucket."""
         self._ranks = by.ranks
+        memories, state = self._begin(dropped)
         rounds = step(
             self.bucket,
-            {name: it.read_value() for name, it in self.state.items()},
-            [it.read_value() for it in self.memories],
+            state,
+            memories,
             [times_power(vectors[at], -self._exponents[at]) for at in self.order],
             ranks=by.ranks,
             rank=by.rank,
@@ -89,6 +133,10 @@ class SummedBucket:
             each = enumerate(self._exponents)
             return [tf.identity(times_power(placed[at], power)) for at, power in each], told
 
+    def remembered(self) -> list[Any]:
+        """See SizedBucket."""
+        return [it.read_value() for it in (*self.memories, *self.state.values())]
+
     def read(self, steps: int) -> None:
         """See SizedBucket."""
         summables = self.summables()
@@ -97,6 +145,11 @@ class SummedBucket:
         for at, own, memory in pieces:
             summables[at].replace(memory.numpy())
             summables[at].state = own
+        if self._committed is not None:
+            left, shared = self._committed
+            states = self.bucket.split({name: it.numpy() for name, it in shared.items()})
+            for at, own, memory in zip(self.order, states, left, strict=True):
+                self._of.tensors[self.names[at]].reopen(memory.numpy(), own)
         for name, first in zip(self.names, self._began, strict=True):
             self._of.tensors[name].step = first + min(steps, self._until)
 

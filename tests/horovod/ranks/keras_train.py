@@ -365,6 +365,15 @@ def resume():
         raise AssertionError("another rank's memory was to be refused")
 
 
+def built_by_its_first_batch():
+    """A model without an Input, as in Horovod's examples: it has weights behind the first step."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(96, activation="tanh"), keras.layers.Dense(10)])
+    model.compile(DistributedOptimizer(sgd(), compression=FFT), loss_of())
+    model.fit(*data(), 8, verbose=0, callbacks=[BroadcastVariables()])
+    assert_equal_ranks(model)
+
+
 def refusals():
     for call, word in (
         (lambda: DistributedOptimizer("sgd"), "keras.optimizers"),
@@ -396,7 +405,8 @@ def xla_compiled(compression):
 
 CASES = [
     fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, shared, groups,
-    process_sets, embedding, unused, schedule, callbacks, saved_as_what_it_was, resume, refusals,
+    process_sets, embedding, unused, schedule, callbacks, built_by_its_first_batch,
+    saved_as_what_it_was, resume, refusals,
 ]  # fmt: skip
 
 if __name__ == "__main__":

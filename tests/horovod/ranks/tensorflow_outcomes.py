@@ -1,0 +1,511 @@
+"""One rank: what becomes of a tape's gradients that nobody applies, or that are sent again.
+
+Run as `tensorflow_outcomes.py [CASE...]`; prints "ok CASE" on every rank, or fails.
+"""
+
+import contextlib
+import logging
+import sys
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.impl.api import StagingError
+
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress.tensorflow.keras import DistributedOptimizer
+from sn_compress.tensorflow.tape import memory_of
+
+FFT = FFTCompression.using(theta=0.9)
+ARRAYS = FFTCompression.using(theta=0.9, transform="hadamard")  # no compiled nodes
+LOW = LowRankCompression.using(ratio=20, warmup=2, every=1000)
+DENSE = LowRankCompression.using(ratio=20, warmup=2, every=4)  # Python functions, again and again
+CLASSES = {"fft": FFT, "arrays": ARRAYS, "low": LOW, "dense": DENSE}
+SIDE = 48
+
+
+def variables_of(count=2):
+    rng = np.random.default_rng(0)
+    return [
+        tf.Variable(rng.standard_normal((SIDE, SIDE)).astype("f4") / SIDE**0.5, name=f"w{i}")
+        for i in range(count)
+    ]
+
+
+def batch(step):
+    rng = np.random.default_rng([hvd.rank(), step])
+    return tf.constant(rng.standard_normal((8, SIDE)), tf.float32)
+
+
+def loss_of(variables, x):
+    for variable in variables:
+        x = tf.tanh(x @ variable)
+    return tf.reduce_mean((x - 0.5) ** 2)
+
+
+def gradients(variables, x, compression, factor=1.0, **options):
+    with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression, **options) as tape:
+        loss = factor * loss_of(variables, x)
+    return tape.gradient(loss, variables)
+
+
+def apply(variables, found):
+    for variable, gradient in zip(variables, found, strict=True):
+        variable.assign_sub(0.5 * gradient)
+
+
+def numpy_of(variables):
+    return [variable.numpy() for variable in variables]
+
+
+def residuals(compression):
+    memory = memory_of(compression)
+    own = memory.exchange()
+    names = sorted(memory.state_dict()["tensors" if "Low" in str(compression) else "memory"])
+    return [own.residual(name) for name in names if own.remembers(name)]
+
+
+def same(one, other, why):
+    assert len(one) == len(other), why
+    for a, b in zip(one, other, strict=True):
+        assert np.array_equal(a, b), (why, np.abs(a - b).max())
+
+
+def trained(compression, way, drops, steps=12, traced=True):
+    """Weights after some steps; `drops` of each, what is thrown away behind it."""
+    compression = compression.using()
+    variables = variables_of()
+    run = {"rejected": rejected, "other place": other_place, "loop": in_a_loop}[way](
+        variables, compression
+    )
+    run = tf.function(run) if traced else run
+    if way == "loop":
+        for first in range(0, steps, 4):
+            wanted = [2 if drops and step > 3 else 1 for step in range(first, first + 4)]
+            run(tf.stack([batch(s) for s in range(first, first + 4)]), tf.constant(wanted))
+    else:
+        yes, no = (True, False) if way == "other place" else (tf.constant(True), tf.constant(False))
+        for step in range(steps):
+            run(batch(step), tf.constant(1.0), yes)
+            if drops and step > 2:
+                for extra in range(1 + step % 2):
+                    run(batch(50 + step + extra), tf.constant(1e4), no)
+    return numpy_of(variables), compression
+
+
+def rejected(variables, compression):
+    """A branch of the graph decides, as one on the norm of the mean does."""
+
+    def step(x, factor, applied):
+        found = gradients(variables, x, compression, factor)
+        if tf.executing_eagerly():
+            if applied:
+                apply(variables, found)
+        else:
+            tf.cond(applied, lambda: apply(variables, found), lambda: None)
+
+    return step
+
+
+def other_place(variables, compression):
+    """Two passes in one graph, of which one is for other variables."""
+
+    def step(x, factor, applied):
+        own = gradients(variables, x, compression, factor)
+        if applied:
+            apply(variables, own)
+
+    return step
+
+
+def in_a_loop(variables, compression):
+    """Many steps of one call, some of them with a pass too many."""
+
+    def steps(xs, wanted):
+        for at in tf.range(4):
+            for turn in tf.range(wanted[at]):
+                found = gradients(
+                    variables, xs[at] * (1.0 + tf.cast(turn, tf.float32)), compression
+                )
+                if turn == 0:
+                    apply(variables, found)
+
+    return steps
+
+
+def what_is_thrown_away_leaves_no_trace():
+    """To the bit, in one graph with a branch, in two graphs, and in a loop inside of a graph."""
+    for name, compression in CLASSES.items():
+        for way in ("rejected", "other place", "loop"):
+            if way == "loop" and name == "dense":
+                continue  # a loop of steps keeps the form in which it was traced
+            never, other = (trained(compression, way, drops)[0] for drops in (False, True))
+            if name != "dense":  # dropped steps count, so dense ones come at others
+                same(never, other, (name, way))
+            assert all(np.isfinite(it).all() for it in other)
+            first, last = hvd.allgather_object(other)
+            same(first, last, name)
+
+
+def what_is_thrown_away_eagerly_leaves_no_trace():
+    for name, compression in CLASSES.items():
+        never, other = (
+            trained(compression, "rejected", drops, traced=False)[0] for drops in (False, True)
+        )
+        if name != "dense":
+            same(never, other, name)
+
+
+def asked_for(variable, compression):
+    """A function from a gradient to its mean."""
+
+    def step(wanted, factor=1.0):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+            loss = factor * tf.reduce_sum(variable * wanted)
+        return tape.gradient(loss, [variable])[0]
+
+    return step
+
+
+def nothing_else_is_lost():
+    """All that was applied, and what is left, are what ranks computed: dense steps among them."""
+    for name, compression in CLASSES.items():
+        for traced in (True, False):
+            compression = compression.using()
+            variables = variables_of(1)
+            run = asked_for(variables[0], compression)
+            run = tf.function(run) if traced else run
+            before, plain = variables[0].numpy().astype("f8"), np.zeros((SIDE, SIDE))
+            rng = np.random.default_rng(hvd.rank())
+            for at in range(14):
+                for factor in (1.0,) if at == 0 else (100.0, 100.0, 1.0)[at % 2 :]:
+                    wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
+                    mean = run(tf.constant(wanted), tf.constant(factor))
+                variables[0].assign_sub(mean)
+                plain += np.mean(hvd.allgather_object(wanted), axis=0)
+            left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+            applied = before - variables[0].numpy()
+            error = np.abs(applied + left.reshape(SIDE, SIDE) - plain).max()
+            assert error < 2e-4, (name, traced, error)
+            assert np.abs(left).max() > 0.1, "nothing was dropped by compression?"
+
+
+def of_two_optimizers_one_may_skip():
+    """Gradients of both in one exchange: of what one has dropped the other keeps its own."""
+    for name in ("fft", "arrays", "low"):
+        compression = CLASSES[name].using()
+        both = [tf.Variable(np.zeros((SIDE, SIDE), "f4")) for _ in range(2)]
+
+        @tf.function
+        def step(wanted, skips, compression=compression, both=tuple(both)):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = tf.reduce_sum(both[0] * wanted[0]) + tf.reduce_sum(both[1] * wanted[1])
+            found = tape.gradient(loss, list(both))
+            tf.cond(skips, lambda: None, lambda: apply(both[:1], found[:1]))
+            apply(both[1:], found[1:])
+
+        rng = np.random.default_rng(hvd.rank())
+        plain = np.zeros((2, SIDE, SIDE))
+        for at in range(16):
+            skips = at % 3 == 2
+            wanted = rng.standard_normal((2, SIDE, SIDE)).astype("f4")
+            wanted[0] *= 100 if skips else 1
+            step(tf.constant(wanted), tf.constant(skips))
+            mean = 0.5 * np.mean(hvd.allgather_object(wanted), axis=0)
+            plain -= mean * np.array([not skips, True])[:, None, None]
+        left = 0.5 * np.mean(hvd.allgather_object(residuals(compression)), axis=0)
+        error = numpy_of(both) - left.reshape(plain.shape) - plain
+        if skips:
+            error = error[1:]
+        assert np.abs(error).max() < 2e-4, (name, np.abs(error).max(axis=(1, 2)))
+
+
+def a_scaler_that_skips_leaves_no_trace():
+    """Keras's loss scaler around a plain optimizer: a tensor overflows, and others do not."""
+
+    def bits(compression, overflows):
+        compression = compression.using()
+        variables = variables_of()
+        scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 1024.0)
+        scaler.build(variables)
+        memory_of(compression).watch(scaler)
+
+        @tf.function
+        def step(x, factor):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = loss_of(variables, x) + factor * tf.reduce_sum(variables[1])
+                loss = scaler.scale_loss(loss)
+            scaler.apply(tape.gradient(loss, variables), variables)
+
+        for at in range(12):
+            step(batch(at), tf.constant(0.0))
+            if overflows and at in (3, 4, 7):
+                bad = np.inf if hvd.rank() else 0.0
+                step(batch(60 + at), tf.constant(bad, tf.float32))
+        scale = float(scaler.dynamic_scale)
+        assert scale == (128 if overflows else 1024), scale
+        return numpy_of(variables)
+
+    for name in ("fft", "low"):
+        same(bits(CLASSES[name], False), bits(CLASSES[name], True), name)
+
+
+def an_exception_is_a_gradient_thrown_away():
+    """It comes between the exchange and the update, which is in another function."""
+
+    def bits(compression, fails):
+        compression = compression.using()
+        variables = variables_of()
+        step = tf.function(lambda x: gradients(variables, x, compression))
+        for at in range(10):
+            if fails and at in (4, 5, 7):
+                with contextlib.suppress(ZeroDivisionError):
+                    apply(variables, [step(batch(70 + at)), 1 / 0])
+            apply(variables, step(batch(at)))
+        return numpy_of(variables)
+
+    for name in ("fft", "low"):
+        same(bits(CLASSES[name], False), bits(CLASSES[name], True), name)
+
+
+def a_generator_goes_through_the_discriminator():
+    """Its tape asks for gradients of both, of which it applies its own."""
+
+    def bits(compression, asks_for_both):
+        compression = compression.using()
+        judge, maker = variables_of(2), variables_of(2)
+
+        @tf.function
+        def step(x):
+            apply(judge, gradients(judge, x, compression))
+            every = [*maker, *judge] if asks_for_both else maker
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = -loss_of([*maker, *judge], x)
+            apply(maker, tape.gradient(loss, every)[:2])
+
+        for at in range(10):
+            step(batch(at))
+        return numpy_of([*judge, *maker])
+
+    for name in ("fft", "arrays"):
+        same(bits(CLASSES[name], False), bits(CLASSES[name], True), name)
+
+
+def gradients_may_be_added_up():
+    """Of a loop that adds gradients up nothing is lost once it says so; else a warning names it."""
+    for accumulates in (True, False):
+        compression = FFT.using()
+        variable = tf.Variable(np.zeros((SIDE, SIDE), "f4"))
+        memory = memory_of(compression)
+        memory.accumulates = accumulates
+        step = tf.function(asked_for(variable, compression))
+        rng = np.random.default_rng(hvd.rank())
+        plain, warnings = np.zeros((SIDE, SIDE)), Warnings()
+        for _ in range(5):
+            total = tf.zeros((SIDE, SIDE))
+            for _ in range(3):
+                wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
+                total += step(tf.constant(wanted))
+                plain -= np.mean(hvd.allgather_object(wanted), axis=0)
+            variable.assign_sub(total)
+        left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+        error = np.abs(variable.numpy() - left.reshape(SIDE, SIDE) - plain).max()
+        assert (error < 1e-4) == accumulates, error
+        said = [text for text in warnings.end() if "accumulates" in text]
+        assert len(said) == (0 if accumulates else 1), said
+
+
+class Warnings(logging.Handler):
+    """What the package's loggers warn of."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        logging.getLogger("sn_compress").addHandler(self)
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+    def end(self):
+        logging.getLogger("sn_compress").removeHandler(self)
+        return self.said
+
+
+def a_loss_scale_changes_nothing():
+    """Powers of two, as the scaler raises and lowers it: the same bits as without."""
+
+    def bits(compression, growth):
+        compression = compression.using()
+        variables = variables_of()
+        scaler = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.5), 8.0, dynamic_growth_steps=growth
+        )
+        scaler.build(variables)
+        memory_of(compression).watch(scaler)
+
+        @tf.function
+        def step(x):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = scaler.scale_loss(loss_of(variables, x))
+            scaler.apply(tape.gradient(loss, variables), variables)
+
+        for at in range(12):
+            step(batch(at))
+        return numpy_of(variables), float(scaler.dynamic_scale)
+
+    warnings = Warnings()
+    for name in ("fft", "low", "dense"):
+        (steady, one), (grown, other) = (bits(CLASSES[name], growth) for growth in (1000, 2))
+        assert (one, other) == (8.0, 512.0), (one, other)
+        same(steady, grown, name)
+    assert not warnings.end(), "nothing was dropped"
+
+
+def a_gradient_is_exchanged_once():
+    """Of a tape's means, an optimizer of ours says that they are means; it does not send them."""
+
+    def loop(compression, of_tape, traced):
+        model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
+        variables = [v.value for v in model.trainable_variables]
+
+        def step(x):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=of_tape) as tape:
+                loss = tf.reduce_mean((model(x) - 0.5) ** 2)
+            found, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.01)
+            optimizer.apply(found, model.trainable_variables)
+
+        run = tf.function(step) if traced else step
+        for at in range(3):
+            run(batch(at))
+
+    def said(*given):
+        try:
+            loop(LowRankCompression.using(warmup=1), *given)
+        except (CompressError, StagingError) as error:
+            return str(error)
+        return "nothing"
+
+    for of_tape in (FFT.using(), LOW.using()):
+        for traced in (True, False):
+            text = said(of_tape, traced)
+            assert "averaged twice" in text, (of_tape, traced, text)
+    for of_tape in (hvd.Compression.none, hvd.Compression.fp16):
+        assert "averaged twice" in said(of_tape, True), of_tape
+
+
+def a_norm_over_all_ranks_may_clip_what_an_optimizer_averages():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=FFT)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - 0.5) ** 2)
+        found = tape.gradient(loss, model.trainable_variables)
+        norm = hvd.allreduce(tf.linalg.global_norm(found), name="norm")
+        optimizer.apply([0.1 * each / norm for each in found], model.trainable_variables)
+
+    for at in range(3):
+        step(batch(at))
+    first, last = hvd.allgather_object(numpy_of(model.trainable_variables))
+    same(first, last, "ranks")
+
+
+def applied_twice_is_sent_twice():
+    """`apply` of the same gradients, two times: two updates, of which nothing is lost."""
+    variable = keras.Variable(np.zeros((SIDE, SIDE), "f4"))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=FFT)
+    optimizer.build([variable])
+
+    @tf.function
+    def step(wanted):
+        for _ in range(2):
+            optimizer.apply([wanted], [variable])
+
+    rng, plain = np.random.default_rng(hvd.rank()), np.zeros((SIDE, SIDE))
+    for _ in range(6):
+        wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
+        step(tf.constant(wanted))
+        plain -= 2 * np.mean(hvd.allgather_object(wanted), axis=0)
+    (left,) = FFTCompression.residuals(optimizer).values()
+    left = np.mean(hvd.allgather_object(left), axis=0)
+    assert np.abs(variable.numpy() - left - plain).max() < 1e-4
+
+
+def a_tape_may_compute_two_losses():
+    """Two calls of one tape are two exchanges, of which the one that is applied counts."""
+
+    def bits(compression, both):
+        compression = compression.using()
+        variables = variables_of()
+
+        @tf.function
+        def step(x):
+            with hvd.DistributedGradientTape(
+                tf.GradientTape(persistent=True), compression=compression
+            ) as tape:
+                loss = loss_of(variables, x)
+                other = -3 * loss_of(variables, x)
+            if both:
+                tape.gradient(other, variables)
+            apply(variables, tape.gradient(loss, variables))
+
+        for at in range(8):
+            step(batch(at))
+        return numpy_of(variables)
+
+    # The first step's counts as applied: its variables were never seen to change.
+    for name in ("fft", "low"):
+        found = [bits(CLASSES[name], both) for both in (False, True)]
+        assert all(np.isfinite(it).all() for it in found[1])
+        assert np.abs(found[0][0] - found[1][0]).max() < 0.1, name
+        first, last = hvd.allgather_object(found[1])
+        same(first, last, "ranks")
+
+
+def a_choice_of_methods_follows_too():
+    """AutoCompression, while it measures and once it rests."""
+    compression = AutoCompression.using()
+    variables = variables_of()
+
+    @tf.function
+    def step(x, factor):
+        found = gradients(variables, x, compression, factor)
+        norm = tf.linalg.global_norm(found)
+        tf.cond(norm < 5, lambda: apply(variables, found), lambda: None)
+        return norm
+
+    for at in range(40):
+        assert step(batch(at), tf.constant(1.0)) < 5, "a dropped gradient came back"
+        if at % 3 == 2:
+            step(batch(100 + at), tf.constant(1e6))
+    first, *others = hvd.allgather_object(numpy_of(variables))
+    same(first, others[0], "ranks")
+
+
+CASES = [
+    what_is_thrown_away_leaves_no_trace,
+    what_is_thrown_away_eagerly_leaves_no_trace,
+    nothing_else_is_lost,
+    of_two_optimizers_one_may_skip,
+    a_scaler_that_skips_leaves_no_trace,
+    an_exception_is_a_gradient_thrown_away,
+    a_generator_goes_through_the_discriminator,
+    gradients_may_be_added_up,
+    a_loss_scale_changes_nothing,
+    a_gradient_is_exchanged_once,
+    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages,
+    applied_twice_is_sent_twice,
+    a_tape_may_compute_two_losses,
+    a_choice_of_methods_follows_too,
+]
+
+if __name__ == "__main__":
+    hvd.init()
+    for case in CASES:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
+            case()
+            print(f"ok {case.__name__}", flush=True)
