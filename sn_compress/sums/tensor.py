@@ -13,6 +13,7 @@ from ..base.errors import CompressError
 from ..devices.arrays import Array, Later, namespace, to_host
 from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
+from .outgrown import norm_of
 from .summable import Summable
 
 _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
@@ -36,6 +37,7 @@ class Tensor:
     summable: Summable | None = None
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
     awake: Later | None = None  # whether the last mean of a tensor that waits had energy
+    held: float | None = None  # gradients that the memory held when it was looked at last
     before: dict[str, Any] | None = None  # the fields above, before the last step
     committed: dict[str, Any] | None = None  # and before the first that was not committed
 
@@ -57,6 +59,12 @@ class Tensor:
             xp = namespace(mean)
             found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
             self.awake = Later(xp.reshape(xp.astype(found, xp.float64), (1,)))
+
+    def look(self, norm: float) -> None:
+        """Take note of how many gradients the memory holds; `norm` is that of this step's."""
+        held = None if self.summable is None else norm_of(self.summable.memory)
+        known = held is not None and norm > 0 and math.isfinite(held) and math.isfinite(norm)
+        self.held = float(np.float32(held / norm)) if held is not None and known else None
 
     def wake(self) -> None:
         """Begin anew, with dense steps, if a tensor without energy has got some."""
@@ -118,7 +126,7 @@ class Tensor:
         if self.mean is None and self.earlier is not None and size == self.size:
             self.summable = self.earlier
         else:
-            self.size, self.exponent = size, exponent_of(mean)
+            self.size, self.exponent, self.held = size, exponent_of(mean), None
             self.summable = Summable.of(size.part(), times_power(mean, -self.exponent))
         if self.owed is not None:
             self.replace(self.owed)
@@ -137,6 +145,8 @@ class Tensor:
             entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
             if self.exponent:
                 entry["exponent"] = self.exponent
+            if self.held is not None:
+                entry["held"] = np.float32(self.held)
         return entry
 
     @classmethod
@@ -159,6 +169,8 @@ class Tensor:
             tensor.summable = Summable(part, part.new_state(empty), empty)
             tensor.summable.load_state_dict(entry["summable"])
             tensor.exponent = _exponent(entry.get("exponent", 0))
+            if "held" in entry:
+                tensor.held = float(saved.floats(entry["held"], "number of gradients held", ()))
         return tensor
 
 
