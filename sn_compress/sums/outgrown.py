@@ -7,6 +7,7 @@ gradients where it was to hold one, and training follows late.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -60,7 +61,7 @@ def norm_of(vector: Array) -> float:
     """The norm of [n] numbers; not finite where a step was lost."""
     xp = namespace(vector)
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(xp.sum(vector * vector)) ** 0.5
+        return math.sqrt(float(xp.sum(vector * vector)))
 
 
 def is_outgrown(held: float, others: Iterable[float]) -> bool:

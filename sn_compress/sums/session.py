@@ -204,7 +204,8 @@ class SharedExchange:
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.listen(mean)
         for (tensor, _), norm in zip(seen, norms, strict=True):
-            tensor.look(norm)
+            if tensor.summable is not None:
+                tensor.look(norm_of(tensor.summable.memory), norm)
         asked = [tensor for tensor, _ in seen if self._votes(tensor)]
         if asked:
             own = votes([self._outgrown(tensor) for tensor in asked])

@@ -13,7 +13,6 @@ from ..base.errors import CompressError
 from ..devices.arrays import Array, Later, namespace, to_host
 from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
-from .outgrown import norm_of
 from .summable import Summable
 
 _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
@@ -60,11 +59,10 @@ class Tensor:
             found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
             self.awake = Later(xp.reshape(xp.astype(found, xp.float64), (1,)))
 
-    def look(self, norm: float) -> None:
-        """Take note of how many gradients the memory holds; `norm` is that of this step's."""
-        held = None if self.summable is None else norm_of(self.summable.memory)
-        known = held is not None and norm > 0 and math.isfinite(held) and math.isfinite(norm)
-        self.held = float(np.float32(held / norm)) if held is not None and known else None
+    def look(self, memory: float, gradient: float) -> None:
+        """Take note of how many gradients the memory holds, from the norms of both."""
+        known = gradient > 0 and math.isfinite(memory) and math.isfinite(gradient)
+        self.held = float(np.float32(memory / gradient)) if known else None
 
     def wake(self) -> None:
         """Begin anew, with dense steps, if a tensor without energy has got some."""
