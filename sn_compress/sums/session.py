@@ -6,6 +6,7 @@ one rank, which travel in a round of their own before the first step that is not
 computes from floats may differ in the last bit, and then word counts would. A dense step returns
 rarely, carries the memories along, and the choice is made anew. A tensor that has shown nothing but
 zeros, as where a loss starts late, travels whole until it shows more; then its dense steps begin.
+One that was given little, and of which ever more is left to send, has a dense step before its time.
 
 Over 300 lines: what happens to one tensor in a step hangs on what it was at in the one before.
 """
@@ -25,8 +26,9 @@ from ..base.saved import reading
 from ..codecs.base import MAX_ELEMENTS, Floats
 from ..devices.arrays import like_of, namespace, on_host, put_all, steady, to_host
 from ..ops.words.scales import times_power
-from .choose import decode_sizes, encode_sizes
+from .choose import budget, decode_sizes, encode_sizes
 from .limits import check_settings, is_large
+from .outgrown import is_outgrown, is_small, looks, majority, next_vote, norm_of, votes
 from .parts.base import Array
 from .proposal import propose
 from .summable import Verdict, exchange
@@ -70,6 +72,7 @@ class SharedExchange:
         self.frequencies = frequencies
         self.tensors: dict[str, Tensor] = {}
         self._left_out: dict[str, int] = {}  # elements
+        self._ranks = 1  # of the last step
         self._verdicts: dict[str, tuple[Verdict, str]] = {}  # how each tensor's last step ended
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
@@ -139,6 +142,7 @@ class SharedExchange:
         `rank`, on all ranks alike, no tensor is sent by rows, and each relies on its own sizes.
         outs : where to write the means; may be the values
         """
+        self._ranks = ranks
         tensors = [self._next(name) for name in names]
         if any(tensor.summable is None and tensor.proposed is None for tensor in tensors):
             propose(
@@ -184,6 +188,8 @@ class SharedExchange:
             times_power(xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)), -tensor.exponent)
             for it, tensor in zip(values, tensors, strict=True)
         ]
+        seen = [it for it in zip(tensors, vectors, strict=True) if looks(self._since(it[0]))]
+        norms = [norm_of(vector) for _, vector in seen]  # before the means take their place
         means, verdict = yield from exchange(
             summables, vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact,
             outs=outs,
@@ -197,7 +203,47 @@ class SharedExchange:
             verdict.read()  # a damaged sum is an error of this step
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.listen(mean)
+        for (tensor, _), norm in zip(seen, norms, strict=True):
+            if tensor.summable is not None:
+                tensor.look(norm_of(tensor.summable.memory), norm)
+        asked = [tensor for tensor, _ in seen if self._votes(tensor)]
+        if asked:
+            own = votes([self._outgrown(tensor) for tensor in asked])
+            self.tensors[names[0]].told += own.size
+            total = yield like_of(own, means[0])
+            for tensor, outgrown in zip(asked, majority(to_host(total), len(asked)), strict=True):
+                if outgrown:
+                    tensor.step = self.warmup - 1
         return means
+
+    def until_vote(self, name: str) -> int | None:
+        """Steps before the next one in which ranks vote on a tensor's size; None if they do not."""
+        tensor = self.tensors[name]
+        since = self._since(tensor)
+        return next_vote(since) - since - 1 if self._is_small(tensor) else None
+
+    def _votes(self, tensor: Tensor) -> bool:
+        """Whether ranks vote on a tensor in the step under way: all of them know it alike."""
+        since = self._since(tensor)
+        return next_vote(since - 1) == since and self._is_small(tensor)
+
+    def _since(self, tensor: Tensor) -> int:
+        """Steps behind the choice of a size."""
+        return (tensor.step - self.warmup) % self.every
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        even = math.prod(tensor.shape) / self.ratio
+        return tensor.size is not None and is_small(tensor.size, even, self._ranks)
+
+    def _outgrown(self, tensor: Tensor) -> bool:
+        """What this rank votes: it holds more than others do, and alone it would get more."""
+        every = list(self.tensors.values())
+        n, left_out = math.prod(tensor.shape), sum(self._left_out.values())
+        even = budget(n, left_out * n / sum(math.prod(it.shape) for it in every), self.ratio)
+        if tensor.size is None or not is_small(tensor.size, even, self._ranks):
+            return False
+        others = [it.held for it in every if it.held is not None and not self._is_small(it)]
+        return tensor.held is not None and is_outgrown(tensor.held, others)
 
     def words(self, name: str, ranks: int) -> list[int]:
         """Words of 4 bytes that travel of a tensor in each round, once its size is chosen.

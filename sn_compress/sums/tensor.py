@@ -37,6 +37,7 @@ class Tensor:
     summable: Summable | None = None
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
     awake: Later | None = None  # whether the last mean of a tensor that waits had energy
+    held: float | None = None  # gradients that the memory held when it was looked at last
     before: dict[str, Any] | None = None  # the fields above, before the last step
     committed: dict[str, Any] | None = None  # and before the first that was not committed
 
@@ -58,6 +59,11 @@ class Tensor:
             xp = namespace(mean)
             found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
             self.awake = Later(xp.reshape(xp.astype(found, xp.float64), (1,)))
+
+    def look(self, memory: float, gradient: float) -> None:
+        """Take note of how many gradients the memory holds, from the norms of both."""
+        known = gradient > 0 and math.isfinite(memory) and math.isfinite(gradient)
+        self.held = float(np.float32(memory / gradient)) if known else None
 
     def wake(self) -> None:
         """Begin anew, with dense steps, if a tensor without energy has got some."""
@@ -129,7 +135,7 @@ class Tensor:
         if self.mean is None and self.earlier is not None and size == self.size:
             self.summable = self.earlier
         else:
-            self.size, self.exponent = size, exponent_of(mean)
+            self.size, self.exponent, self.held = size, exponent_of(mean), None
             self.summable = Summable.of(size.part(), times_power(mean, -self.exponent))
         if self.owed is not None:
             self.replace(self.owed)
@@ -148,6 +154,8 @@ class Tensor:
             entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
             if self.exponent:
                 entry["exponent"] = self.exponent
+            if self.held is not None:
+                entry["held"] = np.float32(self.held)
         return entry
 
     @classmethod
@@ -170,6 +178,8 @@ class Tensor:
             tensor.summable = Summable(part, part.new_state(empty), empty)
             tensor.summable.load_state_dict(entry["summable"])
             tensor.exponent = _exponent(entry.get("exponent", 0))
+            if "held" in entry:
+                tensor.held = float(saved.floats(entry["held"], "number of gradients held", ()))
         return tensor
 
 

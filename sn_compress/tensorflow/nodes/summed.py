@@ -167,9 +167,9 @@ class SummedBucket:
 
 
 def until_dense(exchange: SharedExchange, names: Iterable[str]) -> int:
-    """Steps until the next dense one of these tensors; 0 unless all have sizes.
+    """Steps until the next one of these tensors that is for Python; 0 unless all have sizes.
 
-    And where one waits for energy, which Python looks for at each step.
+    A dense one, or one of a vote; where a tensor waits for energy, each.
     """
     found = [exchange.tensors.get(name) for name in names]
     if any(it is None or it.summable is None for it in found):
@@ -177,7 +177,9 @@ def until_dense(exchange: SharedExchange, names: Iterable[str]) -> int:
     if any(it.size is not None and it.size.waits for it in found if it is not None):
         return 0
     every = exchange.every
-    return min((every - 1 - (it.step - exchange.warmup)) % every for it in found if it is not None)
+    dense = [(every - 1 - (it.step - exchange.warmup)) % every for it in found if it is not None]
+    votes = [it for it in map(exchange.until_vote, names) if it is not None]
+    return min(dense + votes)
 
 
 def _hosted(state: dict[str, Any]) -> dict[str, Any]:

@@ -371,6 +371,43 @@ def resumed_run_is_bit_equal():
             assert "state_dict()" in said, said
 
 
+def a_size_that_was_outgrown_is_chosen_anew():
+    """Its ranks vote in one collective more, in few steps; all give the tensor more, or hang."""
+    generator = torch.Generator().manual_seed(3)
+    sides = [torch.linalg.qr(torch.randn(64, 12, generator=generator))[0] for _ in range(4)]
+    many, late = sides[0] @ sides[1].T, sides[2] @ sides[3].T
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    state = CompressionState(
+        LowRankCompression.using(ratio=20, warmup=1), named_parameters=model.named_parameters()
+    )
+    ddp = DistributedDataParallel(Weighed(model))
+    ddp.register_comm_hook(state, compression_hook)
+    optimizer, sizes = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for step in range(60):
+        faint = 1e-3 * torch.ones(64, 64)
+        noise = 1e-3 * batch(step, 64, 64)
+        optimizer.zero_grad()
+        ddp([many + noise, faint if step < 10 else late + noise]).backward()
+        optimizer.step()
+        assert same_on_all(model[1].weight.grad)
+        chosen = state.shared.tensors["1.weight"].size
+        sizes.append(chosen.size if chosen else None)
+    assert (sizes[1], sizes[-1]) == (1, max(size or 0 for size in sizes)), sizes
+    assert sizes[-1] > 2, sizes
+
+
+class Weighed(nn.Module):
+    """Its gradients are what it is called with."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, factors):
+        pairs = zip(self.model.parameters(), factors, strict=True)
+        return sum((parameter * factor).sum() for parameter, factor in pairs)
+
+
 def plain_travels_as_plain():
     """Double precision and sparse gradients: the same bits as without the hook."""
     for make, x in (
@@ -453,6 +490,7 @@ CASES = [
     ranks_stay_bit_identical, mean_is_the_mean, nothing_is_lost, nothing_is_lost_when_accumulating,
     nothing_is_lost_when_unused, skipped_steps_are_taken_back, not_a_number_reaches_all,
     resumed_run_is_bit_equal, plain_travels_as_plain, errors_reach_every_rank,
+    a_size_that_was_outgrown_is_chosen_anew,
 ]  # fmt: skip
 
 if __name__ == "__main__":

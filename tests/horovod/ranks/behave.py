@@ -414,7 +414,32 @@ def what_is_thrown_away_leaves_no_trace():
             assert torch.equal(one, other), way
 
 
+def a_size_that_was_outgrown_is_chosen_anew():
+    """Its ranks vote in one sum more, in few steps; all give the tensor more, or hang."""
+    generator = torch.Generator().manual_seed(3)
+    sides = [torch.linalg.qr(torch.randn(64, 12, generator=generator))[0] for _ in range(4)]
+    many, late = sides[0] @ sides[1].T, sides[2] @ sides[3].T
+    for overlap in (False, True):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        optimizer = wrap(model, SHARED.using(ratio=20, warmup=1, every=2000, overlap=overlap))
+        sizes = []
+        for step in range(60):
+            torch.manual_seed(100 * step + hvd.rank())
+            noise = 1e-3 * torch.randn(64, 64)
+            factors = many + noise, 1e-3 * torch.ones(64, 64) if step < 10 else late + noise
+            optimizer.zero_grad()
+            pairs = zip(model.parameters(), factors, strict=True)
+            sum((parameter * factor).sum() for parameter, factor in pairs).backward()
+            optimizer.step()
+            tensor = memory_of(optimizer).engine.shared.tensors["1.weight"]
+            sizes.append(tensor.size.size if tensor.size else None)
+        assert (sizes[1], sizes[-1]) == (1, max(size or 0 for size in sizes)), sizes
+        assert sizes[-1] > 2, sizes
+        assert hvd.allgather_object(sizes) == [sizes] * hvd.size(), sizes
+
+
 CASES = [
+    a_size_that_was_outgrown_is_chosen_anew,
     a_gradient_is_exchanged_once,
     gradients_of_two_passes_are_exchanged_once,
     ranks_that_exchange_again_alone_are_told,

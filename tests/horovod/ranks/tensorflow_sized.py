@@ -286,11 +286,37 @@ def keras_fits_in_both_forms():
         assert memory_of_optimizer(optimizer)._sized, "the last steps were to be sized"
 
 
+def a_size_that_was_outgrown_is_chosen_anew():
+    """Graphs do not vote: they end before the step in which ranks do."""
+    rng = np.random.default_rng(3)
+    sides = [np.linalg.qr(rng.standard_normal((48, 12)))[0].astype("f4") for _ in range(4)]
+    many, late = sides[0] @ sides[1].T, sides[2] @ sides[3].T
+    low, variables = LOW.using(every=2000, check_every=0), variables_of(2)
+
+    @tf.function
+    def step(factors):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * factors[at]) for at, v in enumerate(variables)])
+        return tape.gradient(loss, variables)
+
+    sizes = []
+    for t in range(64):
+        noisy = 1e-3 * noise(48, 48, seed=t)
+        faint = 1e-3 * np.ones((48, 48), np.float32)
+        step(tf.constant(np.stack([many + noisy, faint if t < 20 else late + noisy])))
+        size = memory_of(low).exchange().tensors["1:w1"].size
+        sizes.append(size.size if size else None)
+    assert (sizes[2], sizes[-1]) == (1, max(size or 0 for size in sizes)), sizes
+    assert sizes[-1] > 2, sizes
+    assert hvd.allgather_object(sizes) == [sizes] * hvd.size(), sizes
+    assert not [node for node in graphs_of(step) if node.op in PYTHON]  # a graph again
+
+
 CASES = [
     an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
-    what_is_applied_and_what_is_kept,
-    a_graph_goes_on_where_it_was_saved, a_step_that_is_lost_changes_no_memory,
-    a_graph_whose_step_has_ended_says_so, damaged_sums_end_the_step,
+    what_is_applied_and_what_is_kept, a_graph_goes_on_where_it_was_saved,
+    a_step_that_is_lost_changes_no_memory, a_graph_whose_step_has_ended_says_so,
+    damaged_sums_end_the_step, a_size_that_was_outgrown_is_chosen_anew,
     unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
 ]  # fmt: skip
 
