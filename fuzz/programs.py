@@ -480,8 +480,11 @@ def near(first: Any, second: Any, rounding: float) -> bool:
 
 def written(program: Program) -> bool:
     """Whether a second forward pass, as checkpoints make it, computes or writes something else."""
-    norms = "batch_norm batch_norm_cumulative instance_norm_tracked spectral_norm spectral_norm_old"
-    return bool({"Average", "Replaced", "Momentum", "FrozenPart", *norms.split()} & set(program.layers))
+    names = (
+        "Average Replaced Momentum FrozenPart batch_norm batch_norm_cumulative "
+        "instance_norm_tracked spectral_norm spectral_norm_old"
+    )
+    return not set(program.layers).isdisjoint(names.split())
 
 
 def may_round(program: Program, words: list[str]) -> bool:

@@ -650,7 +650,8 @@ def test_attributes_that_a_compiled_forward_sets_are_planned_for_three_times(nam
         told += [str(it.message) for it in seen if issubclass(it.category, PlanWarning)]
     assert sum(took) == 3
     assert took[-2:] == [0, 0]
-    assert [it.how == "modules run again" for it in compiled.sn_memory.kinds] == [False] * 3 + [True]
+    hows = [it.how for it in compiled.sn_memory.kinds]
+    assert [it == "modules run again" for it in hows] == [False] * 3 + [True]
     assert len(told) == 1
     assert f"another value of {what} in 3 steps" in told[0]
 

@@ -9,8 +9,10 @@ bytes above what is held before block i:
 This is rotor's recursion (Beaumont et al., 2019) with more than one option per block. Bytes are
 counted in units, held and peak rounded up, so that what fits in units fits in bytes. One table
 serves all budgets. Stretches of equal blocks that are crossed by as many bytes share one entry: a
-loop of a thousand equal calls has as many entries as it has lengths, not their square. A solution is written down as a choice per hole: what the second line holds at
-an inner level is held only from the moment that level begins.
+loop of a thousand equal calls has as many entries as it has lengths, not their square.
+
+A solution is written down as a choice per hole: what the second line holds at an inner level is
+held only from the moment that level begins.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class Chain:
         return True
 
     def _stretch(self, i: int, j: int) -> int:
-        """Return the number of blocks i to j: of what is equal up to j - 1, from i + 1, and between."""
+        """Return the number of blocks i to j, which follows from those of its two longest parts."""
         if (i, j) not in self.stretch:
             parts = self.stretch[i, j - 1], self.stretch[i + 1, j], self._crossing(i, j)
             self.stretch[i, j] = self._number(parts)
