@@ -101,8 +101,8 @@ LAYERS["convolution"] = lambda: Turned(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
 LAYERS["depthwise"] = lambda: Turned(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH))
 LAYERS["transposed_convolution"] = lambda: Turned(nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1))
 LAYERS["pool"] = lambda: Turned(nn.AvgPool1d(3, 1, 1))
-# In one dimension torch takes another kernel where the input needs no gradient and nothing traces.
-LAYERS["max_pool"] = lambda: Turned(nn.MaxPool2d((1, 3), 1, (0, 1)))
+# torch takes another kernel where the input needs no gradient and no mode sees ops.
+LAYERS["max_pool"] = lambda: Turned(nn.MaxPool1d(3, 1, 1))
 LAYERS["dropout"] = lambda: nn.Dropout(0.3)
 LAYERS["dropout_in_place"] = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3, True))
 LAYERS["alpha_dropout"] = lambda: nn.AlphaDropout(0.2)

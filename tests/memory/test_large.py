@@ -1,12 +1,19 @@
 """Graphs too large for relaxations and for the slow planners of the literature."""
 
+import math
+
+import numpy as np
 import pytest
 from random_graphs import training_chain
 
-from sn_memory import check_plan, plan_graph
+from sn_memory import Device, Graph, Op, Storage, check_plan, plan_graph
+from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan import auto
 from sn_memory.plan.search import search
+from sn_memory.plan.search.chain import Chain
+
+LANES = Device(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6)
 
 
 def test_only_what_is_quick_is_asked_of_a_large_graph(monkeypatch):
@@ -52,3 +59,77 @@ def test_where_time_is_short_what_is_quickest_is_asked_first_and_to_its_end():
         plan = plan_graph(graph, least, time_limit_s=limit, **settings)
         assert plan.peak_bytes <= least
         check_plan(graph, plan)
+
+
+def test_no_relaxation_of_a_large_graph_that_may_offload(monkeypatch):
+    graph = training_chain(60)
+    graph = Graph(graph.storages, graph.ops, device=LANES)
+    budget = graph.base_bytes + int(0.4 * (peak(graph).bytes - graph.base_bytes))
+    asked = []
+    relax = search.relax
+    monkeypatch.setattr(search, "relax", lambda *a, **k: asked.append(1) or relax(*a, **k))
+    plan_graph(graph, budget, time_limit_s=30)
+    assert asked
+    asked.clear()
+    monkeypatch.setattr(search, "RELAXED", len(graph.ops) - 1)
+    monkeypatch.setattr(search, "LARGE", len(graph.ops) - 1)
+    plan = plan_graph(graph, budget, time_limit_s=30)
+    assert not asked
+    assert check_plan(graph, plan).peak_bytes <= budget
+
+
+def loop(calls):
+    """One layer called so many times, four ops a call, as an ODE solver does; all ops alike."""
+    storages, ops = [Storage("w", 64, "parameter"), Storage("x0", 32)], []
+    ops.append(Op("start", ("w",), ("x0",), seconds=2.0**-10))
+    for at in range(calls):
+        reads = [f"x{at}", *(f"h{at}_{it}" for it in range(3))]
+        makes = [*reads[1:], f"x{at + 1}"]
+        for part, (read, made) in enumerate(zip(reads, makes, strict=True)):
+            storages.append(Storage(made, 32))
+            ops.append(Op(f"forward {at} {part}", (read, "w"), (made,), seconds=2.0**-10))
+    storages.append(Storage(f"g{calls}", 32, "gradient"))
+    last = Op("loss", (f"x{calls}",), (f"g{calls}",), phase="backward", seconds=2.0**-10)
+    ops.append(last)
+    for at in reversed(range(calls)):
+        saved = (f"x{at}", *(f"h{at}_{it}" for it in range(3)))
+        keep = at == 0
+        storages.append(Storage(f"g{at}", 32, "gradient", keep=keep))
+        ops.append(
+            Op(f"backward {at}", (f"g{at + 1}", *saved, "w"), (f"g{at}",), phase="backward",
+               seconds=2.0**-9)
+        )  # fmt: skip
+    return Graph(storages, ops)
+
+
+def table_of(graph, *, shared=True):
+    """The chain of a graph with its table, and how many entries were computed."""
+    entries = []
+    ways = Chain._ways
+
+    class Counted(Chain):
+        def _ways(self, i, j, forward):
+            entries.append((i, j))
+            return ways(self, i, j, forward)
+
+    class Apart(Counted):
+        def _number(self, key):
+            return len(self.stretch)
+
+    shape = holes(graph, lean=True)
+    kind = Counted if shared else Apart
+    chain = kind(shape, peak(graph).bytes, deadline=math.inf, end=math.inf)
+    return chain, len(entries)
+
+
+def test_a_loop_of_equal_calls_has_a_table_of_lengths_not_of_pairs():
+    """2,000 calls took 22 s: the cube of the number of blocks."""
+    graph = loop(60)
+    chain, entries = table_of(graph)
+    count = len(chain.blocks)
+    assert count >= 50
+    assert entries < 6 * count < count * (count + 1) / 2 / 2
+    whole, all_entries = table_of(graph, shared=False)
+    assert all_entries == count * (count + 1) / 2
+    for pair, values in whole.table.items():
+        assert np.array_equal(values, chain.table[pair])

@@ -1,5 +1,7 @@
 """What kernels return and fake tensors do not show: gradients left out, layouts of convolutions."""
 
+import copy
+
 import pytest
 import torch
 from small_models import mlp
@@ -221,3 +223,38 @@ def test_complex_gradients_in_place_are_to_the_bit():
         step(x).square().mean().backward()
         found.append([x.grad, *(it.grad for it in model.parameters())])
     assert all(torch.equal(*it) for it in zip(*found, strict=True))
+
+
+class Pooled(nn.Module):
+    """The most of three neighbours among tokens, before a product that goes by its layout."""
+
+    def __init__(self, before=None):
+        super().__init__()
+        self.before, self.after = before, nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x if self.before is None else self.before(x)
+        pooled = nn.functional.max_pool1d(x.transpose(1, 2), 3, 1, 1)
+        return self.after(pooled.transpose(1, 2))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize(
+    "before", [None, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)], ids=str
+)
+def test_max_pool1d_has_the_layout_of_the_kernel_that_nothing_sees(before, batch):
+    """Where the input needs no gradient; with one in the batch the product rounded otherwise."""
+    sample = torch.randn(batch, 6, 8)
+    model = Pooled(copy.deepcopy(before))
+    expected = model(sample)
+    expected.square().mean().backward()
+    gradients = [it.grad for it in model.parameters()]
+    model.zero_grad()
+    planned = plan(model, sample, "100%", backend="graph", **SETTINGS)
+    found = planned(sample)
+    found.square().mean().backward()
+    assert torch.equal(found, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        same = parameter.grad is gradient or torch.equal(parameter.grad, gradient)
+        assert same
+    assert verify(planned, sample).equal

@@ -608,6 +608,55 @@ def test_attributes_that_a_forward_sets_make_no_other_kind():
     assert len(planned.sn_memory.kinds) == 1
 
 
+class Remembering(nn.Module):
+    """Keeps what it computed last, as recurrent nets keep their state."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(32, 32), None
+
+    def forward(self, x):
+        self.last = torch.tanh(self.linear(x)).detach()[:1]
+        return torch.tanh(self.linear(x)) * 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["weight_norm", "state"])
+def test_attributes_that_a_compiled_forward_sets_are_planned_for_three_times(name):
+    """Then one warning names them, and modules run again; each step was planned anew."""
+    torch._dynamo.reset()
+    if name == "state":
+        model, what = Remembering(), "last"
+    else:
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Tanh())
+        what = "0.weight"
+    x, expected = torch.randn(256, 32), copy.deepcopy(model) if name == "state" else model
+    if expected is model:
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Tanh())
+        model.load_state_dict(expected.state_dict())
+    settings = {**SETTINGS, "backend": "compile", "compiler": "eager"}
+    compiled = plan(model, x, "150%", **settings)
+    took, told = [], []
+    for _ in range(7):
+        for it in (compiled, expected):
+            it.zero_grad()
+        before = len(compiled.sn_memory.kinds)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", PlanWarning)
+            compiled(x).square().mean().backward()
+        expected(x).square().mean().backward()
+        for one, other in zip(compiled.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+        took.append(len(compiled.sn_memory.kinds) - before)
+        told += [str(it.message) for it in seen if issubclass(it.category, PlanWarning)]
+    assert sum(took) == 3
+    assert took[-2:] == [0, 0]
+    hows = [it.how for it in compiled.sn_memory.kinds]
+    assert [it == "modules run again" for it in hows] == [False] * 3 + [True]
+    assert len(told) == 1
+    assert f"another value of {what} in 3 steps" in told[0]
+
+
 HOOKS = {
     "checkpoint": None,
     "numpy": lambda: saved_tensors_hooks(lambda it: it.detach().numpy().copy(), torch.from_numpy),

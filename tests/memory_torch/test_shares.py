@@ -1,8 +1,11 @@
 """What percent of a budget are of: one peak, that of the model's own step, everywhere."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sn_memory import BudgetError, Graph, plan_graph
 from sn_memory.torch import estimate, plan, trace, verify
@@ -68,3 +71,21 @@ def test_a_graph_tells_it_in_its_file(model):
     assert read == graph
     assert read.unplanned_peak_bytes == estimate(model, X).peak_bytes
     assert plan_graph(read, "95%").budget_bytes == int(0.95 * read.unplanned_peak_bytes)
+
+
+def test_a_fault_in_the_step_without_a_plan_is_not_hidden(monkeypatch):
+    """Only what a step without values may be asked for leaves the peak of the traced one."""
+    model, sample = Holds(), torch.randn(64, 32)
+    traces = import_module("sn_memory.torch.trace.trace")
+
+    def fails(error):
+        def fake_step(*_, **__):
+            raise error
+
+        monkeypatch.setattr(traces, "fake_step", fake_step)
+
+    fails(DataDependentOutputException(torch.ops.aten._local_scalar_dense.default))
+    assert trace(model, sample, profile=False).graph.unplanned_peak_bytes is None
+    fails(AttributeError("a fault"))
+    with pytest.raises(AttributeError, match="a fault"):
+        trace(model, sample, profile=False)

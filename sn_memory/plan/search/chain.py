@@ -8,11 +8,16 @@ bytes above what is held before block i:
 
 This is rotor's recursion (Beaumont et al., 2019) with more than one option per block. Bytes are
 counted in units, held and peak rounded up, so that what fits in units fits in bytes. One table
-serves all budgets. A solution is written down as a choice per hole: what the second line holds at
-an inner level is held only from the moment that level begins.
+serves all budgets. Stretches of equal blocks that are crossed by as many bytes share one entry: a
+loop of a thousand equal calls has as many entries as it has lengths, not their square.
+
+A solution is written down as a choice per hole: what the second line holds at an inner level is
+held only from the moment that level begins.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 
@@ -47,11 +52,15 @@ class Chain:
         self.unit = max(1, -(-(most_bytes - self.base) // UNITS))
         solved: dict[object, list[Option]] = {}
         self.options: list[list[Option]] = []
-        for block in self.blocks:
+        # Per stretch a number that it shares with those of equal blocks and crossings.
+        self.numbers: dict[object, int] = {}
+        self.stretch: dict[tuple[int, int], int] = {}
+        for at, block in enumerate(self.blocks):
             key = signature(block)
             if key not in solved:
                 solved[key] = options(block, deadline=deadline)
             self.options.append(solved[key])
+            self.stretch[at, at] = self._number((key, block.ambient_bytes))
         self.turn_holes = _turn_holes(shape, self.blocks)
         self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
@@ -77,16 +86,30 @@ class Chain:
         """Fill the table; False if time is over before."""
         count = len(self.blocks)
         forward = np.cumsum([0.0, *(block.forward_s for block in self.blocks)])
+        solved: dict[int, Floats] = {}
         for length in range(1, count + 1):
             for i in range(count - length + 1):
                 if now() > end:
                     return False
                 j = i + length - 1
-                best = np.full(UNITS + 1, np.inf)
-                for value, _, _ in self._ways(i, j, forward):
-                    np.minimum(best, value, out=best)
-                self.table[i, j] = best
+                number = self._stretch(i, j)
+                if number not in solved:
+                    best = np.full(UNITS + 1, np.inf)
+                    for value, _, _ in self._ways(i, j, forward):
+                        np.minimum(best, value, out=best)
+                    solved[number] = best
+                self.table[i, j] = solved[number]
         return True
+
+    def _stretch(self, i: int, j: int) -> int:
+        """Return the number of blocks i to j, which follows from those of its two longest parts."""
+        if (i, j) not in self.stretch:
+            parts = self.stretch[i, j - 1], self.stretch[i + 1, j], self._crossing(i, j)
+            self.stretch[i, j] = self._number(parts)
+        return self.stretch[i, j]
+
+    def _number(self, key: object) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def _ways(self, i: int, j: int, forward: Floats) -> list[tuple[Floats, str, int]]:
         """Return E(i, j) by each way: its values, and `option` or `cut` with its number."""
@@ -207,14 +230,16 @@ class _Writer:
 
     def _global(self, block: Block, hole: int, storage: int) -> int | None:
         local = block.shape
-        # A storage has few holes; a table of all would be the largest thing of a deep net's search.
+        # Of a weight that a loop reads a thousand times there are as many holes, in order.
         mine, shape = self.shape.of(storage), self.shape
         start = block.ops[local.start[hole]]
         if start >= 0:
-            return next((it for it in mine if shape.start[it] == start), None)
+            at = bisect_left(shape.start, start, mine.start, mine.stop)
+            return at if at < mine.stop and shape.start[at] == start else None
         if local.end[hole] < len(block.ops):
             end = block.ops[local.end[hole]]
-            return next((it for it in reversed(mine) if shape.end[it] == end), None)
+            at = bisect_right(shape.end, end, mine.start, mine.stop) - 1
+            return at if at >= mine.start and shape.end[at] == end else None
         return None
 
 

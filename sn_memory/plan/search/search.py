@@ -302,10 +302,14 @@ class Search:
                 self.attempt(start, budget_bytes, plan.planner)
 
     def with_lanes(self, budget_bytes: int) -> None:
-        """Start from relaxations that may use the lanes, at some shares of their speed."""
+        """Start from relaxations that may use the lanes, at some shares of their speed.
+
+        Above RELAXED ops there are none; then all that may leave does, and annealing goes on.
+        """
+        large = len(self.shape.graph.ops) > RELAXED
         at = moments(self.shape, 1)[0]
         starts: list[Mixed] = []
-        for lanes in (1.0, 0.8, 0.6, 0.4):
+        for lanes in () if large else (1.0, 0.8, 0.6, 0.4):
             if self.late:
                 break
             relaxed = relax(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
@@ -96,7 +97,12 @@ class _Half:
                     self.copied(part)
 
     def copied(self, node: fx.Node) -> fx.Node:
-        return self.note(node, self.graph.node_copy(node, self.taken))
+        made = self.graph.node_copy(node, self.taken)
+        if made.target is torch.ops.aten.view.default:
+            # Kernels of the CPU lay some results out otherwise than torch's rules say (the gradient
+            # of a batch norm of transposed tokens), and then torch's own aot_eager fails here.
+            made.target = torch.ops.aten.reshape.default
+        return self.note(node, made)
 
     def taken(self, node: fx.Node) -> fx.Node:
         """Return what stands for a node; a view that is not there is taken anew."""

@@ -22,6 +22,7 @@ class Arena(Protocol):
     def place(self, tensor: torch.Tensor) -> Any: ...
 
 
+_DEVICE = torch.ops.prim.device.default
 _devices: WeakKeyDictionary[Arena, torch.device] = WeakKeyDictionary()
 
 
@@ -38,6 +39,18 @@ def working_device(tensor: torch.Tensor) -> torch.device:
         if arena.place(tensor) is not None:
             return device
     return tensor.device
+
+
+def asked_for_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """Return the answer where a call only asks a fake tensor for its device; None for other calls.
+
+    Autograd asks so six times an op that it runs, and each mode would pass the question on. The
+    mode that comes first may answer it, as the one of fake tensors does.
+    """
+    if func is not _DEVICE or not isinstance(args[0], FakeTensor):
+        return None
+    kernel = args[0].fake_mode.in_kernel_invocation
+    return torch.device("meta") if kernel else args[0].fake_device
 
 
 class Brought(TorchFunctionMode):

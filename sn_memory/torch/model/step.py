@@ -92,6 +92,28 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return working_device(next(iter(model.parameters())))
 
 
+@contextmanager
+def kernel_of_max_pool1d() -> Iterator[None]:
+    """Lay results of `max_pool1d` out as its kernel of the CPU does where nothing wants a gradient.
+
+    torch takes that kernel only where no mode sees ops; all others see max_pool2d, which lays a
+    transposed input's result out by channels. A mode for functions is no way to see the call:
+    attention takes another way where one is on.
+    """
+    own = torch.max_pool1d
+
+    def max_pool1d(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = own(*args, **kwargs)
+        plain = result.requires_grad or result.device.type != "cpu"
+        return result if plain else result.contiguous()
+
+    torch.max_pool1d = max_pool1d
+    try:
+        yield
+    finally:
+        torch.max_pool1d = own
+
+
 def run_step(
     forward: Forward,
     model: torch.nn.Module,
@@ -154,7 +176,7 @@ def run_step(
             heard=heard,
         )
     began = now(device)
-    with _counted(tracker, count):
+    with _counted(tracker, count), kernel_of_max_pool1d():
         returned = forward(*args, **kwargs)
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ...graph.numbers import rounded
+from ..device.resting import asked_for_device
 from .sharded import pieces
 
 
@@ -98,6 +99,9 @@ class StorageTracker(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
             return NotImplemented
+        device = asked_for_device(func, args)
+        if device is not None:
+            return device
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..device.resting import asked_for_device
 from .values import COMPUTED, MOST_KNOWN, may_be_known
 
 
@@ -63,6 +64,9 @@ class KnownOnes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        device = asked_for_device(func, args)
+        if device is not None:
+            return device
         kwargs = kwargs or {}
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._lifted(func, args[0])

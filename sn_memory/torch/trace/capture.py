@@ -32,6 +32,7 @@ from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from ..model.marks import Marks
 from ..model.results import taken_apart
+from ..model.step import kernel_of_max_pool1d
 from ..ones.known import KnownOnes
 from .captured import Captured, assuming_ones
 from .fake_rules import FakeMode, quiet
@@ -179,6 +180,7 @@ class _Capture:
             self.mode,
             self.recorder,
             known,
+            kernel_of_max_pool1d(),
             scopes(self.model, self.recorder),
         ):
             with nullcontext() if self.gpu is None else self.gpu.forward():

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..device.resting import asked_for_device
 from ..errors import TraceError
 from ..model.marks import written_to
 
@@ -251,6 +252,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        device = asked_for_device(func, args)
+        if device is not None:
+            return device
         kwargs = kwargs or {}
         if self._silent or func.namespace == "prim":
             return func(*args, **kwargs)

@@ -14,6 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.nn.utils.rnn import PackedSequence
 
 from ...cost.devices import NOMINAL, speeds
@@ -250,8 +255,13 @@ def _plain_bytes(
         if gpu is not None:
             return fake_step_on(gpu, model, arguments).peak_bytes
         return fake_step(model, arguments, constants, accumulate=accumulate).peak_bytes
-    except Exception as error:  # noqa: BLE001 - what was traced can be planned all the same
-        # It has other values than the trace, of small integers, and may take a course that fails.
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        # It has values of other tensors than the trace had, and may be asked for more. What was
+        # traced can be planned all the same.
         log.info("the peak without a plan is that of the traced step: %s", error)
         return None
 
