@@ -232,3 +232,25 @@ def no_chance() -> Iterator[None]:
             f"the forward pass draws from {' and '.join(drawn)}, so what it does differs from step "
             "to step. Draw with torch and compute with the result."
         )
+
+
+@contextmanager
+def kernel_of_max_pool1d() -> Iterator[None]:
+    """Lay results of `max_pool1d` out as its kernel of the CPU does where nothing wants a gradient.
+
+    torch takes that kernel only where no mode sees ops; all others see max_pool2d, which lays a
+    transposed input's result out by channels. A mode for functions is no way to see the call:
+    attention takes another way where one is on.
+    """
+    own = torch.max_pool1d
+
+    def max_pool1d(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = own(*args, **kwargs)
+        plain = result.requires_grad or result.device.type != "cpu"
+        return result if plain else result.contiguous()
+
+    torch.max_pool1d = max_pool1d
+    try:
+        yield
+    finally:
+        torch.max_pool1d = own

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..device.accelerator import in_use, now
 from ..device.resting import working_device
 from .allocations import AllocationTracker
-from .guard import outside_autocast, outside_saved_tensors_hooks
+from .guard import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks
 from .results import tensors_of
 from .sharded import here, pieces, shards_put_back
@@ -90,28 +90,6 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return where ops on the parameters run."""
     return working_device(next(iter(model.parameters())))
-
-
-@contextmanager
-def kernel_of_max_pool1d() -> Iterator[None]:
-    """Lay results of `max_pool1d` out as its kernel of the CPU does where nothing wants a gradient.
-
-    torch takes that kernel only where no mode sees ops; all others see max_pool2d, which lays a
-    transposed input's result out by channels. A mode for functions is no way to see the call:
-    attention takes another way where one is on.
-    """
-    own = torch.max_pool1d
-
-    def max_pool1d(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result = own(*args, **kwargs)
-        plain = result.requires_grad or result.device.type != "cpu"
-        return result if plain else result.contiguous()
-
-    torch.max_pool1d = max_pool1d
-    try:
-        yield
-    finally:
-        torch.max_pool1d = own
 
 
 def run_step(

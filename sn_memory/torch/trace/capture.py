@@ -29,10 +29,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..device.resting import working_device
 from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
-from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
+from ..model.guard import (
+    as_it_was,
+    casting,
+    changes_what_it_is_given,
+    kernel_of_max_pool1d,
+    no_chance,
+    outside_autocast,
+)
 from ..model.marks import Marks
 from ..model.results import taken_apart
-from ..model.step import kernel_of_max_pool1d
 from ..ones.known import KnownOnes
 from .captured import Captured, assuming_ones
 from .fake_rules import FakeMode, quiet
