@@ -176,7 +176,8 @@ class Traced:
             return
         with self._lock:
             self.feedback.undoable = True
-            applied, dropped = [], []
+            applied: list[str] = []
+            dropped: list[str] = []
             for name, digest in zip(names, digests, strict=True):
                 before, changes = self.marks.get(name, (None, False))
                 (dropped if changes and before == digest else applied).append(name)
