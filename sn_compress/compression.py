@@ -187,7 +187,7 @@ class FFTCompression(Compression):
     remembered. Two ranks gather each other's payloads. Among more, payloads go to the ranks that
     own the blocks, who send the means on, encoded again: what a rank receives does not grow with
     their number. hvd.join() on a rank that has run out of data is refused. Gradients of recurrent
-    layers are not smooth: beyond the default theta prefer LowRankCompression there.
+    layers are not smooth: with block=None, and in mode "paper", much of them is lost.
 
     Settings beside those of Compression
     ------------------------------------
