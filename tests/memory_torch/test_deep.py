@@ -59,13 +59,13 @@ def test_questions_for_a_device_do_not_pass_all_modes(monkeypatch):
 def test_a_loop_of_two_thousand_calls_is_planned_in_half_a_minute():
     """It took 112 s: the limit of the search, and the trace. A busy machine is given three times.
 
-    Seconds of the processor, which on a quiet one are some 25.
+    Seconds of the processor: 33 where three other programs ran.
     """
     sample = torch.randn(32, 16)
     began = time.process_time()
     planned = plan(Solver(2000), sample, "60%", profile=False)
     assert time.process_time() - began < 90
-    assert planned.sn_memory.peak_bytes <= planned.sn_memory.budget_bytes
+    assert planned.sn_memory.plan.peak_bytes <= planned.sn_memory.budget_bytes
 
 
 class Counted:
