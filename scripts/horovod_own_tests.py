@@ -83,7 +83,8 @@ def outcomes(
     ended: dict[str, str] = {}
     environment = {**os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # one test adds them
     while left := [name for name in tests if name not in ended]:
-        command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, __file__]
+        launcher = Path(sys.executable).parent / "horovodrun"  # an environment need not be active
+        command = [str(launcher), "-np", str(ranks), "--gloo", sys.executable, __file__]
         command += [str(checkout), "--rank", compression, "--tests", *left]
         try:
             run = subprocess.run(

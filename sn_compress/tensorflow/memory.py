@@ -264,10 +264,9 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def _settle_now(self, names: Sequence[str], variables: Sequence[Any]) -> None:
         """See Traced.settle; while a function is traced, before its first step."""
         pairs = [(name, v) for name, v in zip(names, variables, strict=True) if name in self.marks]
-        self.settle(
-            [name for name, _ in pairs],
-            [int(digest_of(variable.read_value())) for _, variable in pairs],
-        )
+        with tf.init_scope():  # values, not nodes of the graph that is being traced
+            digests = [int(digest_of(variable.read_value())) for _, variable in pairs]
+            self.settle([name for name, _ in pairs], digests)
         for name, _ in pairs:  # no exchange yet
             self.marks[name] = None, self.marks[name][1]
 

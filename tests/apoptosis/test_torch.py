@@ -24,6 +24,7 @@ from shrinking import (  # noqa: E402
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
 from sn_memory.apoptosis.torch import rebuild  # noqa: E402
+from sn_memory.torch import estimate  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ROOT = Path(__file__).resolve().parents[2]
@@ -375,6 +376,18 @@ def test_compiled_code_follows():
     assert (after - before).abs().max() <= ROUNDING * before.abs().max()
     after.sum().backward()
     assert model[0].weight.grad.shape == (7, 5)
+
+
+def test_what_an_estimate_runs_on_is_no_batch():
+    """Tensors without values: a sum of them over the ranks ended the processes."""
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    estimate(model, inputs)
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.observe(inputs)
+    estimate(model, inputs)
+    assert shrink.step()
 
 
 def test_activations_that_are_not_finite_merge_nothing():

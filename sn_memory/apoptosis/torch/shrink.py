@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as tree
 
 from ..batches import most_alike
@@ -284,6 +285,9 @@ def _keeper(owner: Apoptosis) -> Any:
             return
         watcher = watching()
         if watcher is None or watcher.model is not module or not watcher.is_near:
+            return
+        # Nor is one what sn_memory.torch estimates or plans with.
+        if any(isinstance(it, FakeTensor) for it in tree.tree_leaves((args, kwargs))):
             return
         if module.training and torch.is_grad_enabled():
             watcher.observe(*args, **kwargs)

@@ -26,9 +26,9 @@ WATCH = Watch()
 BUCKET_STEP = GatheredBucket.step
 
 
-def watched_step(bucket, number, vectors, by):
+def watched_step(bucket, number, vectors, by, dropped=None):
     """A step of the nodes of a graph, which no codec sees, noted whenever it runs."""
-    means, told = BUCKET_STEP(bucket, number, vectors, by)
+    means, told = BUCKET_STEP(bucket, number, vectors, by, dropped)
 
     def note(told):
         WATCH.see(bucket._codec.theta, *told[:2].tolist())
