@@ -332,6 +332,27 @@ def test_what_the_forward_pass_wrote_over_is_named():
         grad(planned(x).sum(), x, create_graph=True)
 
 
+class Momentum(nn.Module):
+    """A momentum encoder: its forward pass moves parameters, and reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fast = nn.Linear(WIDTH, WIDTH)
+        self.slow = copy.deepcopy(self.fast).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(self.fast.weight, alpha=0.1)
+        return (self.fast(x) - self.slow(x)).square()
+
+
+def test_parameters_that_the_forward_pass_wrote_over_are_named():
+    planned = plan(Momentum(), rows().float(), "100%", backend="graph", **SETTINGS)
+    x = rows().float().requires_grad_()
+    with pytest.raises(ReplayError, match=r"writes over slow.weight, which it reads"):
+        grad(planned(x).sum(), x, create_graph=True)
+
+
 def changed_weight(planned, x):
     with torch.no_grad():
         planned.last.bias += 1

@@ -44,14 +44,15 @@ def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int
 
 
 def overwritten(captured: Captured) -> list[str]:
-    """Return the names of buffers that a forward pass reads, and writes over.
+    """Return the names of parameters and buffers that a forward pass reads, and writes over.
 
     Run once more, it would compute something else. Statistics of a batch norm that trains, and
     counts, are read for themselves alone.
     """
     calls = captured.recording.calls[: captured.boundary]
     written = {storage for call in calls for storage in call.writes}
-    of = {view.storage: {name} for name, view in captured.buffers if view.storage in written}
+    named = (*captured.parameters, *captured.buffers)
+    of = {view.storage: {name} for name, view in named if view.storage in written}
     for call in calls:
         own = statistics(call)
         reads = [arg for place, arg in enumerate(call.flat) if place not in own]

@@ -131,7 +131,7 @@ class Replay:
 
     @cached_property
     def overwritten(self) -> list[str]:
-        """Names of buffers that the forward pass reads and then writes over."""
+        """Names of parameters and buffers that the forward pass reads and then writes over."""
         return overwritten(self.captured)
 
     @property
