@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -520,3 +521,21 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, tuple):
         return sum(it.square().mean() for it in outputs)
     return outputs if not outputs.dim() else outputs.square().mean()
+
+
+def fewest_layers(program: Any, fails: Callable[[Any], bool]) -> Any:
+    """Leave out the layers of a drawn program, a dataclass, without which it still fails."""
+    at = 0
+    while at < len(program.layers) and len(program.layers) > 1:
+        kept = [it for it in range(len(program.layers)) if it != at]
+        less = replace(
+            program,
+            layers=tuple(program.layers[it] for it in kept),
+            numbers=tuple(program.numbers[it] for it in kept),
+            frozen=tuple(kept.index(it) for it in program.frozen if it != at),
+        )
+        if fails(less):
+            program = less
+        else:
+            at += 1
+    return program

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from modules import LAYERS, LENGTH, WIDTH, Net, loss_of
+from modules import LAYERS, LENGTH, WIDTH, Net, fewest_layers, loss_of
 from runner import Target, main
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -581,19 +581,7 @@ def kind(error: Exception) -> str:
 
 def cut(program: Program, fault: str) -> Program:
     """Leave out the layers and settings without which a program still has its fault."""
-    at = 0
-    while at < len(program.layers) and len(program.layers) > 1:
-        kept = [it for it in range(len(program.layers)) if it != at]
-        less = replace(
-            program,
-            layers=tuple(program.layers[it] for it in kept),
-            numbers=tuple(program.numbers[it] for it in kept),
-            frozen=tuple(kept.index(it) for it in program.frozen if it != at),
-        )
-        if fault_of(less) == fault:
-            program = less
-        else:
-            at += 1
+    program = fewest_layers(program, lambda it: fault_of(it) == fault)
     for change in ({"frozen": ()}, {"form": "tensor"}, {"loop": "plain_steps"}, {"percent": 100}):
         less = replace(program, **change)
         if less != program and fault_of(less) == fault:

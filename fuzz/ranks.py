@@ -19,7 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import modules
 import numpy as np
 import torch
 import torch.distributed as dist
-from modules import LAYERS, LENGTH, Net, loss_of
+from modules import LAYERS, LENGTH, Net, fewest_layers, loss_of
 from runner import Target, main
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -375,23 +375,12 @@ def outcome(program: Program) -> str:
     return f"alike: {program.compression}"
 
 
-def cut(program: Program) -> Program:
-    """Leave out the layers without which a program still has a fault."""
-    at = 0
-    while at < len(program.layers) and len(program.layers) > 1:
-        kept = [it for it in range(len(program.layers)) if it != at]
-        less = replace(
-            program,
-            layers=tuple(program.layers[it] for it in kept),
-            numbers=tuple(program.numbers[it] for it in kept),
-            frozen=tuple(kept.index(it) for it in program.frozen if it != at),
-        )
-        try:
-            outcome(less)
-            at += 1
-        except AssertionError:
-            program = less
-    return program
+def _fails(program: Program) -> bool:
+    try:
+        outcome(program)
+    except AssertionError:
+        return True
+    return False
 
 
 def case(seed: int) -> str:
@@ -400,7 +389,9 @@ def case(seed: int) -> str:
     try:
         return outcome(program)
     except AssertionError as error:
-        raise AssertionError(f"{cut(program)}\n  was {program}\n  {error}") from None
+        raise AssertionError(
+            f"{fewest_layers(program, _fails)}\n  was {program}\n  {error}"
+        ) from None
 
 
 TARGETS = {"ranks": Target(case, full=2000, limit_s=15.0)}

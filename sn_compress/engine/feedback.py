@@ -150,7 +150,7 @@ class ErrorFeedback:
             if name in self._committed:
                 self._memory[name] = self._committed.pop(name)
 
-    def open(self, name: str, memory: Any) -> None:
+    def reopen(self, name: str, memory: Any) -> None:
         """Take the memory of `name` for that of a step that was not committed.
 
         memory : the codec's state before that step

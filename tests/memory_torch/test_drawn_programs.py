@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_ranks_that_differ_are_seen(script, monkeypatch, second, seen):
 
 @ranks
 def test_a_mild_compression_must_follow_plain(script, monkeypatch):
-    program = script.replace(script.drawn(0), compression="fft, mild")
+    program = replace(script.drawn(0), compression="fft, mild")
     most = script.bound(program, 1.0)
     first = {"outcome": "alike", "digests": [], "plain": [], "finite": True, "norms": 1.0}
     first |= {"plain_finite": True, "apart": 1.01 * most}

@@ -148,7 +148,7 @@ class GatheredBucket:
                 self._feedback.replace(name, [part.numpy() for part in own])
                 if self._committed is not None:
                     before = [part.numpy() for part in self._committed[at]]
-                    self._feedback.open(name, before)
+                    self._feedback.reopen(name, before)
         for name, first in zip(self.names, self._began, strict=True):
             self._theta.go_to(name, first + steps)
 

@@ -4,12 +4,11 @@ Run as `behave.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fail
 """
 
 import copy
-import datetime
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from cases import process_group, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -494,15 +493,5 @@ CASES = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=30),
-    )  # fmt: skip
-    for case in CASES:
-        if sys.argv[4:] and case.__name__ not in sys.argv[4:]:
-            continue
-        case()
-        print(f"ok {case.__name__}", flush=True)
-    time.sleep(0.2)  # docs/ddp.md says why
-    dist.destroy_process_group()
+    with process_group():
+        run(CASES)

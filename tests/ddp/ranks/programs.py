@@ -4,14 +4,13 @@ Run as `programs.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fa
 """
 
 import copy
-import datetime
 import io
 import pickle
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from cases import OfType, process_group, run
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -344,20 +343,6 @@ def a_static_graph_of_two_types_goes_on():
             assert state.report()["steps"] == 8, state.report()
 
 
-class OfType(nn.Module):
-    """A layer, and a parameter of any type."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(64, 64)
-        self.w = nn.Parameter(torch.randn(64, 64).to(dtype))
-
-    def forward(self, x):
-        w = torch.view_as_real(self.w.to(torch.cfloat)).sum(-1) if self.w.is_complex() else self.w
-        return self.layer(x) @ w.float()
-
-
 RIGHT = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex32, torch.complex64, torch.complex128,
@@ -410,16 +395,5 @@ CASES = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=30),
-    )  # fmt: skip
-    for case in CASES:
-        if sys.argv[4:] and case.__name__ not in sys.argv[4:]:
-            continue
-        start = time.monotonic()
-        case()
-        print(f"ok {case.__name__} ({time.monotonic() - start:.1f} s)", flush=True)
-    time.sleep(0.2)  # docs/ddp.md says why
-    dist.destroy_process_group()
+    with process_group():
+        run(CASES)

@@ -4,12 +4,11 @@ Run as `replicas.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fa
 """
 
 import contextlib
-import datetime
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from cases import OfType, process_group, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -262,20 +261,6 @@ def bad_input_is_told():
     assert "alike on all ranks" in said, said
 
 
-class OfType(nn.Module):
-    """A layer, and a parameter of any type."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(64, 64)
-        self.w = nn.Parameter(torch.randn(64, 64).to(dtype))
-
-    def forward(self, x):
-        w = torch.view_as_real(self.w.to(torch.cfloat)).sum(-1) if self.w.is_complex() else self.w
-        return self.layer(x) @ w.float()
-
-
 def every_type_is_averaged_or_refused():
     """As torch's FSDP2 and Gloo do without us; modules of one type each, as FSDP2 wants."""
     right = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -312,16 +297,6 @@ CASES = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=30),
-    )  # fmt: skip
-    MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for case in CASES:
-        if sys.argv[4:] and case.__name__ not in sys.argv[4:]:
-            continue
-        case()
-        print(f"ok {case.__name__}", flush=True)
-    time.sleep(0.2)  # docs/ddp.md says why
-    dist.destroy_process_group()
+    with process_group():
+        MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        run(CASES)
