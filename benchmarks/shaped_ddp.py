@@ -64,6 +64,9 @@ class Way:
         loss_of(self.ddp, tokens, following).backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - start)
+        # A rank ends its step when it has received: what it sent may wait in the bucket still,
+        # and is counted when the other rank has it. The barrier is a few hundred bytes.
+        dist.barrier()
         self.sent.append(int(COUNTER.read_text()) - before)
 
     def look(self) -> None:
