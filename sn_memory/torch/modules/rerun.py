@@ -98,13 +98,19 @@ def _checkpointed(
         for it in tensors((args, kwargs)):
             state.expect_unchanged(it, "an input")
         wanted = [isinstance(it, torch.Tensor) and it.requires_grad for it in args]
-        # Tensors made in inference mode, which autograd cannot save.
-        apart = {at: it for at, it in enumerate(args) if _is_inference(it)}
+        # Tensors made in inference mode, which autograd cannot save. Attention asks whether its
+        # query is its key, and computes otherwise if so, while a caller's hooks give back a copy of
+        # each tensor saved: one that is given twice is saved once, and kept as those by name are.
+        by_name = {id(it) for it in kwargs.values()}
+        apart = {at: it for at, it in enumerate(args) if _is_inference(it) or id(it) in by_name}
+        first_place = {id(it): at for at, it in reversed([*enumerate(args)])}
+        same_as = [first_place[id(it)] for it in args]
         first = True
 
         def once_more(*args: Any) -> Any:
             nonlocal first
             args = tuple(apart.get(at, it) for at, it in enumerate(args))
+            args = tuple(args[at] for at in same_as)
             if first:
                 first = False
                 result = forward(*args, **kwargs)
@@ -115,7 +121,7 @@ def _checkpointed(
 
         return checkpoint(
             once_more,
-            *(None if at in apart else it for at, it in enumerate(args)),
+            *(it if at not in apart and same_as[at] == at else None for at, it in enumerate(args)),
             use_reentrant=False,
             preserve_rng_state=False,  # the state does, where any is drawn
             early_stop=not unit.saves_early,
