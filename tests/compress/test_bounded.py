@@ -81,7 +81,7 @@ def test_size_is_bits_and_a_grid_per_group_and_the_escapes(n, settings):
     index = 4 if n < 2**32 else 8
     body = -(-n * made.bits // 8) + 6 * groups + 8 + (index + 4) * made.room(n)
     assert made.payload_bytes(n) == 32 + -(-body // 16) * 16
-    assert made.room(n) == min(n, math.floor(n * int(made.escapes * (2**32 - 1)) / 2**32) + 1)
+    assert made.room(n) == min(n, n * int(made.escapes * (2**32 - 1)) // 2**32 + 1)
 
 
 def test_two_bits_reach_the_ratio_of_the_paper():
