@@ -35,6 +35,8 @@ FORMS = ("tensor", "loss", "pair", "view", "mapping")
 # Sums in another order, which torch.compile itself makes; and the trial may warn of as much.
 ROUNDING = 1e-4
 HALF_ROUNDING = 2.0**-7
+# Loops that write, between the passes, what a backward pass may read.
+WRITTEN_BETWEEN = ("input_written_between", "biases_changed_between", "buffers_changed_between")
 
 
 @dataclass(frozen=True)
@@ -548,9 +550,7 @@ def compared(
             raise AssertionError(f"{name} differs: {apart(first, second)}; warnings: {words}")
     plains, error = expected[1], got[1]
     less = len(got[0].seen) < len(expected[0].seen)
-    between = program.loop in (
-        "input_written_between", "biases_changed_between", "buffers_changed_between"
-    )  # fmt: skip
+    between = program.loop in WRITTEN_BETWEEN
     if error is None:
         if between and "modified by an inplace" in str(plains):
             as_if_unchanged(program, got[0])

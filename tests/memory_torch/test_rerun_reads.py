@@ -296,7 +296,7 @@ class Attends(nn.Module):
         self.by_name, self.layers = by_name, nn.ModuleList(layers)
 
     def forward(self, x):
-        x = x.unflatten(0, (8, 64))
+        x = x.unflatten(0, (8, 64)) if x.dim() == 2 else x
         for it in self.layers:
             x = x + (it(x, key=x, value=x) if self.by_name else it(x, x, x))[0]
         return x
@@ -314,3 +314,19 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(by_name):
             return planned(x)
 
     assert same(gradients(planned, run=run), expected)
+
+
+def test_an_input_that_is_given_twice_and_frozen_in_between_is_one_tensor_again():
+    torch.manual_seed(0)
+    model = Attends(by_name=False)
+    # So little that the first layer, which is given the input itself, runs again as well.
+    sample = SAMPLE.view(8, 64, 32)
+    planned = plan(model, sample, "60%", backend="modules", profile=False, trial=False)
+
+    def run(_):
+        x = sample.clone().requires_grad_()
+        out = planned(x)
+        x.requires_grad_(False)
+        return out
+
+    assert same(gradients(planned, run=run), gradients(model))

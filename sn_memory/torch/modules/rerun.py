@@ -110,14 +110,15 @@ def _checkpointed(
         def once_more(*args: Any) -> Any:
             nonlocal first
             args = tuple(apart.get(at, it) for at, it in enumerate(args))
-            args = tuple(args[at] for at in same_as)
             if first:
                 first = False
-                result = forward(*args, **kwargs)
+                result = forward(*(args[at] for at in same_as), **kwargs)
                 state.end()
                 return result
             with state.again():
-                return forward(*map(_wanted, args, wanted), **kwargs)
+                # Before they are handed out: one that is made anew here is one tensor, too.
+                args = tuple(map(_wanted, args, wanted))
+                return forward(*(args[at] for at in same_as), **kwargs)
 
         return checkpoint(
             once_more,
