@@ -41,7 +41,7 @@ def made(door):
             super().__init__(dtype="mixed_bfloat16")
             # More than two: ops of one step run side by side, as the machine has time for them,
             # and what a few of them hold at once then stays well within what a section frees.
-            self.parts = [keras.Sequential(blocks[at : at + 4]) for at in range(0, 16, 4)]
+            self.parts = [keras.Sequential(blocks[at : at + 4]) for at in range(0, len(blocks), 4)]
 
         def call(self, x):
             for part in self.parts:
