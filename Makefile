@@ -104,7 +104,7 @@ data: $(STAMPS)/venv
 
 # .cache holds the built Horovod and the data set: both are slow to get and valid in any .venv.
 clean:
-	rm -rf $(VENV) build dist site *.egg-info sn_*/*.so sn_*/_core_missing.txt
+	rm -rf $(VENV) build dist site *.egg-info sn_*/*.so sn_*/_*_missing.txt
 	rm -rf benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMPS)/venv:

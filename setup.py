@@ -2,7 +2,7 @@
 
 The C++ back ends are accelerators with Python twins, so an install without a working compiler must
 succeed. pip hides what a build prints; the reason is therefore also left in each package, in
-`_core_missing.txt`, for `sn_compress.backends()` and `sn_memory/base/native.py` to show.
+`_core_missing.txt` or `_placing_missing.txt`, for whoever looks for the library to show.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc", "compress")
 CSRC_MEMORY = Path("csrc", "memory")
+CSRC_PLACING = Path("csrc", "placing")
 
 
 def sources(pattern: str, folder: Path = CSRC) -> list[str]:
@@ -25,10 +26,11 @@ def sources(pattern: str, folder: Path = CSRC) -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern))
 
 
-# What is slower without each extension.
+# What is lost without each extension.
 LOST = {
     "sn_compress._core": "encoding and decoding on the CPU are several times slower",
     "sn_memory._core": "planning and packing into an arena are some fifty times slower",
+    "sn_memory._placing": "sn_memory.torch.use_placing_allocator() raises an error",
 }
 
 
@@ -42,14 +44,15 @@ class OptionalBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build one extension and keep the note beside it in step with the outcome."""
-        note = Path(self.get_ext_fullpath(ext.name)).with_name("_core_missing.txt")
+        note = Path(self.get_ext_fullpath(ext.name))
+        note = note.with_name(f"{ext.name.rpartition('.')[2]}_missing.txt")
         note.unlink(missing_ok=True)
         try:
             super().build_extension(ext)
         except (BaseError, CCompilerError, CompileError) as error:
             text = (
                 f"The C++ back end {ext.name} was not built: {error}\n"
-                f"Everything works without it, in Python, but {LOST[ext.name]}.\n"
+                f"All else works without it, but {LOST[ext.name]}.\n"
                 "To get it: install a C++17 compiler (Debian: apt-get install g++ python3-dev) "
                 "and install again; `pip install -v` shows the compiler's own words.\n"
             )
@@ -89,7 +92,7 @@ def extension(name: str, folder: Path) -> list[Extension]:
             language="c++",
             optional=True,
             extra_compile_args=COMPILE,
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
         )
     ]
 
@@ -117,6 +120,8 @@ def main() -> None:
         ext_modules=[
             *extension("sn_compress._core", CSRC),
             *extension("sn_memory._core", CSRC_MEMORY),
+            # An empty module: torch and ctypes call the functions of the library.
+            *extension("sn_memory._placing", CSRC_PLACING),
         ],
         cmdclass={"build_ext": OptionalBuildExt},
     )

@@ -52,11 +52,14 @@ class Target:
         How many cases `--full` runs.
     limit_s
         A case that takes longer hangs.
+    memory_bytes
+        Address space of a worker.
     """
 
     case: Callable[[int], str]
     full: int
     limit_s: float = 2.0
+    memory_bytes: int = MEMORY_BYTES
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Result:
 
 def _work(target: Target, seeds: range, bad: frozenset[int], pipe: Any, now: Any) -> None:
     """Run seeds in a worker; `now` holds the seed, and when it began on both clocks."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (target.memory_bytes, target.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

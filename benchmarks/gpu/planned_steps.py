@@ -133,6 +133,7 @@ class Net:
             return None
         plan = made.sn_memory.plan
         columns = {"budget": budget, "predicted_bytes": plan.peak_bytes}
+        columns["simulated_reserved_bytes"] = made.sn_memory.reserved_peak_bytes
         if techniques[-1] == "offload":
             columns |= copies(made, self.device)
         found = self.row(way, made, **columns)

@@ -120,10 +120,11 @@ def planned(folder: Path) -> str:
 
     steps = part(
         load("planned_steps", folder),
-        ("planned steps", "way", "predicted, MiB", "allocated", "reserved", "off", "ms"),
+        ("planned steps", "way", "predicted, MiB", "allocated", "reserved", "simulated", "off",
+         "ms"),
         lambda row: [
             row["model"], row["way"], mib(row.get("predicted_bytes")), mib(row["peak_bytes"]),
-            mib(row["reserved_bytes"]),
+            mib(row["reserved_bytes"]), mib(row.get("simulated_reserved_bytes")),
             f"{row['percent_off']:+.1f} %" if "percent_off" in row else "",
             f"{row['step_ms']:.1f}",
         ],

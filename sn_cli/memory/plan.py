@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from typing import Any
 
 from sn_memory import Graph, Plan, PlanError, plan_graph
 from sn_memory.base.sizes import show_bytes
+from sn_memory.cost.bfc import BFCSettings
+from sn_memory.cost.blocks import Settings
+from sn_memory.cost.caching import AllocatorSettings
 from sn_memory.cost.devices import named
 from sn_memory.plan.api import TECHNIQUES
-from sn_memory.plan.policies import names
+from sn_memory.plan.policies import names as planner_names
+from sn_memory.run.reserved import reserved, with_reserved
 
 from ..command import Answer, add_command, output_file
 from .graphs import GRAPH_HELP, read_graph
@@ -36,7 +41,9 @@ def add_plan(commands: Any) -> None:
     it.add_argument(
         "-o", "--output", type=output_file, help="where the plan goes; without it only a summary"
     )
-    it.add_argument("--planner", default="auto", choices=["auto", *names()], help="default: auto")
+    it.add_argument(
+        "--planner", default="auto", choices=["auto", *planner_names()], help="default: auto"
+    )
     it.add_argument(
         "--techniques", default=",".join(TECHNIQUES), help="what auto may do (default %(default)s)"
     )
@@ -69,6 +76,15 @@ def _plan(options: argparse.Namespace) -> Answer:
         deterministic=options.deterministic,
         progress=not options.quiet,
     )
+    settings: Settings | None = None
+    if graph.allocator == "torch":
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        text = next((os.environ[it] for it in names if it in os.environ), "")
+        settings = AllocatorSettings.of(text)
+    elif graph.allocator == "tensorflow" and options.device is not None:
+        settings = BFCSettings()
+    if settings is not None:
+        plan = with_reserved(plan, reserved(graph, plan, settings), settings)
     if options.output is not None:
         plan.to_json(options.output)
     return Answer(_summary(plan), _data(plan))
@@ -79,10 +95,17 @@ def _summary(plan: Plan) -> str:
     counts = Counter(decision.technique for decision in plan.decisions)
     done = ", ".join(f"{count} {technique}" for technique, count in sorted(counts.items()))
     sources = ", ".join(f"{count} {source}" for source, count in plan.seconds_sources.items())
+    reserved_bytes = plan.reserved_peak_bytes
+    by = (
+        ()
+        if reserved_bytes is None
+        else (f"reserved  {show_bytes(reserved_bytes)} by {plan.allocator}",)
+    )
     return "\n".join(
         (
             f"planner   {plan.planner}, {plan.solve_s:.2f} s",
             f"peak      {show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}",
+            *by,
             f"seconds   {plan.baseline_seconds:.6g} -> {plan.seconds:.6g} ({plan.overhead:+.2%})",
             f"bound     {plan.lower_bound_seconds:.6g}, gap {plan.gap:.2%}",
             f"storages  {done}",
@@ -98,6 +121,7 @@ def _data(plan: Plan) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "peak_bytes": plan.peak_bytes,
+        "reserved_peak_bytes": plan.reserved_peak_bytes,
         "baseline_seconds": plan.baseline_seconds,
         "seconds": plan.seconds,
         "lower_bound_seconds": plan.lower_bound_seconds,

@@ -71,7 +71,9 @@ def _data(made: Report) -> dict[str, Any]:
         "graph": made.graph.name,
         "before": {"peak_bytes": made.before.peak_bytes, "peak_at": made.before.peak_at},
         "after": {"peak_bytes": made.after.peak_bytes, "peak_at": made.after.peak_at},
+        "layers": [{"name": name, "bytes": size} for name, size in made.after.peak_layers],
         "owners": [{"name": name, "bytes": size} for name, size in made.after.owners],
+        "reserved_peak_bytes": made.plan.reserved_peak_bytes,
         "decisions": [
             {
                 "storage": it.storage,

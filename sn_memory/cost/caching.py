@@ -1,15 +1,26 @@
 """torch's caching allocator on paper: what it reserves for what is allocated.
 
-By the rules of `c10/cuda/CUDACachingAllocator.cpp` with its default settings: sizes are multiples
-of 512 bytes; blocks up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20
-MiB, larger ones have segments of their own, multiples of 2 MiB; the smallest free block that is
-large enough is taken, and cut where what is left is worth it. Segments stay until the end.
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.cpp` of
+torch 2.13. Sizes are multiples of 512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, those
+below 10 MiB from segments of 20 MiB; larger ones have segments of their own, multiples of 2 MiB.
+The smallest free block that is large enough is taken, and cut where the rest is worth it. With
+expandable segments each of the two pools is one segment that grows by 2 or 20 MiB.
+
+Left out: more than one stream, and `garbage_collection_threshold`, which gives cached segments back
+earlier than they are needed elsewhere and acts only where a process has a memory fraction set.
+
+Over 300 lines: its settings, its two kinds of segments, and what a step makes it reserve.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
+
+from .blocks import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 
 _MIB = 1 << 20
 GRAIN: Final = 512
@@ -18,17 +29,196 @@ SMALL_SEGMENT: Final = 2 * _MIB
 LARGE_SEGMENT: Final = 20 * _MIB
 LARGE: Final = 10 * _MIB
 ROUND_LARGE: Final = 2 * _MIB
+# Granules of an expandable segment: more than any device has memory for.
+_GRANULES = 1 << 24
+# Sizes from 1 MiB to 64 GiB have a number of divisions for each power of two.
+_INTERVALS = 16
+# First segments that are tried: the largest sum of large blocks, and so many hundredths more.
+_MORE = range(16)
+_EXPANDABLE = "expandable_segments:True"
 
 
-class CachingAllocator:
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What `PYTORCH_ALLOC_CONF` asks of torch's caching allocator, as far as it changes sizes.
+
+    Parameters
+    ----------
+    expandable
+        `expandable_segments`.
+    max_split_bytes
+        `max_split_size_mb`: blocks of this size and more are neither cut nor given to smaller
+        requests.
+    non_split_bytes
+        `max_non_split_rounding_mb`: a request of `max_split_bytes` and more takes a free block
+        that is larger by less than this.
+    large_segment_bytes
+        `large_segment_size_mb`: of segments that blocks below 10 MiB share.
+    divisions
+        `roundup_power2_divisions`, per power of two from 1 MiB to 64 GiB; empty rounds to 512
+        bytes.
+    caching
+        Whether torch's own allocator serves: not with `backend:cudaMallocAsync`, whose rules the
+        driver does not tell.
+    text
+        As they were set.
+
+    Examples
+    --------
+    >>> AllocatorSettings.of("expandable_segments:True").expandable
+    True
+    """
+
+    expandable: bool = False
+    max_split_bytes: int = UNLIMITED
+    non_split_bytes: int = LARGE_SEGMENT
+    large_segment_bytes: int = LARGE_SEGMENT
+    divisions: tuple[int, ...] = ()
+    caching: bool = True
+    text: str = field(default="", compare=False)
+
+    @staticmethod
+    def of(text: str) -> AllocatorSettings:
+        """Return the settings of a text as `PYTORCH_ALLOC_CONF` has it; torch has checked it."""
+        values = dict(_pairs(text))
+
+        def size(key: str, default: int) -> int:
+            return int(values[key]) * _MIB if key in values else default
+
+        large = size("large_segment_size_mb", LARGE_SEGMENT)
+        return AllocatorSettings(
+            expandable=values.get("expandable_segments") == "True",
+            max_split_bytes=size("max_split_size_mb", UNLIMITED),
+            non_split_bytes=size("max_non_split_rounding_mb", large),
+            large_segment_bytes=large,
+            divisions=_divisions(values.get("roundup_power2_divisions", "")),
+            caching=values.get("backend", "native") == "native",
+            text=text,
+        )
+
+    @property
+    def name(self) -> str:
+        """The allocator and its settings, in words."""
+        return f"torch's allocator ({self.text or 'default settings'})"
+
+    @property
+    def reserves(self) -> str:
+        """What it does with so many bytes, in words."""
+        return "torch's allocator reserves"
+
+    @property
+    def others(self) -> dict[str, AllocatorSettings]:
+        """Settings that may reserve less, by how they are set."""
+        texts = {"no PYTORCH_ALLOC_CONF": "", f"PYTORCH_ALLOC_CONF={_EXPANDABLE}": _EXPANDABLE}
+        named = {name: AllocatorSettings.of(text) for name, text in texts.items()}
+        return {name: other for name, other in named.items() if other != self}
+
+    def reserved(self, resident: Rows, step: Rows) -> Reserved:
+        """Return what is reserved with a step, by the best first segment that is found.
+
+        Resident buffers lie in one pool, the step in another that begins with that segment.
+        """
+        base = CachingAllocator(self)
+        for number, (_, _, size) in enumerate(resident):
+            base.allocate(number, size)
+        best = Reserved(self._steps(step, 0))
+        if not self.expandable and self.max_split_bytes == UNLIMITED:
+            large = _most(row for row in step if self.rounded(row[2]) > SMALL)
+            for hundredths in _MORE if large else ():
+                first = -(-large * (100 + hundredths) // 100 // ROUND_LARGE) * ROUND_LARGE
+                if first >= best.peak_bytes:
+                    break
+                tried = Reserved(self._steps(step, first), first)
+                best = min(best, tried, key=lambda one: one.peak_bytes)
+        return Reserved(base.reserved_bytes + best.peak_bytes, best.pool_bytes)
+
+    def most(self, budget_bytes: int) -> int:
+        """Return the most that can be reserved within a budget: segments are of any size."""
+        return budget_bytes
+
+    def _steps(self, rows: Rows, first_bytes: int) -> int:
+        memory = CachingAllocator(self)
+        memory.allocate("first", first_bytes)
+        memory.free("first")
+        replay(memory, rows)
+        return memory.peak_reserved_bytes
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the size of the block for a request of so many bytes."""
+        if self.divisions and nbytes > GRAIN:
+            power = nbytes.bit_length() - 1
+            divisions = self.divisions[min(max(power - 20, 0), _INTERVALS - 1)]
+            if divisions > 1 and nbytes > GRAIN * divisions:
+                step = (1 << power) // divisions
+                return -(-nbytes // step) * step
+        return -(-nbytes // GRAIN) * GRAIN
+
+    def segment(self, size: int) -> int:
+        """Return the size of the segment that is reserved for a block."""
+        if size <= SMALL:
+            return SMALL_SEGMENT
+        if size < LARGE:
+            return self.large_segment_bytes
+        return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+    def cuts(self, size: int, left: int, *, small: bool) -> bool:
+        """Whether a block is cut for a request, so that `left` bytes stay free."""
+        if small or self.expandable:
+            return left >= GRAIN
+        return size < self.max_split_bytes and left > SMALL
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Return keys and values of settings; commas inside brackets separate no pairs."""
+    pieces, depth = [""], 0
+    for sign in "".join(text.split()):
+        depth += (sign == "[") - (sign == "]")
+        if sign == "," and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += sign
+    found = [it.partition(":") for it in pieces if it]
+    return [(key, value) for key, _, value in found]
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """Return the divisions per interval: of `8`, or of `[256:1,512:2,>:8]` in MiB."""
+    if not text:
+        return ()
+    if not text.startswith("["):
+        return (int(text),) * _INTERVALS
+    found = [0] * _INTERVALS
+    last = -1
+    for first, (boundary, value) in enumerate(_pairs(text[1:-1])):
+        if boundary == ">":
+            found[last + 1 :] = [int(value)] * (_INTERVALS - last - 1)
+            continue
+        last = min(int(boundary).bit_length() - 1, _INTERVALS - 1)
+        if not first:
+            found[:last] = [int(value)] * last
+        found[last] = int(value)
+    return tuple(found)
+
+
+def _most(rows: Iterable[tuple[int, int, int]]) -> int:
+    """Return the largest sum of sizes that are there together."""
+    change: dict[int, int] = {}
+    for lower, upper, size in rows:
+        change[lower] = change.get(lower, 0) + size
+        change[upper] = change.get(upper, 0) - size
+    return max(accumulate(change[at] for at in sorted(change)), default=0)
+
+
+class CachingAllocator(BlockAllocator):
     """Reserves segments for blocks that come and go.
 
-    Attributes
+    Parameters
     ----------
-    allocated_bytes, reserved_bytes
-        Now: of blocks in use, rounded; of all segments.
-    peak_allocated_bytes, peak_reserved_bytes
-        The most so far.
+    settings
+        As the process has them; default: torch's defaults.
+    limit_bytes
+        The most that can be reserved. Where a request does not fit, cached segments that nothing
+        is in are given back first, as torch does it.
 
     Examples
     --------
@@ -39,73 +229,165 @@ class CachingAllocator:
     (1024, 2097152)
     """
 
-    def __init__(self) -> None:
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        # Free blocks of both pools as (bytes, segment, offset), smallest first.
-        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
-        # Per segment, its blocks as offset -> (bytes, in use), in order of offsets.
-        self._segments: list[tuple[bool, dict[int, tuple[int, bool]]]] = []
-        self._held: dict[object, tuple[int, int]] = {}
+    def __init__(
+        self, settings: AllocatorSettings | None = None, limit_bytes: int = UNLIMITED
+    ) -> None:
+        super().__init__(limit_bytes)
+        self.settings = settings or AllocatorSettings()
 
     def allocate(self, key: object, nbytes: int) -> None:
-        """Take a block; of 0 bytes none is taken. A key that is held is freed first."""
+        """Take a block; of 0 bytes none is taken. A key that is held is freed first.
+
+        Raises MemoryError where the limit has no room for it.
+        """
         self.free(key)
         if not nbytes:
             return
-        size = -(-nbytes // GRAIN) * GRAIN
+        size = self.settings.rounded(nbytes)
         small = size <= SMALL
-        pool = self._free[small]
-        place = bisect_left(pool, (size, -1, -1))
-        if place == len(pool):
-            self._reserve(size, small)
-            place = bisect_left(pool, (size, -1, -1))
-        have, segment, offset = pool.pop(place)
-        blocks = self._segments[segment][1]
-        left = have - size
-        if left >= GRAIN if small else left > SMALL:
-            blocks[offset + size] = (left, False)
-            insort(pool, (left, segment, offset + size))
-            have = size
-        blocks[offset] = (have, True)
-        self._held[key] = (segment, offset)
-        self.allocated_bytes += have
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        block = self._cached(size, small)
+        if block is None:
+            block = self._reserved(size, small)
+        if block is None and self._give_back_large(size, small):
+            block = self._reserved(size, small)
+        if block is None:
+            self.release()
+            block = self._reserved(size, small)
+        if block is None:
+            raise self._full(size)
+        left = block.size - size
+        if self.settings.cuts(size, left, small=small):
+            self._cut(block, size)
+        self._hold(key, block)
 
-    def free(self, key: object) -> None:
-        """Give a block back, joined with free neighbours; nothing for a key that is not held."""
-        if key not in self._held:
+    def release(self) -> None:
+        """Give back all segments that nothing is in; of expandable ones, what is empty of them."""
+        for small in (True, False):
+            for size, address in list(self._free[small]):
+                block = self._at[address]
+                if self.settings.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    self._take(block)
+                    self.reserved_bytes -= size
+
+    def _cached(self, size: int, small: bool) -> Block | None:
+        """Return the smallest free block that may be used, taken out of its pool."""
+        free, settings = self._free[small], self.settings
+        place = bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        if settings.expandable:
+            # The end of the segment counts as large as it can grow: others are used up before.
+            while place + 1 < len(free) and self._room(free[place + 1]) < self._room(free[place]):
+                place += 1
+        have, address = free[place]
+        if size < settings.max_split_bytes <= have:
+            return None
+        if size >= settings.max_split_bytes and have >= size + settings.non_split_bytes:
+            return None
+        return self._take(self._at[address])
+
+    def _room(self, row: tuple[int, int]) -> int:
+        after = self._at[row[1]].after
+        return row[0] + (after.size if after is not None and after.state == "unmapped" else 0)
+
+    def _reserved(self, size: int, small: bool) -> Block | None:
+        """Return a block in memory that is reserved for it; None where the limit has no room."""
+        if self.settings.expandable:
+            return self._expanded(size, small)
+        room = self.settings.segment(size)
+        if not self._reserve(room):
+            return None
+        self._next_address += room
+        return Block(self._next_address - room, room, "free", small=small)
+
+    def _give_back_large(self, size: int, small: bool) -> bool:
+        """Give back free blocks of `max_split_bytes` and more, as many as a request needs."""
+        least, free = self.settings.max_split_bytes, self._free[small]
+        if least == UNLIMITED or self.settings.expandable:
+            return False
+        wanted = max(size, least)
+        place = bisect_left(free, (wanted, -1))
+        given = 0
+        if place < len(free):
+            given = free[place][0]
+            self._take(self._at[free[place][1]])
+        while given < wanted and free and free[-1][0] >= least:
+            given += free[-1][0]
+            self._take(self._at[free[-1][1]])
+        self.reserved_bytes -= given
+        return given >= wanted
+
+    # Expandable segments.
+
+    def _expanded(self, size: int, small: bool) -> Block | None:
+        """Return a block at the lowest address where memory can be put behind enough of it."""
+        block = self._expandable(size, small)
+        if block.state == "unmapped":
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            after = block.after
+            assert after is not None
+            mapped = self._map(after, min(size - block.size, after.size))
+            if mapped is None:
+                return None
+            block = mapped
+        return self._take(block)
+
+    def _expandable(self, size: int, small: bool) -> Block:
+        for address in self._unmapped[small]:
+            block = self._at[address]
+            if block.before is not None and block.before.state == "free":
+                block = block.before
+            room, at = 0, block
+            while at is not None and at.state != "used" and room < size:
+                room, at = room + at.size, at.after  # type: ignore[assignment]
+            if room >= size:
+                return block
+        granule = self._granule(small)
+        address = -(-self._next_address // granule) * granule
+        self._next_address = address + granule * _GRANULES
+        block = Block(address, granule * _GRANULES, "unmapped", small=small)
+        self._put(block)
+        return block
+
+    def _granule(self, small: bool) -> int:
+        return SMALL_SEGMENT if small else self.settings.large_segment_bytes
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Put memory behind the first bytes of a block, whole granules; None without room."""
+        granule = self._granule(block.small)
+        size = -(-size // granule) * granule
+        if not self._reserve(size):
+            return None
+        self._take(block)
+        if left := block.size - size:
+            block.size = size
+            self._put(self._cut_off(block, left, "unmapped"))
+        block.state = "free"
+        block = self._joined(block)
+        self._put(block)
+        return block
+
+    def _unmap(self, block: Block) -> None:
+        granule = self._granule(block.small)
+        begin = -(-block.address // granule) * granule
+        end = (block.address + block.size) // granule * granule
+        if begin >= end:
             return
-        segment, offset = self._held.pop(key)
-        small, blocks = self._segments[segment]
-        size, _ = blocks.pop(offset)
-        self.allocated_bytes -= size
-        pool = self._free[small]
-        after = blocks.get(offset + size)
-        if after is not None and not after[1]:
-            del blocks[offset + size]
-            _remove(pool, (after[0], segment, offset + size))
-            size += after[0]
-        before = next((it for it in blocks if it + blocks[it][0] == offset), None)
-        if before is not None and not blocks[before][1]:
-            joined = blocks.pop(before)[0]
-            _remove(pool, (joined, segment, before))
-            offset, size = before, size + joined
-        blocks[offset] = (size, False)
-        insort(pool, (size, segment, offset))
-
-    def _reserve(self, size: int, small: bool) -> None:
-        if small:
-            room = SMALL_SEGMENT
-        elif size < LARGE:
-            room = LARGE_SEGMENT
-        else:
-            room = -(-size // ROUND_LARGE) * ROUND_LARGE
-        self._segments.append((small, {0: (room, False)}))
-        insort(self._free[small], (room, len(self._segments) - 1, 0))
-        self.reserved_bytes += room
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-
-def _remove(pool: list[tuple[int, int, int]], block: tuple[int, int, int]) -> None:
-    del pool[bisect_left(pool, block)]
+        self._take(block)
+        if left := block.address + block.size - end:
+            block.size -= left
+            self._put(self._cut_off(block, left, "free"))
+        middle = block
+        if block.address < begin:
+            block.size = begin - block.address
+            middle = self._cut_off(block, end - begin, "unmapped")
+            self._put(block)
+        middle.state = "unmapped"
+        self.reserved_bytes -= end - begin
+        self._put(self._joined(middle))

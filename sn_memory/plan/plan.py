@@ -92,6 +92,14 @@ class Plan:
         Seconds of planning.
     graph_name
         The name of the graph it was made for.
+    reserved_peak_bytes
+        What the allocator of a card reserves for it, by its rules; None where none serves.
+    pool_bytes
+        The segment with which the step's own pool of memory begins; 0 for none.
+    allocator
+        Which allocator reserves that, with its settings.
+    notes
+        What people should know of it.
     """
 
     actions: tuple[Action, ...]
@@ -106,6 +114,10 @@ class Plan:
     seconds_sources: Mapping[str, int] = field(default_factory=dict)
     solve_s: float = 0.0
     graph_name: str = ""
+    reserved_peak_bytes: int | None = None
+    pool_bytes: int = 0
+    allocator: str = ""
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         gap = f", {100 * self.gap:.1f} % above the bound" if self.lower_bound_seconds else ""
@@ -116,6 +128,7 @@ class Plan:
                 peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
                 decided_line(((it.technique, it.bytes) for it in self.decisions), "storages"),
                 f"{seconds_line(self.baseline_seconds, self.seconds)}{gap}",
+                *self.notes,
             )
         )
 
@@ -259,6 +272,12 @@ def budget_line(budget_bytes: int, peak_bytes: int) -> str:
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
 
+def _amount(row: Fields, key: str, default: int | None) -> Any:
+    if (value := row.integer(key, default)) is not None and value < 0:
+        raise row.fail(key, value, "0 or more")
+    return value
+
+
 def _from_data(data: object) -> Plan:
     row = Fields(data, "plan", PlanError)
     if (version := row.text("format")) != FORMAT:
@@ -283,6 +302,10 @@ def _from_data(data: object) -> Plan:
         budget_bytes=row.integer("budget_bytes", None),
         seconds_sources=dict(sources),
         graph_name=row.text("graph_name", ""),
+        reserved_peak_bytes=_amount(row, "reserved_peak_bytes", None),
+        pool_bytes=_amount(row, "pool_bytes", 0),
+        allocator=row.text("allocator", ""),
+        notes=row.names("notes"),
         **numbers,
     )
     row.done()
@@ -298,6 +321,13 @@ def _to_text(plan: Plan) -> str:
         **{key: kind(getattr(plan, key)) for key, kind in _NUMBERS},
         "seconds_sources": dict(plan.seconds_sources),
     }
+    if plan.reserved_peak_bytes is not None:
+        head |= {
+            "reserved_peak_bytes": plan.reserved_peak_bytes,
+            "pool_bytes": plan.pool_bytes,
+            "allocator": plan.allocator,
+            "notes": list(plan.notes),
+        }
     lines = ["{", *(f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items())]
     decisions = [
         json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})

@@ -24,6 +24,7 @@ def refused(
     op: str,
     floor_bytes: int | None = None,
     instead: str = "make the batch smaller",
+    nearest_bytes: int | None = None,
 ) -> BudgetError:
     """Return the error.
 
@@ -39,26 +40,33 @@ def refused(
         See BudgetError.
     instead
         What else than raising the budget may be done.
+    nearest_bytes
+        The nearest budget, where it is not the plan's peak but what is reserved for that.
     """
+    nearest = plan.peak_bytes if nearest_bytes is None else nearest_bytes
     error = BudgetError(
         "",
-        peak_bytes=plan.peak_bytes,
+        peak_bytes=nearest,
         budget_bytes=budget_bytes,
         op=op,
         plan=plan,
         floor_bytes=floor_bytes,
         module=module_of(graph, op),
-        percent=percent_kept(plan.peak_bytes, plan.baseline_peak_bytes),
+        percent=percent_kept(nearest, plan.baseline_peak_bytes),
     )
     share = f', or "{error.percent}%" of the unplanned peak' if error.percent else ""
+    scratch = graph.ops[graph.op_index[op]].workspaces if op in graph.op_index else ()
+    if scratch:
+        least = min(it.bytes for it in scratch)
+        text += f"; {op!r} takes {show_bytes(least)} of scratch beside its tensors"
     if budget_bytes < graph.base_bytes:
         text += (
             f"; parameters, inputs and what else is there whatever the plan take "
             f"{show_bytes(graph.base_bytes)} alone"
         )
     error.args = (
-        f"{text}. The {budget_line(budget_bytes, plan.peak_bytes)}. The nearest that can be had is "
-        f"{plan.peak_bytes} bytes{share}, with the plan that this error carries. Raise the budget, "
+        f"{text}. The {budget_line(budget_bytes, nearest)}. The nearest that can be had is "
+        f"{nearest} bytes{share}, with the plan that this error carries. Raise the budget, "
         f"or {instead}.",
     )
     return error

@@ -9,11 +9,14 @@ import numpy as np
 from ..base.errors import MissingExtra
 from ..base.sizes import show_bytes
 from ..plan.plan import Plan
-from .tables import Curve, Replayed, owner_groups
+from .tables import Curve, Floats, Replayed, owner_groups
 
 BEFORE: Final = "#9aa5b1"
 AFTER: Final = "#0b6e99"
 BUDGET: Final = "#c0392b"
+RESERVED: Final = "#6a3d9a"
+# Of LAYERS, bottom first.
+_LAYERS: Final = ("#5d6d7e", "#5dade2", "#82c46c", "#f0a500")
 _OTHERS: Final = ("#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d", "#3b7dd8", "#7f8c8d", "#d35d9e")
 _MARKS: Final = "sD^vPX<>ph"
 
@@ -62,6 +65,11 @@ def _time_unit(largest: float) -> tuple[float, str]:
     return 1e6, "us"
 
 
+def _steps(time_s: Floats, size: Floats) -> tuple[Floats, Floats]:
+    """Return the corners of a curve that changes at these times only."""
+    return np.repeat(time_s, 2)[1:], np.repeat(size, 2)[:-1]
+
+
 def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e5e8eb", linewidth=0.7)
@@ -71,33 +79,40 @@ def _plain(axes: Any) -> None:
 def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     end = max(report.before.time_s[-1], report.after.time_s[-1])
     factor, second = _time_unit(float(end))
-    for curve, colour, label in (
-        (report.before, BEFORE, "before"),
-        (report.after, AFTER, "after"),
+    plan, before, after = report.plan, report.before, report.after
+    drawn = [(one, *_steps(one.time_s * factor, one.bytes / scale)) for one in (before, after)]
+    axes.fill_between(drawn[0][1], drawn[0][2], color=BEFORE, alpha=0.2, linewidth=0)
+    below = np.zeros(len(after.bytes))
+    for (name, size), colour in zip(after.layers, _LAYERS, strict=True):
+        x, low = _steps(after.time_s * factor, below / scale)
+        below = below + size
+        high = _steps(after.time_s * factor, below / scale)[1]
+        if size.any():
+            # An edge, as scratch of an op that takes no time to speak of would not be seen; over
+            # the line of the whole.
+            edge = {"linewidth": 1, "zorder": 2.5} if name == "scratch" else {"linewidth": 0}
+            axes.fill_between(x, low, high, where=high > low, color=colour, label=name, **edge)
+    for (curve, x, y), colour, label in zip(
+        drawn, (BEFORE, AFTER), ("before", "after"), strict=True
     ):
-        x, y = curve.time_s * factor, curve.bytes / scale
-        axes.fill_between(x, y, step="post", color=colour, alpha=0.25, linewidth=0)
-        axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
+        axes.plot(x, y, color=colour, linewidth=1.2, label=label)
         axes.plot(curve.peak_s * factor, curve.peak_bytes / scale, "o", color=colour, markersize=6)
-    if report.plan.budget_bytes is not None:
-        axes.axhline(
-            report.plan.budget_bytes / scale,
-            color=BUDGET,
-            linewidth=1.2,
-            linestyle=(0, (5, 3)),
-            label=f"budget {show_bytes(report.plan.budget_bytes)}",
-        )
-    base = report.graph.base_bytes
-    if base:
-        axes.axhline(
-            base / scale, color="#555555", linewidth=1, linestyle=":", label="weights, inputs"
-        )
+    for word, held, colour, style in (
+        ("budget", plan.budget_bytes, BUDGET, (0, (5, 3))),
+        ("reserved", plan.reserved_peak_bytes, RESERVED, "-."),
+    ):
+        if held is not None:
+            label = f"{word} {show_bytes(held)}"
+            axes.axhline(held / scale, color=colour, linewidth=1.4, linestyle=style, label=label)
+    highest = max(before.peak_bytes, after.peak_bytes, plan.reserved_peak_bytes or 0)
     # Room above the curves: the legend lies there, over no line.
-    axes.set_ylim(0, max(report.before.peak_bytes, report.after.peak_bytes) / scale * 1.22 or 1)
+    axes.set_ylim(0, highest / scale * 1.3 or 1)
     axes.set_xlim(0, end * factor or 1)
     axes.set_xlabel(f"time in the step ({second})")
-    axes.set_ylabel(f"live memory ({unit})")
-    axes.set_title("Memory over time; dots mark the peaks", loc="left", fontsize=11)
+    axes.set_ylabel(f"memory ({unit})")
+    axes.set_title(
+        "Memory over time, after in layers; dots mark the peaks", loc="left", fontsize=11
+    )
     axes.legend(loc="upper left", ncols=4, frameon=False, fontsize=9)
     _plain(axes)
 

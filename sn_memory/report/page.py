@@ -11,7 +11,14 @@ from typing import Final
 from ..base.lines import show_seconds
 from ..base.sizes import show_bytes
 from .figure import figure
-from .tables import Replayed, comparison, owner_groups, technique_totals, top_owners
+from .tables import (
+    Replayed,
+    comparison,
+    owner_groups,
+    reserved_line,
+    technique_totals,
+    top_owners,
+)
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
@@ -40,9 +47,12 @@ def page(report: Replayed) -> str:
         f"{show_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}). "
         f"Planned in {show_seconds(plan.solve_s)}."
     )
+    if reserved := reserved_line(report):
+        facts += f" {reserved[0].upper()}{reserved[1:]}."
     parts = [
         f"<h1>{escape(report.headline)}</h1>",
         f"<p>{escape(facts)}</p>",
+        *(f"<p>{escape(note)}</p>" for note in plan.notes),
         picture(report),
         '<div class="pair">',
         *(_owners(report, word) for word in ("before", "after")),
@@ -79,17 +89,17 @@ def picture(report: Replayed) -> str:
 
 def _owners(report: Replayed, word: str) -> str:
     curve = report.before if word == "before" else report.after
-    kinds, names = (
+    layers, kinds, names = (
         [
             (name, show_bytes(size), f"{size / max(curve.peak_bytes, 1):.0%}")
             for name, size in owners
         ]
-        for owners in (owner_groups(report, curve, 10), top_owners(curve, 10))
+        for owners in (curve.peak_layers, owner_groups(report, curve, 10), top_owners(curve, 10))
     )
     title = f"Peak {word}: {show_bytes(curve.peak_bytes)} at {curve.peak_at}"
     tables = "".join(
         _table((head, "bytes", "share"), rows, numbers=(1, 2))
-        for head, rows in (("by kind", kinds), ("by name", names))
+        for head, rows in (("layer", layers), ("by kind", kinds), ("by name", names))
     )
     return f"<div><h2>{escape(title)}</h2>{tables}</div>"
 

@@ -1,9 +1,9 @@
 """What a plan does and why: tables, pictures, one HTML page that needs nothing else.
 
-A plan that only says "peak 5.8 GiB" has to be believed. The report shows what is live when, before
-and after; who owns the peak; what was decided for each storage, with the reason; and where the plan
-stands, in time and memory, beside others. All of it comes from a replay by `check_plan`, not from
-what the planner says of itself.
+A plan that only says "peak 5.8 GiB" has to be believed. The report shows what is there when, before
+and after, kernels' scratch as a layer of its own; who owns the peak; what was decided for each
+storage, with the reason; and where the plan stands, in time and memory, beside others. The plan is
+replayed by `check_plan` first, so that nothing here is only what the planner says of itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import numpy.typing as npt
 
 from ..check.replay import Replay, check_plan
 from ..graph.graph import Graph
-from ..graph.liveness import live_bytes, peak
+from ..graph.liveness import lifetimes
 from ..graph.rewrite import as_run
+from ..plan.buffers import plan_buffers
 from ..plan.plan import Plan
 from .figure import figure
 from .page import page, picture
 from .tables import (
+    LAYERS,
     SECOND,
     SMALL,
     Curve,
@@ -37,6 +39,8 @@ from .tables import (
 
 # Columns of pixels in a picture are fewer; a longer curve is drawn by the largest of each interval.
 _POINTS: Final = 2000
+# What plan_buffers names scratch.
+_SCRATCH: Final = "workspace of "
 
 
 class Report(Replayed):
@@ -110,91 +114,85 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
 
 
 def _before(graph: Graph) -> Curve:
-    top = peak(graph)
-    seconds = np.array([ways[0] for ways in graph.arrays.seconds], float)
+    spans, arrays = lifetimes(graph), graph.arrays
+    names = [storage.name for storage in graph.storages]
+    ends = np.maximum(spans.end, 1)
+    rows = list(zip(names, spans.start, ends, arrays.bytes.tolist(), strict=True))
+    rows += [
+        (f"{_SCRATCH}{op.name}", at, at + 1, arrays.workspace_bytes[at][0])
+        for at, op in enumerate(graph.ops)
+    ]
+    seconds = np.array([ways[0] for ways in arrays.seconds], float)
     start = np.cumsum(seconds) - seconds
-    live = live_bytes(graph).astype(float)
-    at = graph.ops[top.op].name if graph.ops else "no op"
-    return _curve(
-        np.append(start, seconds.sum()),
-        np.append(live, live[-1:]) if len(live) else np.array([float(graph.base_bytes)]),
-        float(start[top.op]) if len(start) else 0.0,
-        at,
-        top.owners,
-    )
+    ops = [op.name for op in graph.ops] or ["no op"]
+    return _curve(graph, rows, np.append(start, seconds.sum()), ops)
 
 
 def _after(graph: Graph, plan: Plan, replay: Replay) -> Curve:
-    if not plan.actions:
-        nothing = np.array([float(graph.base_bytes)])
-        owners = (("resident", graph.base_bytes),) if graph.base_bytes else ()
-        return _curve(np.zeros(1), nothing, 0.0, "no action", owners)
+    stays = plan_buffers(graph, plan)
+    rows = [(name, *row) for name, row in zip(stays.names, stays.buffers, strict=True)]
     # Copies start on their own lanes, perhaps late; memory changes in the order of the actions.
     moment = np.maximum.accumulate(np.where(_on_compute(plan), replay.start_s, 0.0))
-    action = plan.actions[replay.peak_action]
-    return _curve(
-        np.append(moment, replay.seconds),
-        np.append(replay.live_bytes, replay.live_bytes[-1]).astype(float),
-        float(moment[replay.peak_action]),
-        f"{action.kind} {action.target}",
-        _owners_at(graph, plan, replay),
-    )
+    names = [f"{action.kind} {action.target}" for action in plan.actions] or ["no action"]
+    return _curve(graph, rows, np.append(moment, replay.seconds), names)
 
 
 def _on_compute(plan: Plan) -> npt.NDArray[np.bool_]:
     return np.array([action.kind not in ("offload", "prefetch") for action in plan.actions])
 
 
-def _owners_at(graph: Graph, plan: Plan, replay: Replay) -> tuple[tuple[str, int], ...]:
-    """Who is on the device at the peak: a walk over the actions that lead there."""
-    sizes = {it.name: int(graph.arrays.bytes[at]) for at, it in enumerate(graph.storages)}
-    name = {alias: graph.storages[at].name for alias, at in graph.storage_index.items()}
-    there: dict[str, int] = {}
-    for action in plan.actions[: replay.peak_action]:
-        if action.kind == "run":
-            for output in graph.ops[graph.op_index[action.target]].outputs:
-                there[name[output]] = sizes[name[output]]
-        elif action.kind in ("free", "compress", "decompress"):
-            there.pop(name[action.target], None)
-            there.pop(_compressed(name[action.target]), None)
-        _arrive(graph, there, action.kind, name.get(action.target, ""), sizes)
-    last = plan.actions[replay.peak_action]
-    held = dict(there)
-    if last.kind == "run":
-        for output in graph.ops[graph.op_index[last.target]].outputs:
-            label = name[output] if name[output] not in held else f"{name[output]}{SECOND}"
-            held[label] = sizes[name[output]]
-    else:
-        _arrive(graph, held, last.kind, name[last.target], sizes)
-    held["resident"] = graph.base_bytes
-    # What is left has no storage: the workspace of the op.
-    held["workspace"] = replay.peak_bytes - sum(held.values())
-    return tuple(sorted(((k, v) for k, v in held.items() if v), key=lambda it: (-it[1], it[0])))
-
-
-def _compressed(storage: str) -> str:
-    return f"{storage}{SMALL}"
-
-
-def _arrive(
-    graph: Graph, there: dict[str, int], kind: str, storage: str, sizes: dict[str, int]
-) -> None:
-    if kind in ("prefetch", "decompress"):
-        there[storage] = sizes[storage]
-    if kind == "compress":
-        small = graph.storages[graph.storage_index[storage]].compressed
-        there[_compressed(storage)] = small.bytes if small else 0
+def _layer(graph: Graph, name: str) -> int:
+    """Return which of LAYERS a buffer of this name is part of."""
+    at = graph.storage_index.get(name.removesuffix(SECOND).removesuffix(SMALL))
+    if at is None:
+        return LAYERS.index("scratch")
+    storage = graph.storages[at]
+    if storage.resident:
+        return 0
+    return LAYERS.index("gradients" if storage.role == "gradient" else "activations")
 
 
 def _curve(
+    graph: Graph,
+    rows: Sequence[tuple[str, int, int, int]],
     time_s: Floats,
-    size: Floats,
-    peak_s: float,
-    peak_at: str,
-    owners: Sequence[tuple[str, int]],
+    names: Sequence[str],
 ) -> Curve:
-    top = int(size.max())
+    """Stack what is there during each action.
+
+    rows : (name, lower, upper, bytes), half-open in numbers of actions
+    time_s, names : when each action starts, and the last ends; what each is
+    """
+    change = np.zeros((len(LAYERS), len(names) + 1))
+    for name, lower, upper, size in rows:
+        layer = _layer(graph, name)
+        change[layer, lower] += size
+        change[layer, upper] -= size
+    layers = np.cumsum(change, axis=1)[:, :-1]
+    top = int(layers.sum(0).argmax())
+    owners = [("resident", graph.base_bytes)]
+    owners += [
+        (name.replace(_SCRATCH, "scratch of ", 1), size)
+        for name, lower, upper, size in rows
+        if lower <= top < upper and _layer(graph, name)
+    ]
+    ranked = sorted((row for row in owners if row[1]), key=lambda row: (-row[1], row[0]))
+    # After the last action nothing changes.
+    layers = np.append(layers, layers[:, -1:], axis=1)[:, : len(time_s)]
+    total, peak_s = layers.sum(0), float(time_s[top])
     if len(time_s) > _POINTS:
         starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS).astype(int))
-        time_s, size = time_s[starts], np.maximum.reduceat(size, starts)
-    return Curve(time_s, size, peak_s, top, peak_at, tuple(owners))
+        highest = [
+            first + int(total[first:last].argmax())
+            for first, last in zip(starts, (*starts[1:], len(time_s)), strict=True)
+        ]
+        time_s, layers, total = time_s[starts], layers[:, highest], total[highest]
+    return Curve(
+        time_s,
+        total,
+        tuple(zip(LAYERS, layers, strict=True)),
+        peak_s,
+        int(total.max()),
+        names[top],
+        tuple(ranked),
+    )

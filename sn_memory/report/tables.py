@@ -17,6 +17,8 @@ from ..plan.plan import Decision, Plan
 _OWNERS: Final = 6
 SECOND: Final = " (second copy)"
 SMALL: Final = " (compressed)"
+# Memory by what it is for, bottom first: what is resident, what a step makes, what kernels take.
+LAYERS: Final = ("weights, inputs, state", "activations", "gradients", "scratch")
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,6 +31,8 @@ class Curve:
     ----------
     time_s, bytes
         [points] each; between two times the bytes are those of the earlier one.
+    layers
+        (name, [points] bytes) of each of LAYERS, bottom first; they sum to `bytes`.
     peak_s, peak_bytes, peak_at
         When the peak is reached, what it is, and the op or action that reaches it.
     owners
@@ -37,10 +41,22 @@ class Curve:
 
     time_s: Floats
     bytes: Floats
+    layers: tuple[tuple[str, Floats], ...]
     peak_s: float
     peak_bytes: int
     peak_at: str
     owners: tuple[tuple[str, int], ...]
+
+    @property
+    def peak_layers(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of the layers at the peak, without empty ones; scratch names its op."""
+        at = int(self.bytes.argmax())
+        op = self.peak_at.removeprefix("run ")
+        named = (
+            (f"scratch of {op}" if name == "scratch" else name, int(size[at]))
+            for name, size in self.layers
+        )
+        return tuple((name, size) for name, size in named if size)
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ def top_owners(curve: Curve, most: int = _OWNERS) -> list[tuple[str, int]]:
 
 
 def owner_groups(report: Replayed, curve: Curve, most: int = _OWNERS) -> list[tuple[str, int]]:
-    """Return the peak's owners summed by what they are: conv2d outputs, gradients, workspace ..."""
+    """Return the peak's owners summed by what they are: conv2d outputs, gradients, scratch ..."""
     graph = report.graph
     sums: dict[str, tuple[int, int]] = {}
     for name, size in curve.owners:
@@ -151,15 +167,35 @@ def facts(report: Replayed) -> list[str]:
         f"time {show_seconds(plan.baseline_seconds)} -> {show_seconds(plan.seconds)}, lower bound "
         f"{show_seconds(plan.lower_bound_seconds)}, gap {plan.gap:.1%}",
     ]
+    if plan.baseline_peak_bytes != report.before.peak_bytes:
+        whole = show_bytes(plan.baseline_peak_bytes)
+        lines.append(f"the plain step peaks at {whole}, which percent of a budget are of")
+    if reserved := reserved_line(report):
+        lines.append(reserved)
     if sources:
         lines.append(f"seconds of ops: {sources}")
+    lines += plan.notes
     for technique, count, size, seconds in technique_totals(report):
         lines.append(f"{technique}: {count} storages, {show_bytes(size)}, {show_seconds(seconds)}")
     return lines
 
 
+def reserved_line(report: Replayed) -> str:
+    """Return what an allocator reserves for the plan, and whose settings; empty for none."""
+    plan = report.plan
+    if plan.reserved_peak_bytes is None:
+        return ""
+    above = plan.reserved_peak_bytes / max(plan.peak_bytes, 1) - 1
+    line = f"reserved {show_bytes(plan.reserved_peak_bytes)}, {above:.0%} above the peak after"
+    if plan.allocator:
+        line += f", by {plan.allocator}"
+    if plan.pool_bytes:
+        line += f"; the step's pool begins with {show_bytes(plan.pool_bytes)}"
+    return line
+
+
 def owner_lines(report: Replayed, curve: Curve) -> list[str]:
-    """Return the owners of a peak, by kind and by name."""
+    """Return the layers of a peak, and its owners by kind and by name."""
 
     def rows_of(head: str, owners: Iterable[tuple[str, int]]) -> list[str]:
         rows = [
@@ -168,7 +204,11 @@ def owner_lines(report: Replayed, curve: Curve) -> list[str]:
         ]
         return table([(head, "bytes", "share"), *rows])
 
-    return rows_of("by kind", owner_groups(report, curve)) + rows_of("by name", top_owners(curve))
+    return [
+        *rows_of("layer", curve.peak_layers),
+        *rows_of("by kind", owner_groups(report, curve)),
+        *rows_of("by name", top_owners(curve)),
+    ]
 
 
 def decision_lines(decisions: Sequence[Decision], rows: int) -> list[str]:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out
+from ..cost.blocks import Settings
 from ..graph.graph import Graph
 from ..graph.liveness import baseline_seconds, unplanned_bytes
 from ..plan.emit import decisions_of
 from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
 from ..plan.refusal import over_budget
+from .reserved import keeping_reserved
 
 # A search while training ends after so many seconds.
 SEARCH_S = 1.0
@@ -46,6 +48,7 @@ def plan_at_once(
     search: Callable[[Graph], Plan],
     budget_bytes: int,
     plans: Sequence[tuple[str, Plan]],
+    allocator: Settings | None = None,
 ) -> PlanAtOnce:
     """Plan a graph at once.
 
@@ -56,18 +59,24 @@ def plan_at_once(
     search
         Plans a graph within these bytes, in about SEARCH_S.
     budget_bytes
-        The most live bytes; where no plan keeps it, that with the smallest peak is returned.
+        The most bytes; where no plan keeps it, that with the smallest peak is returned.
     plans
         Those that a search found for other inputs, with what to call these.
+    allocator
+        That of a card: what it reserves keeps the budget, too.
     """
-    whole = policy("liveness")(graph, budget_bytes=None)
-    if whole.peak_bytes <= budget_bytes:
+
+    def kept(plan: Plan | None) -> Plan | None:
+        if plan is None or plan.peak_bytes > budget_bytes:
+            return None
+        return keeping_reserved(graph, plan, budget_bytes, allocator)
+
+    if whole := kept(policy("liveness")(graph, budget_bytes=None)):
         return PlanAtOnce(whole, NOTHING_AGAIN)
-    found = [(name, carried_over(graph, made, budget_bytes)) for name, made in plans]
-    kept = [(name, plan) for name, plan in found if plan is not None]
-    if kept:
-        name, plan = min(kept, key=lambda it: it[1].seconds)
-        return PlanAtOnce(plan, f"{CARRIED_OVER} {name}")
+    tried = [(name, kept(carried_over(graph, plan, budget_bytes))) for name, plan in plans]
+    if keeping := [(name, plan) for name, plan in tried if plan is not None]:
+        name, carried = min(keeping, key=lambda row: row[1].seconds)
+        return PlanAtOnce(carried, f"{CARRIED_OVER} {name}")
     try:
         plan = search(graph)
     except BudgetError as error:

@@ -40,7 +40,7 @@ class Estimate:
     workspace_bytes
         Of the peak, what libraries keep from their first call on.
     reserved_bytes
-        What torch's caching allocator takes for the step, by its rules; 0 where none is modelled.
+        What the allocator of a card takes for the step, by its rules; 0 where none is modelled.
     pinned_bytes
         On the host, page-locked: 0 without a plan that moves something there.
     seconds

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, overload
 from ..base.errors import MissingExtra, PlanError
 from ..graph.graph import Graph
 from ..report.report import report
+from .process import process_bytes
 
 # Kinds of input that are named; there may be dozens.
 _SHOWN: Final = 3
@@ -85,6 +86,22 @@ class PlannedRecord(ABC, Generic[T]):
                 f"is no graph of it. Its plan lists the {self.backend}."
             )
         return self.latest_trace
+
+    @property
+    def process_bytes(self) -> int:
+        """What the process takes beyond the plan's tensors and what it held before `plan`.
+
+        On a host, where malloc returns what is freed (SN_MEMORY_MALLOC), and once planning has
+        been imported, which takes 130 MiB in the first plan of a process. A limit of what was held
+        before, less parameters and input, and the budget, and this, is kept.
+        """
+        traced = self.latest_trace
+        return process_bytes(None if traced is None else traced.graph)
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """What a card's allocator reserves for the plan made last; None where there is none."""
+        return getattr(self.plan, "reserved_peak_bytes", None)
 
     @property
     def kinds(self) -> list[PlannedKind]:

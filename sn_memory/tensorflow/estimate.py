@@ -10,15 +10,19 @@ import tensorflow as tf
 
 from ..base.errors import PlanWarning
 from ..cost.devices import is_here, named, speeds
+from ..graph.graph import Graph
 from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
+from ..plan.policies import policy
 from ..run.estimate import Estimate
+from ..run.reserved import stays
+from .card import bfc_settings
 from .trace.model import call_arguments
 from .trace.trace import Trace, optimizer_bytes, trace, uncounted
 
 _NOT_MODELLED = (
-    "ops are those of the graph TensorFlow made here; kernels' workspaces on the named device, and "
-    "what its allocator reserves, are not modelled"
+    "ops are those of the graph TensorFlow made here; kernels' workspaces on the named device are "
+    "not modelled"
 )
 
 
@@ -87,9 +91,19 @@ def estimate(
         _step_of=step_of,
         device="" if there is None else there.name,
         room_bytes=None if there is None else there.usable_bytes,
+        reserved_bytes=_reserved(traced.graph, held, device),
         seconds=None if rates is None else sum(it[0] for it in traced.graph.arrays.seconds),
         notes=() if there is None else (_NOT_MODELLED,),
     )
+
+
+def _reserved(graph: Graph, held: int, device: Device | str | None) -> int:
+    """What the allocator of a card reserves for the step; 0 on a host. held : there before it."""
+    settings = bfc_settings(device)
+    if settings is None or not settings.caching:
+        return 0
+    resident, step = stays(graph, policy("liveness")(graph, budget_bytes=None))
+    return settings.reserved([*resident, (0, 1, held)], step).peak_bytes
 
 
 def _left(traced: Trace) -> int:

@@ -196,7 +196,8 @@ class _FirstSight:
             if record.told[kind].how.startswith(PLANNED)
         ]
         search = self.planning.search(self.budget_bytes)
-        found = plan_at_once(traced.graph, search, self.budget_bytes, plans)
+        allocator = self.planning.allocator
+        found = plan_at_once(traced.graph, search, self.budget_bytes, plans, allocator)
         self.how, self.over = found.how, found.over
         return found.plan
 

@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from ..base.clock import sharing
 from ..base.errors import PlanWarning
+from ..base.malloc import return_freed
 from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
@@ -26,8 +28,11 @@ from ..plan.api import plan_graph
 from ..plan.plan import BudgetError
 from ..run.at_once import PLANNED
 from ..run.measured_choice import summary
+from ..run.process import LIMIT
+from .card import bfc_settings, plan_on_card
 from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
+from .limit import limit_budget
 from .model.settings import settings_of, steady
 from .model.variables import variables_of
 from .modules.backend import LayerStep
@@ -53,7 +58,7 @@ BACKENDS = ("auto", "graph", "layers")
 def plan(
     model: Any,
     sample: Any,
-    budget: float | str,
+    budget: float | str = LIMIT,
     *,
     planner: str = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),
@@ -81,7 +86,9 @@ def plan(
         new one, or layers that run again.
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
-        that of the largest. Variables, gradients and the input count.
+        that of the largest. Variables, gradients and the input count. For a GPU, present or named,
+        what TensorFlow's allocator reserves keeps it as well. "limit", as where it is left
+        out: what is free where the model is, for all that one process may have of it.
     planner, techniques
         As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
     time_limit_s
@@ -121,6 +128,8 @@ def plan(
         one that no back end takes: not built, or with a `call` of its own on the instance.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
+    PlanError
+        Without a budget, where nothing says what is free; names what was read.
 
     Notes
     -----
@@ -172,6 +181,9 @@ def plan(
     before: Planned | None = model.__dict__.get(RECORD)
     plain = plain_model(model)
     check_model(plain)
+    return_freed()
+    if budget == LIMIT:
+        budget = limit_budget(plain, sample, optimizer=optimizer, device=device)
 
     def by_graph() -> Any:
         then = settings_of(plain)
@@ -184,9 +196,11 @@ def plan(
             raise TraceError(f"{unknown}, and layers are measured")
         if unknown:
             warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
-        made = plan_graph(
+        made = plan_on_card(
+            plan_graph,
             traced.graph,
             budget,
+            device=device,
             planner=planner,
             techniques=techniques,
             time_limit_s=time_limit_s,
@@ -205,6 +219,8 @@ def plan(
             )
             twin = _twin(plain, record)
             say("trial", 0, 1)
+            if main_device() == "CPU:0":
+                return_freed(made.peak_bytes)
             try_model(
                 plain,
                 twin,
@@ -246,7 +262,13 @@ def plan(
     record = twin.__dict__[RECORD]
     # Not before: what comes otherwise than planned is a failure of the trial.
     record.planning = Planning(
-        planner, tuple(techniques), strict, deterministic, call_arguments(sample), plan_graph
+        planner,
+        tuple(techniques),
+        strict,
+        deterministic,
+        call_arguments(sample),
+        partial(plan_on_card, plan_graph, device=device),
+        bfc_settings(device),
     )
     log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
     return twin

@@ -12,6 +12,7 @@ from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
+from .card import plan_on_card
 from .errors import TraceError, first_line
 from .planned import check_deterministic, check_techniques
 from .planned_step import PlannedStep
@@ -86,9 +87,11 @@ def plan_step(
     with speaking(progress), sharing(time_limit_s):
         say("trace", 0, 1)
         traced = trace(step, sample, profile=profile, device=device)
-        made = plan_graph(
+        made = plan_on_card(
+            plan_graph,
             traced.graph,
             budget,
+            device=device,
             planner=planner,
             techniques=techniques,
             time_limit_s=time_limit_s,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..check.replay import check_plan
+from ..cost.bfc import BFCSettings
 from ..graph.graph import Graph
 from ..plan.plan import Plan
 from ..run.at_once import SEARCH_S
@@ -24,7 +25,7 @@ class Planning:
 
     `sample` is what it was planned for, with tf.TensorSpec in the place of tensors; of several, the
     largest. `plan_graph` is the one of `sn_memory`, handed in: what carries plans out need not know
-    how they are found.
+    how they are found. `allocator` is that of a GPU, where it is planned for one.
     """
 
     planner: str
@@ -33,6 +34,7 @@ class Planning:
     deterministic: bool
     sample: tuple[Any, ...]
     plan_graph: Callable[..., Plan]
+    allocator: BFCSettings | None = None
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
         """Return what plans a graph within a budget, in about SEARCH_S."""

@@ -10,6 +10,7 @@ from ..run.estimate import Estimate
 from ..run.planned import PlannedKind
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
+from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
 from .loss.compiled import ChunkedLossBackend
@@ -46,7 +47,9 @@ __all__ = [
     "chunked_cross_entropy",
     "compress_activations",
     "estimate",
+    "placing_statistics",
     "plan",
     "trace",
+    "use_placing_allocator",
     "verify",
 ]

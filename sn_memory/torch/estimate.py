@@ -20,12 +20,14 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.numbers import rounded
 from ..graph.records import Device
 from ..run.estimate import Estimate
+from .device.caching import allocator_settings
 from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
 from .ones.values import MOST_KNOWN
 from .trace.fake_step import fake_step, fake_step_on, is_known
+from .trace.op_seconds import scratch_of_steps
 from .trace.optimizer import OptimizerMemory, optimizer_memory
 from .trace.record import View
 from .trace.trace import Trace, call_arguments, trace_unplanned
@@ -78,12 +80,13 @@ def estimate(
     sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
     constants = [] if traced is None else list(traced.captured.recording.constants.values())
-    memory = CachingAllocator()
+    memory = CachingAllocator(allocator_settings())
+    scratch = scratch_of_steps(device_of(model), profile=False)
 
     def step(given: Any, memory: CachingAllocator | None = None) -> Measured:
         arguments = call_arguments(given)
         if gpu is None:
-            return fake_step(model, arguments, constants)
+            return fake_step(model, arguments, constants, scratch=scratch)
         if memory is None:
             return fake_step_on(gpu, model, arguments)
         _take_all(memory, gpu, held)

@@ -27,6 +27,7 @@ from ..plan.plan import BudgetError, Plan
 from ..run.at_once import AT_ONCE, PLANNED, plan_at_once
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
+from .device.caching import planned_settings
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
@@ -264,7 +265,8 @@ class _FirstSight:
             and record.told[kind].how.startswith(PLANNED)
         ]
         search = record.planning.at_once(budget_bytes, None).planned
-        found = plan_at_once(graph, search, budget_bytes, plans)
+        allocator = planned_settings() if graph.allocator == "torch" else None
+        found = plan_at_once(graph, search, budget_bytes, plans, allocator)
         self.how, self.over = found.how, found.over
         return found.plan
 
@@ -361,6 +363,7 @@ class _FirstSight:
                 self.unlike(),
                 took,
             )
+            record.later.pop(record.steps.get(kind), None)  # type: ignore[arg-type]
             record.steps[kind] = step
             record.written[kind] = (len(self.given[0]), tuple(self.given[1]))
             record.at_sight[kind] = record.count

@@ -19,6 +19,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
+from ..base.malloc import return_freed
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
@@ -28,9 +29,11 @@ from ..plan.api import plan_graph
 from ..plan.plan import Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
+from ..run.process import LIMIT
 from .accumulation import planned_for_both
 from .compile.backend import COMPILERS
 from .elsewhere.gpu import gpu_of
+from .elsewhere.limit import limit_budget
 from .errors import TraceError
 from .loss_chunks import with_loss_chunks
 from .model.kind import Kind
@@ -67,7 +70,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 def plan(
     model: torch.nn.Module,
     sample: Any,
-    budget: float | str,
+    budget: float | str = LIMIT,
     *,
     planner: str | Plan = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),
@@ -104,7 +107,9 @@ def plan(
         again.
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
-        that of the largest. Parameters, buffers, gradients and the input count.
+        that of the largest. Parameters, buffers, gradients and the input count. "limit", as where
+        it is left out: what is free where the model is, for all that one process may have of it;
+        see `limit_budget`. With the name of a GPU as `device`, what torch can reserve there.
     time_limit_s
         Seconds on the wall, kept to a tenth, that timing ops and searching share, for each sample;
         timing has half of them at most. Recording and the trial come on top. Steps that `modules`
@@ -192,6 +197,8 @@ def plan(
         message says where.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
+    PlanError
+        Without a budget, where nothing says what is free; names what was read.
 
     Notes
     -----
@@ -223,6 +230,7 @@ def plan(
     check_model(model)
     check_optimizer(optimizer)
     speeds(device)  # a name that is none is said before anything is done
+    return_freed()
     _check_update(update, state=state is not None, accumulate=accumulate, backend=backend)
     planning = Planning(
         budget=budget,
@@ -272,6 +280,9 @@ def plan(
     before = model.__dict__.get(RECORD)
     of_trace = {"profile": profile, "device": device, "optimizer": optimizer}
     largest = sample[-1] if isinstance(sample, list) and sample else sample
+    if budget == LIMIT:
+        budget = limit_budget(plain_model(model), sample, optimizer=optimizer, device=device)
+        planning = replace(planning, share="")
     plain, budget, chunks = with_loss_chunks(
         plain_model(model), largest, budget, loss_chunks, of_trace
     )

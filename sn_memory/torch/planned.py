@@ -1,4 +1,7 @@
-"""What a planned model carries as `model.sn_memory`: its steps, and what is known of them."""
+"""What a planned model carries as `model.sn_memory`: its steps, and what is known of them.
+
+Over 300 lines: one record; half of them say what its fields are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import gt, or_
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from ..base.sizes import parse_bytes
 from ..cost.devices import speeds
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
+from .device.step_pool import StepPool
+from .eager.replay import Replay
 from .eager.trial import Trial
 from .model.kind import Kind, Name
 from .model.kinds import Arguments, Written
@@ -150,6 +156,8 @@ class Planned(PlannedRecord[Trace]):
         The model and the form of the sample that `plan` made last.
     loss_chunks
         In how many chunks the last product and its loss are made.
+    pool
+        Where the steps allocate, on a device that has such pools (CUDA).
     lock
         Held during a forward pass, and while one is planned: threads that share the model take
         turns, as both put other things in the place of what its modules have.
@@ -180,6 +188,7 @@ class Planned(PlannedRecord[Trace]):
     free: set[Name] = field(default_factory=set, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
     loss_chunks: int = 1
+    pool: StepPool = field(default_factory=StepPool, repr=False, compare=False)
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def as_checkpoint_policy(
@@ -207,6 +216,38 @@ class Planned(PlannedRecord[Trace]):
             device=speeds(planning.device),
             optimizer=planning.optimizer,
         )
+
+    def release(self) -> None:
+        """Give what the steps have reserved back to the device; the next step reserves it again.
+
+        On CUDA the steps have a pool of their own. Gradients lie in it: let them go before
+        (`zero_grad`), as memory that something lies in stays. Without such a pool nothing is done.
+        """
+        self.pool.release()
+
+    def about_to_run(self, step: Step) -> None:
+        """Note that a step runs now, in the pool of this model."""
+        self.running = step
+        if isinstance(step, Replay):
+            step.pool = self.pool
+
+    def begins_at(self, ends: Sequence[bool]) -> None:
+        """Plan from now on for gradients of these outputs, beside others that were asked for."""
+        before = self.planning.ends
+        if len(before) == len(ends):
+            ends = [*map(or_, before, ends)]
+        self.planning = replace(self.planning, ends=tuple(ends))
+
+    def is_to_plan(self, step: Step | None) -> bool:
+        """Whether the step of a kind is to be planned, for the first time or once more.
+
+        Once more where kernels lay out otherwise than traced, or gradients were asked for that it
+        does not have.
+        """
+        if not isinstance(step, Replay):
+            return step is None
+        ends, own = self.planning.ends, step.captured.ends
+        return bool(step.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
 
     def known(self, kind: Kind | None) -> Kind | None:
         """Return a kind as steps are kept for it: with all values, or without those that change."""

@@ -54,7 +54,7 @@ class PlannedForward:
                 kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
                 kind = record.known(kind)
             step = None if kind is None else record.steps.get(kind)
-            if step is None or getattr(step, "layouts", None):
+            if record.is_to_plan(step):
                 step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
             if step is None:
                 with record.all_brought():
@@ -69,7 +69,7 @@ class PlannedForward:
             step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
             if record.running is not step:
                 without_free_arenas(record.running)
-                record.running = step
+                record.about_to_run(step)
             if (pack := saved_tensors_hook()) is not None and not record.told_of_hooks:
                 record.told_of_hooks = _warn_of_hooks(type(self).__name__, step, pack)
             if isinstance(step, Replay):

@@ -17,6 +17,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
+from ..base.malloc import return_freed
 from ..base.progress import say
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out, check_plan
@@ -28,7 +29,9 @@ from ..plan.plan import BudgetError, Plan
 from ..plan.slack import with_slack
 from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
+from ..run.reserved import within_reserved
 from .compile.backend import CompiledStep, Settings
+from .device.caching import planned_settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
@@ -172,6 +175,8 @@ class Planning:
     update: str = "step"
     # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
     after_first: bool = False
+    # Where the backward pass begins, as in `trace`, if steps have shown it.
+    ends: tuple[bool, ...] = ()
 
     @property
     def compresses(self) -> bool:
@@ -375,6 +380,19 @@ class Planning:
     def planned(self, graph: Graph, budget: float | str | None = None) -> Plan:
         """Return a plan of a graph, within this budget or another."""
         budget = self.budget if budget is None else budget
+        if graph.allocator != "torch":
+            return self.searched(graph, budget)
+        allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
+
+        def search(live_bytes: int, seconds: float | None) -> Plan:
+            if seconds is None:
+                return self.searched(graph, live_bytes)
+            return replace(self, time_limit_s=seconds, historical=False).searched(graph, live_bytes)
+
+        return within_reserved(graph, allowed, search, planned_settings())
+
+    def searched(self, graph: Graph, budget: float | str) -> Plan:
+        """Return a plan of a graph whose live bytes keep a budget."""
         if isinstance(self.planner, Plan):
             return within(graph, self.planner, budget)
         made = self.plan_graph(
@@ -399,7 +417,8 @@ class Planning:
 
     def planned_trace(self, traced: Trace) -> Plan:
         """Return a plan of what was traced."""
-        return self.planned(traced.graph)
+        made = self.planned(traced.graph)
+        return replace(made, notes=(*made.notes, *traced.notes))
 
     def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
         """Return a plan of a step with its updates; one of several searches."""
@@ -432,6 +451,7 @@ class Planning:
                 update=self.update,
                 # Not while training, when seconds count and the budget is in bytes.
                 unplanned=self.historical,
+                ends=self.ends,
             )
 
         if self.after_first:
@@ -450,6 +470,8 @@ class Planning:
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
+        if device_of(model).type == "cpu" and not isinstance(step, OnPaper):
+            return_freed(step.plan.peak_bytes)
         if self.trial and self.state is not None and isinstance(step, Replay):
             say("trial", 0, 1)
             before = step

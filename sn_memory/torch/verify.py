@@ -12,7 +12,7 @@ from .model.compare import differences
 from .model.kind import Kind
 from .model.kinds import Arguments, kind_of
 from .model.sharded import here
-from .model.step import Loss, Measured, put_back, run_step
+from .model.step import Loss, Measured, device_of, put_back, run_step
 from .model.wrapping import RECORD, plain_model
 from .planned import Planned
 from .planning import Step
@@ -72,6 +72,11 @@ def verify(
     plain = plain_model(model)
 
     parameters = list(model.named_parameters())
+    compiled = getattr(step, "by_allocator", False)
+    # The allocator does not tell what lies on the host from what would lie on a device. Arenas for
+    # copies are made in the first step.
+    copies = bool(step.ignored or step.plan.decided("offload"))
+    kernels = device_of(model).type == "cpu" and not copies
     # Known by the plain step, which runs first.
     written: list[torch.Tensor] | None = None
 
@@ -87,7 +92,8 @@ def verify(
                 count=count,
                 loss=loss,
                 accumulate=accumulate,
-                by_allocator=run is model and getattr(step, "by_allocator", False),
+                by_allocator=run is model and compiled,
+                kernels=count and kernels,
             )
             if written is None:
                 written = watched.weights()

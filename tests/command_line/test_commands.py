@@ -17,7 +17,7 @@ import sn_memory
 from sn_cli import main as command_line
 from sn_cli.main import main
 from sn_cli.memory.graphs import EXAMPLES, read_graph
-from sn_memory import Plan
+from sn_memory import Graph, Plan
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import policy
 
@@ -235,13 +235,39 @@ def test_predict_as_text_and_as_json(capsys, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("allocator", "device", "line"),
+    [
+        ("torch", [], "by torch's allocator (default settings)"),
+        ("tensorflow", ["--device", "h100"], "by TensorFlow's allocator (one region)"),
+        # On a host nothing is reserved.
+        ("tensorflow", [], None),
+        ("none", ["--device", "h100"], None),
+    ],
+)
+def test_what_an_allocator_reserves(files, capsys, monkeypatch, allocator, device, line):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    graph = read_graph("alexnet")
+    graph = Graph(graph.storages, graph.ops, allocator=allocator, device=graph.device)
+    graph.to_json("graph.json")
+    words = ["memory", "plan", "graph.json", "--budget", "100%", "--time-limit", "1", "--quiet"]
+    code, out, _ = run(capsys, *words, *device, "-o", "reserved.json")
+    assert code == 0
+    plan = Plan.from_json("reserved.json")
+    assert (line in out) if line else ("reserved" not in out)
+    assert (plan.reserved_peak_bytes or plan.peak_bytes) >= plan.peak_bytes
+    assert line is None or plan.allocator in line
+
+
 def test_a_report_as_json(files, capsys):
     words = ["memory", "report", "alexnet", "plan.json", "--against", "liveness", "--json"]
     code, out, err = run(capsys, *words)
     found = json.loads(out)
     assert code == 0
     assert "planners 0 of 1" in err
-    assert found["after"]["peak_bytes"] == sum(owner["bytes"] for owner in found["owners"])
+    for rows in (found["layers"], found["owners"]):
+        assert found["after"]["peak_bytes"] == sum(row["bytes"] for row in rows)
     assert [row["planner"] for row in found["plans"]] == ["liveness", "liveness"]
 
 

@@ -71,7 +71,7 @@ def clone(tmp_path):
     tree = tmp_path / "clone"
     tree.mkdir()
     for name in ("sn_cli", "sn_compress", "sn_memory", "csrc"):
-        ignore = shutil.ignore_patterns("*.so", "__pycache__", "_core_missing.txt")
+        ignore = shutil.ignore_patterns("*.so", "__pycache__", "*_missing.txt")
         shutil.copytree(ROOT / name, tree / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
         shutil.copyfile(ROOT / name, tree / name)
@@ -101,7 +101,8 @@ def test_wheel_has_csrc_and_extension(clone, tmp_path):
         assert f"sn_compress/_csrc/{name}" in names
     assert {f"{name}/py.typed" for name in ("sn_cli", "sn_compress", "sn_memory")} <= set(names)
     assert {f"sn_cli/graphs/{name}.json" for name in EXAMPLES} <= set(names)
-    assert any(name.startswith("sn_memory/_core.") for name in names)
+    for library in ("_core", "_placing"):
+        assert any(name.startswith(f"sn_memory/{library}.") for name in names)
     scripts = next((tmp_path / "site").glob("*.dist-info/entry_points.txt")).read_text()
     assert "sn = sn_cli.main:script" in scripts
     assert any(name.startswith("sn_compress/_core.") for name in names)
@@ -139,6 +140,7 @@ def test_a_broken_compiler_does_not_end_the_install(clone):
         names = archive.namelist()
         note = archive.read("sn_compress/_core_missing.txt").decode()
         assert "fifty times slower" in archive.read("sn_memory/_core_missing.txt").decode()
+        assert "placing_allocator" in archive.read("sn_memory/_placing_missing.txt").decode()
     assert not [name for name in names if name.startswith("sn_compress/_core.")]
     assert "was not built" in note
     assert "several times slower" in note

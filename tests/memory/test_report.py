@@ -23,10 +23,12 @@ from sn_memory import (
     PlanError,
     Storage,
     Workspace,
+    check_plan,
 )
 from sn_memory.plan import policies
+from sn_memory.report.figure import figure
 from sn_memory.report.report import report
-from sn_memory.report.tables import owner_groups, show_seconds, top_owners
+from sn_memory.report.tables import LAYERS, owner_groups, show_seconds, top_owners
 
 from .random_graphs import random_graph
 
@@ -107,7 +109,7 @@ def test_peaks_and_owners_of_a_chain():
     assert made.before.peak_bytes == 2550
     assert made.before.peak_at == "f3"
     assert dict(made.before.owners) == {
-        "a": 1000, "c": 700, "b": 500, "workspace": 250, "resident": 100,
+        "a": 1000, "c": 700, "b": 500, "scratch of f3": 250, "resident": 100,
     }  # fmt: skip
     assert made.after.peak_bytes == 2100
     assert made.after.peak_at == "run b1"
@@ -125,6 +127,63 @@ def test_curve_steps_with_the_replay():
     assert np.all(np.diff(made.after.time_s) >= 0)
 
 
+def test_scratch_is_the_layer_on_top():
+    made = report(CHAIN, RECOMPUTE)
+    layers = {name: size.tolist() for name, size in made.before.layers}
+    assert list(layers) == ["weights, inputs, state", "activations", "gradients", "scratch"]
+    assert layers["scratch"] == [0, 0, 250, 0, 0]
+    assert layers["activations"] == [1000, 1500, 2200, 1700, 1700]
+    assert made.before.peak_layers == (
+        ("weights, inputs, state", 100), ("activations", 2200), ("scratch of f3", 250),
+    )  # fmt: skip
+    before, after = made.text().split("peak after")
+    assert re.search(r"activations +2.148 KiB +86%\n  scratch of f3 +250 B +10%\n", before)
+    # b1 sets the peak, and takes none.
+    assert "scratch" not in after
+
+
+def test_layers_are_those_of_the_replay():
+    made = report(CHAIN, RECOMPUTE)
+    replay = check_plan(CHAIN, RECOMPUTE)
+    # During a free the replay counts what goes; a layer is without it from that moment on.
+    stays = [it.kind != "free" for it in RECOMPUTE.actions]
+    assert made.after.bytes[:-1][stays].tolist() == replay.live_bytes[stays].tolist()
+
+
+def test_reserved_bytes_are_told_of_plans_for_a_card():
+    assert "reserved" not in report(CHAIN, RECOMPUTE).text()
+    plan = replace(
+        RECOMPUTE, reserved_peak_bytes=2200, pool_bytes=2100, allocator="torch, expandable"
+    )
+    text = report(CHAIN, plan).text()
+    assert re.search(
+        r"reserved 2.148 KiB, 5% above the peak after, by torch, expandable; the step's pool "
+        r"begins with 2.051 KiB\n",
+        text,
+    )
+    assert "Reserved 2.148 KiB, 5% above" in report(CHAIN, plan).html()
+
+
+def test_the_picture_stacks_what_the_curve_holds():
+    plan = replace(RECOMPUTE, reserved_peak_bytes=2600, allocator="torch")
+    for made, more in ((report(CHAIN, RECOMPUTE), set()), (report(CHAIN, plan), {"reserved"})):
+        axes = figure(made).axes[0]
+        labels = {it.get_text() for it in axes.get_legend().get_texts()}
+        assert labels == {
+            "before", "after", "budget 2.148 KiB", "weights, inputs, state", "activations",
+            "gradients", "scratch", *(f"{it} 2.539 KiB" for it in more),
+        }  # fmt: skip
+        assert axes.get_ylim()[1] * 1024 > max(2550, 2600 if more else 0)
+    # Where a plan runs an op with scratch, that is a layer of its own, in a colour of its own.
+    made = report(CHAIN, policies.policy("liveness")(CHAIN, budget_bytes=None))
+    axes = figure(made).axes[0]
+    stacked = {it.get_label(): it for it in axes.collections if it.get_label() in LAYERS}
+    assert list(stacked) == list(LAYERS)
+    assert len({tuple(it.get_facecolor()[0]) for it in stacked.values()}) == len(LAYERS)
+    tops = [it.get_paths()[0].vertices[:, 1].max() * 1024 for it in stacked.values()]
+    assert tops[-1] == made.after.peak_bytes
+
+
 def test_a_compressed_storage_is_an_owner_of_its_own():
     actions = list(COMPRESS.actions)
     made = report(CHAIN, COMPRESS)
@@ -134,7 +193,7 @@ def test_a_compressed_storage_is_an_owner_of_its_own():
     graph = Graph(CHAIN.storages, ops, device=CHAIN.device)
     made = report(graph, plan_of(actions, 2400, 6.7))
     assert dict(made.after.owners) == {
-        "workspace": 900, "c": 700, "b": 500, "a (compressed)": 200, "resident": 100,
+        "scratch of f3": 900, "c": 700, "b": 500, "a (compressed)": 200, "resident": 100,
     }  # fmt: skip
 
 
@@ -170,6 +229,8 @@ def test_owners_sum_to_the_peak_whatever_the_plan(seed, name):
     assert sum(size for _, size in made.before.owners) == made.before.peak_bytes
     for curve in (made.before, made.after):
         assert curve.bytes.max() == curve.peak_bytes
+        assert np.array_equal(np.sum([size for _, size in curve.layers], 0), curve.bytes)
+        assert sum(size for _, size in curve.peak_layers) == curve.peak_bytes
         assert sum(size for _, size in owner_groups(made, curve)) == curve.peak_bytes
     assert made.text()
 

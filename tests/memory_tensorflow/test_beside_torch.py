@@ -11,13 +11,14 @@ own ops around them, and each difference that is allowed for is named where it i
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import keras
 import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow
-from sn_memory import plan_graph
+from sn_memory import Graph, plan_graph
 from sn_memory.graph.liveness import peak
 
 torch = pytest.importorskip("torch")
@@ -189,6 +190,8 @@ def test_products_are_priced_the_same(graphs):
 def test_peaks_differ_by_what_the_ops_of_the_frameworks_hold(graphs, name, apart):
     ours, theirs = graphs[name]
     assert abs(ours.base_bytes - theirs.base_bytes) < SMALL_BYTES
+    # Kernels' scratch is by an upper rule here.
+    ours = Graph(ours.storages, [replace(op, workspaces=()) for op in ours.ops])
     difference = peak(theirs).bytes - peak(ours).bytes
     assert 0 <= difference <= apart + SMALL_BYTES
 

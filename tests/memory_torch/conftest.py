@@ -5,10 +5,53 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from sn_memory.torch.compile import inductor
+from sn_memory.torch.trace import op_seconds, trace
+from sn_memory.torch.trace.timeable import timeable
 
 for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+# Of signatures: what tests measured.
+_SCRATCH = {}
+
+
+@pytest.fixture(autouse=True)
+def _scratch_is_measured(request, monkeypatch):
+    """Where ops are not timed their scratch is measured all the same: peaks are then told exactly.
+
+    Tests marked `rule_of_scratch` have the upper rule that stands in for it.
+    """
+    if request.node.get_closest_marker("rule_of_scratch"):
+        return
+    by_rule = op_seconds.scratch_of
+
+    def scratch_of(call, recording, device, cost):
+        if cost is not None or device.type != "cpu" or not timeable(call):
+            return by_rule(call, recording, device, cost)
+        key = op_seconds.signature(call), op_seconds.circumstances()
+        if key not in _SCRATCH:
+            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+                cost = op_seconds._cost(call, recording, device)
+            _SCRATCH[key] = by_rule(call, recording, device, cost)
+        return _SCRATCH[key]
+
+    _set_scratch(monkeypatch, scratch_of)
+
+
+@pytest.fixture
+def _no_scratch(_scratch_is_measured, monkeypatch):
+    """For tests of what is chosen: kernels of small convolutions take more than their tensors."""
+    _set_scratch(monkeypatch, lambda *_: 0)
+
+
+def _set_scratch(monkeypatch, scratch_of):
+    for module in op_seconds, trace, inductor:
+        monkeypatch.setattr(module, "scratch_of", scratch_of)
 
 
 @pytest.fixture(autouse=True)

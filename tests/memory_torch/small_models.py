@@ -58,3 +58,9 @@ def same_gradients(planned, model, *args, loss_of=lambda out: out.square().sum()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
         model.zero_grad()
     assert all(map(torch.equal, *results))
+
+
+def most_scratch(planned):
+    """Return the most bytes that a kernel of the planned step takes for itself."""
+    ops = planned.sn_memory.trace.graph.ops
+    return max((it.bytes for op in ops for it in op.workspaces), default=0)

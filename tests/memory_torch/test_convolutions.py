@@ -53,7 +53,8 @@ def test_what_no_plan_would_take_is_not_offered(network):
 )
 def test_what_is_left_free_decides(network, spare, way):
     """Where the live bytes are highest, the workspace is what the budget leaves beside them."""
-    bare = plan(network, SAMPLE, "100%", profile=False).sn_memory.plan.peak_bytes
+    without = plan(network, SAMPLE, "100%", profile=False, workspaces=lambda *_: (1.0, 0))
+    bare = without.sn_memory.plan.peak_bytes
     settings = {"profile": False, "workspaces": table, "techniques": ("keep",)}
     planned = plan(network, SAMPLE, bare + spare, **settings)
     made = planned.sn_memory.plan

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sn_memory import BudgetError, PlanError
-from sn_memory.torch import StorageTracker, plan, trace, verify
+from sn_memory.torch import plan, trace, verify
+from sn_memory.torch.model.allocations import AllocationTracker
 
 SETTINGS = {"profile": False, "planner": "greedy", "trial": False}
 
@@ -60,7 +61,8 @@ def updating(model, rate=0.1):
 
 def trained(model, sample, known=()):
     """The peak of a step, and its output."""
-    tracker = StorageTracker([*model.parameters(), *model.buffers(), sample, *known])
+    there = [*model.parameters(), *model.buffers(), sample, *known]
+    tracker = AllocationTracker(there, kernels=True)
     with tracker:
         out = model(sample)
     output_gradient = torch.ones_like(out)

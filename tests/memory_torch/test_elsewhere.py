@@ -303,3 +303,14 @@ def test_what_the_host_holds():
     assert held("state", "device", "device", "host") == 40
     assert held("host", "state", "host", "device") == 30 + 20 + 10
     assert held("host", "state", "host", "host") == 40 + 40 + 10
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_a_plan_for_a_card_keeps_its_budget_by_what_is_reserved(monkeypatch, settings):
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    model, sample = mlp(12, 1024), torch.empty(1 << 13, 1024, device="meta")
+    planned = plan(model.to("meta"), sample, "75%", device="h100")
+    record = planned.sn_memory
+    assert record.plan.peak_bytes <= record.reserved_peak_bytes <= record.budget_bytes
+    assert "torch's allocator reserves" in repr(record)
+    assert bool(record.plan.pool_bytes) == (not settings)

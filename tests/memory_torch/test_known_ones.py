@@ -15,7 +15,6 @@ from sn_memory import PlanError
 from sn_memory.torch import (
     HostState,
     PlanWarning,
-    StorageTracker,
     TraceError,
     estimate,
     plan,
@@ -454,7 +453,8 @@ def test_a_mask_that_becomes_floats_is_looked_at(dtype):
         same_gradients(planned, model, ids_of(1), mask)
     assert len(planned.sn_memory.steps) == 2
     sample = ids_of(), ones()
-    assert estimate(model, sample).peak_bytes == run_step(model, model, (sample, {})).peak_bytes
+    held = run_step(model, model, (sample, {}), kernels=True).peak_bytes
+    assert estimate(model, sample).peak_bytes == held
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_what_is_made_in_the_form_of_an_input_is_known(make, more):
     same_gradients(planned, model, ids_of(2, 2))
     assert planned.sn_memory.latest_trace.captured.ones == frozenset()
     # A plan holds its constants, so they count.
-    held = run_step(model, model, ((ids_of(),), {})).peak_bytes
+    held = run_step(model, model, ((ids_of(),), {}), kernels=True).peak_bytes
     assert 0 <= estimate(model, ids_of()).peak_bytes - held <= 8
 
 
@@ -519,14 +519,15 @@ def test_what_is_drawn_is_not_known():
         trace(model, (torch.randn(4, 8), ones(4)), profile=False)
 
 
+@pytest.mark.rule_of_scratch
 def test_what_is_large_is_not_computed():
     """Of a mask of ones all pairs were computed while planning, however many, and then let go."""
     many = 5_000
     model = MaskOf(lambda x, mask: x * (mask[:, None] & mask[None])[0, :8])
     sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.bool))
-    with AllocationTracker([]) as tracker:
+    with AllocationTracker([], kernels=True) as tracker:
         assert trace(model, sample, profile=False).captured.ones == frozenset()
-    assert tracker.scratch_peak_bytes - tracker.start_bytes < many**2
+    assert tracker.peak_bytes - tracker.start_bytes < many**2
 
 
 def test_what_a_model_lets_go_is_let_go():
@@ -539,9 +540,9 @@ def test_what_a_model_lets_go_is_let_go():
         return x * mask[:8]
 
     sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.long))
-    with AllocationTracker([]) as tracker:
+    with AllocationTracker([], kernels=True) as tracker:
         trace(MaskOf(rounds), sample, profile=False)
-    assert tracker.scratch_peak_bytes - tracker.start_bytes < 10 * 8 * many
+    assert tracker.peak_bytes - tracker.start_bytes < 10 * 8 * many
 
 
 @pytest.mark.parametrize("dtype", [torch.bits8, torch.uint4, torch.uint16])
@@ -629,7 +630,8 @@ def test_an_estimate_looks_at_what_the_model_looks_at(mask):
     model = llama()
     sample = {"input_ids": ids_of(), "labels": ids_of()}
     sample |= {} if mask is None else {"attention_mask": mask}
-    with StorageTracker([*model.parameters(), *model.buffers(), *sample.values()]) as tracker:
+    there = [*model.parameters(), *model.buffers(), *sample.values()]
+    with AllocationTracker(there, kernels=True) as tracker:
         found = model(**sample)
         found.loss.backward()
     model.zero_grad()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from late_lanes import OddLanes, predicted, random_moves
-from small_models import mlp
+from small_models import mlp, most_scratch
 from torch import nn
 from torch.nn.functional import avg_pool2d, dropout, scaled_dot_product_attention
 
@@ -93,6 +93,8 @@ def same(left, right):
 def test_any_order_gives_the_same(lanes, net, budget, probability):
     """Random plans that share places on the host; all copies made, whether there is room or not."""
     model, traced, sample, base = planned(net, budget)
+    # With copies on the host tensors are counted, and no scratch.
+    scratch = max((it.bytes for op in traced.graph.ops for it in op.workspaces), default=0)
     shared = 0
     for seed in range(8):
         made = lanes(probability, seed)
@@ -106,7 +108,8 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
             assert same(got.results, expected.results), seed
             # Where gradients of gradients would start from is kept by who calls the replay.
             start = sum(it.bytes for it in traced.graph.storages if it.name == STATE)
-            assert got.peak_bytes == moved.peak_bytes - start, seed
+            most = moved.peak_bytes - start
+            assert most - scratch <= got.peak_bytes <= most, seed
         (arena,) = replay.program.arenas
         shared += sum(it.nbytes for it in arena.host_copies.values()) > arena.block.numel()
         # What the plan counts on the host is what is reserved, but for whole multiples of 64.
@@ -152,7 +155,9 @@ def test_plans_of_the_planner(lanes, net):
         assert ours.sn_memory.latest.program.journeys.host_copies
         found = verify(ours, sample)
         assert found.equal, found.different
-        assert found.measured_peak_bytes == found.predicted_peak_bytes
+        # With copies on the host tensors are counted, and no scratch.
+        least = found.predicted_peak_bytes - most_scratch(ours)
+        assert least <= found.measured_peak_bytes <= found.predicted_peak_bytes
     assert not any(it.faults or it.under_way() for it in made)
 
 

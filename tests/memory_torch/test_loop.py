@@ -168,7 +168,8 @@ def test_what_dictionaries_held_is_compared_by_address():
 
 
 def test_autocast_is_another_kind(made_out):
-    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    # In bfloat16 products take scratch, of other sizes on other processors.
+    planned = plan(Outer(), rows(), "200%", **SETTINGS)
     step(planned, rows())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = planned(rows())

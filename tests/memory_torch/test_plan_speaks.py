@@ -140,9 +140,9 @@ def test_timing_ops_and_searching_share_the_limit(monkeypatch):
 
     def slow(call, recording, device):
         time.sleep(0.2)
-        return 1e-4
+        return 1e-4, 0
 
-    monkeypatch.setattr(op_seconds, "_time", slow)
+    monkeypatch.setattr(op_seconds, "_cost", slow)
     model = torch.nn.Sequential(*(torch.nn.Linear(8 + at, 9 + at) for at in range(12)))
     sample = torch.zeros(4, 8)
     sn_memory.torch.trace(model, sample, profile=False)

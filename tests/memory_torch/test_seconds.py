@@ -244,6 +244,7 @@ def test_a_device_is_measured_once_and_with_no_more_than_an_op_takes(monkeypatch
         assert op_seconds.measured_device(CPU, 1 << 30) is speeds
 
 
+@pytest.mark.rule_of_scratch
 @pytest.mark.parametrize("backend", ["graph", "compile"])
 def test_planning_while_training_measures_nothing(monkeypatch, backend):
     """A second micro-batch, and a new size of batch, are planned with what is known."""
@@ -258,7 +259,7 @@ def test_planning_while_training_measures_nothing(monkeypatch, backend):
 
     for name in ("best_seconds", "transfer_speeds"):
         monkeypatch.setattr(op_seconds, name, refused)
-    monkeypatch.setattr(op_seconds, "_time", refused)
+    monkeypatch.setattr(op_seconds, "_cost", refused)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         for rows in (256, 256, 200):

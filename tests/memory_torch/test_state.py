@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from late_lanes import OddLanes
+from small_models import most_scratch
 from torch import nn
 
 from sn_memory import BudgetError, PlanError, check_plan
@@ -135,7 +136,8 @@ def test_the_peak_is_as_predicted(budget, update, in_place):
             counts = 4 * len(state.owned)
             assert predicted <= tracker.peak_bytes <= predicted + counts
         elif step:
-            assert tracker.peak_bytes == predicted
+            # With copies on the host tensors are counted, and no scratch.
+            assert predicted - most_scratch(mine) <= tracker.peak_bytes <= predicted
             if state.latest.step_peak_bytes:
                 assert later.peak_bytes <= mine.sn_memory.plan.budget_bytes + 4 * len(state.owned)
         del known

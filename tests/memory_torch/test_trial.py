@@ -301,9 +301,22 @@ def test_verify_follows_the_loss():
     planned = plan(model, sample, "90%", **SETTINGS)
     assert verify(planned, sample).equal
     seen = []
-    found = verify(planned, sample, loss=lambda out: seen.append(1) or out["scores"].sum())
+
+    def of_scores(out):
+        seen.append(1)
+        return out["scores"].sum()
+
+    # Planned is the loss that the model returns; the first step with another says so.
+    with pytest.warns(PlanWarning, match="an output beside the loss is asked for"):
+        found = verify(planned, sample, loss=of_scores)
     assert found.equal
     assert len(seen) == 6
+    found = verify(planned, sample, loss=of_scores)
+    assert found.equal
+    assert len(seen) == 12
+    # Beside a few numbers of Python, which are tensors of 4 or 8 bytes while an op has them.
+    assert found.measured_peak_bytes <= found.predicted_peak_bytes + 64
+    assert found.predicted_peak_bytes <= planned.sn_memory.budget_bytes
 
 
 def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):

@@ -91,10 +91,24 @@ struct DeviceAllocator final : c10::Allocator {
 
     static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
 
+    // Functions as torch's CUDAPluggableAllocator takes them; null for memory of its own.
+    void* (*pluggable_malloc)(ssize_t, int, void*) = nullptr;
+    void (*pluggable_free)(void*, ssize_t, int, void*) = nullptr;
+    std::map<void*, std::pair<size_t, void*>> plugged;  // bytes and stream
+
     c10::DataPtr allocate(size_t bytes) override {
         if (bytes == 0) return {nullptr, nullptr, &deleted, kDevice};
         const size_t size = rounded(bytes);
         void* block;
+        if (pluggable_malloc) {
+            void* stream = reinterpret_cast<void*>(current);
+            block = pluggable_malloc(static_cast<ssize_t>(bytes), 0, stream);
+            plugged[block] = {bytes, stream};
+            std::memset(block, 0xff, bytes);
+            counts.allocated += static_cast<int64_t>(size);
+            counts.peak = std::max(counts.peak, counts.allocated);
+            return {block, block, &deleted, kDevice};
+        }
         auto& blocks = free_blocks[size];
         if (blocks.empty()) {
             block = std::malloc(size + 64);
@@ -123,6 +137,15 @@ DeviceAllocator device_memory;
 
 void DeviceAllocator::deleted(void* block) {
     if (!block) return;
+    auto found = device_memory.plugged.find(block);
+    if (found != device_memory.plugged.end()) {
+        auto [bytes, stream] = found->second;
+        device_memory.plugged.erase(found);
+        counts.allocated -= static_cast<int64_t>(rounded(bytes));
+        std::memset(block, 0xff, bytes);
+        device_memory.pluggable_free(block, static_cast<ssize_t>(bytes), 0, stream);
+        return;
+    }
     size_t size;
     std::memcpy(&size, block, sizeof size);
     counts.allocated -= static_cast<int64_t>(size);
@@ -460,6 +483,10 @@ TORCH_LIBRARY(standin, m) {
     m.def("seed(int seed) -> ()", [](int64_t seed) { chance().set_current_seed(static_cast<uint64_t>(seed)); });
     m.def("chance() -> Tensor", []() { return chance().get_state(); });
     m.def("set_chance(Tensor state) -> ()", [](const at::Tensor& state) { chance().set_state(state); });
+    m.def("allocate_by(int malloc, int free) -> ()", [](int64_t by_malloc, int64_t by_free) {
+        device_memory.pluggable_malloc = reinterpret_cast<void* (*)(ssize_t, int, void*)>(by_malloc);
+        if (by_free) device_memory.pluggable_free = reinterpret_cast<void (*)(void*, ssize_t, int, void*)>(by_free);
+    });
     m.def("start() -> ()", []() {
         c10::SetAllocator(kType, &device_memory);
         at::RegisterPrivateUse1HooksInterface(new Hooks());

@@ -103,6 +103,9 @@ class Module(ModuleType):
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return 1 << 40, 1 << 40
 
+    def empty_cache(self) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 

@@ -8,7 +8,12 @@ if os.environ.get("SN_TEST_DEVICE") != "standin":
     pytest.skip("runs where test_here.py has started the device", allow_module_level=True)
 
 import copy
+import ctypes
+import dataclasses
+import gc
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +26,9 @@ from alone_group import init_alone
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_memory import Device
+from sn_memory.pool.placing import GRANULE, PlacingAllocator, library_path
 from sn_memory.torch import PinnedState, plan
+from sn_memory.torch.device import placing
 from sn_memory.torch.device.streams import StreamLanes
 
 DEVICE = standin.start()
@@ -139,6 +146,134 @@ def test_pinned_blocks_are_storages_of_their_own_and_speeds_are_measured():
     assert all(it > 0 for it in arena.speeds())
     with pytest.raises(ValueError, match="streams of its own"):
         PinnedState("cpu")
+
+
+class Pools:
+    """What `torch.cuda` has of pools: notes who allocates from which."""
+
+    def __init__(self, monkeypatch):
+        self.depth, self.entered, self.first, self.made = {}, [], [], 0
+        module = torch.standin
+        for name, value in {
+            "MemPool": self.new,
+            "use_mem_pool": self.use,
+            "caching_allocator_alloc": lambda size, device: self.first.append(size),
+            "caching_allocator_delete": lambda pointer: None,
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(module, name, value, raising=False)
+
+    def new(self):
+        self.made += 1
+        return object()
+
+    @contextmanager
+    def use(self, pool, device=None):
+        me = threading.get_ident()
+        assert not self.depth.get(me)
+        self.depth[me] = 1
+        self.entered.append((me, pool))
+        try:
+            yield
+        finally:
+            self.depth[me] = 0
+
+
+def test_a_planned_model_has_a_pool_of_its_own_in_each_thread_that_runs_it(monkeypatch):
+    pools = Pools(monkeypatch)
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", device=LINK, profile=False)
+    assert not pools.made  # it was tried without, beside the model's own step
+    step = mine.sn_memory.latest
+    step.plan = dataclasses.replace(step.plan, reserved_peak_bytes=1 << 22, pool_bytes=1 << 20)
+    assert all(map(torch.equal, gradients(mine, sample), expected))
+    assert (pools.made, pools.first) == (1, [1 << 20])
+    # The forward pass here, the backward pass in autograd's thread; all have left it again.
+    assert len({me for me, _ in pools.entered}) == 2
+    assert len({pool for _, pool in pools.entered}) == 1
+    assert not any(pools.depth.values())
+    gradients(mine, sample)
+    assert pools.made == 1
+    mine.sn_memory.release()
+    assert all(map(torch.equal, gradients(mine, sample), expected))
+    assert pools.made == 2
+    # What fails inside leaves it, too.
+    with pytest.raises(RuntimeError):
+        mine(sample.cpu())
+    assert not any(pools.depth.values())
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """The placing allocator over the host's memory; what is allocated by it stays in use."""
+    return PlacingAllocator("host")
+
+
+@pytest.fixture
+def placed(opened, monkeypatch):
+    """The device allocates by the placing allocator, as CUDA with `use_placing_allocator`."""
+    library = ctypes.CDLL(str(library_path()))
+    malloc, free = (
+        ctypes.cast(getattr(library, f"sn_placing_{name}"), ctypes.c_void_p).value
+        for name in ("malloc", "free")
+    )
+    monkeypatch.setattr(placing, "_active", opened)
+    monkeypatch.setattr(placing, "_DEVICE_TYPE", DEVICE.type)
+    stream_of = lambda device: torch.accelerator.current_stream(device).stream_id  # noqa: E731
+    monkeypatch.setattr(placing, "stream_of", stream_of)
+    COUNTS.allocate_by(malloc, free)
+    yield opened
+    COUNTS.allocate_by(0, 0)
+
+
+def test_too_much_for_the_placing_allocator_is_an_error_of_torchs(placed):
+    with pytest.raises(RuntimeError, match="placing allocator: out of memory: 1125899906842624"):
+        torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+    assert not placed.statistics().bad_frees
+
+
+@pytest.mark.parametrize("holds_output", [False, True])
+@pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "offload")], ids=str)
+def test_a_planned_model_lies_where_it_was_packed(placed, techniques, holds_output):
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=techniques, device=LINK, profile=False)
+    assert not placed.statistics().arena_bytes  # it was tried without
+    step = mine.sn_memory.latest
+    step.plan = dataclasses.replace(step.plan, reserved_peak_bytes=1 << 22)
+    reserved = []
+    for turn in range(5):
+        torch.manual_seed(5)
+        mine.zero_grad(set_to_none=True)
+        output = mine(sample)
+        output.square().mean().backward()
+        if not holds_output:
+            output = None
+        got = [it.grad.cpu() for it in mine.parameters()]
+        assert all(map(torch.equal, got, expected))
+        now = placed.statistics()
+        reserved.append(now.reserved_bytes)
+        found = placed.step_statistics(mine.sn_memory.pool._arena, step.number)
+        if turn == 0:
+            assert (found.hits, found.misses, now.arena_bytes) == (0, 0, 0)
+        else:
+            assert (found.misses, found.skipped) == (0, 0)
+            assert found.hits > 60
+            # What outlives a step lies in classes.
+            assert found.kept == holds_output
+            assert now.arena_bytes <= -(-step.plan.peak_bytes // GRANULE) * GRANULE
+    assert len(set(reserved[1:])) == 1
+    assert not placed.statistics().bad_frees
+    mine.sn_memory.release()
+    mine.zero_grad(set_to_none=True)
+    assert not placed.statistics().arena_bytes
+    assert all(map(torch.equal, gradients(mine, sample), expected))
+    arenas = placed.statistics().arena_bytes
+    del mine, model, step, output
+    gc.collect()
+    assert arenas
+    assert not placed.statistics().arena_bytes
 
 
 @pytest.mark.parametrize("late", [True, False])

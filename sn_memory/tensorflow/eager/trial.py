@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...base.errors import PlanWarning
-from ...base.host import available_bytes
+from ...base.host import smallest_limit
 from ...base.sizes import show_bytes
 from ...plan.plan import Plan
 from ...run.measured_choice import MeasuredPlan
@@ -217,8 +217,8 @@ def as_tensor(leaf: Any) -> Any:
 
 def _has_room(needed_bytes: int) -> bool:
     """Whether the host has so much memory left; yes, where it does not say."""
-    free = available_bytes()
-    return free is None or needed_bytes < free
+    limit = smallest_limit()
+    return limit is None or needed_bytes < limit.free_bytes
 
 
 def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:

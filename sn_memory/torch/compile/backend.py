@@ -16,13 +16,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...check.replay import check_plan
 from ...graph.graph import Graph
@@ -36,7 +37,7 @@ from ..trace.fake_rules import quiet
 from ..trace.op_seconds import while_training
 from ..trace.record import Recording
 from ..trace.to_graph import Named, main_device, to_graph
-from ..trace.trace import Trace, operations
+from ..trace.trace import Trace, operations, scratch_of_calls
 from .joint_graph import copy_statistics, joint_of
 from .partition import partitioned
 
@@ -280,19 +281,24 @@ class CompiledStep:
         copy_statistics(module)
         joint = joint_of(module, num_fwd_outputs, list(static_lifetime_input_indices or ()))
         place = main_device(joint.captured)
-        speeds, seconds = operations(
-            joint.captured, place, profile=self.settings.profile, device=self.settings.device
-        )
+        # Fake tensors, which AOTAutograd traces with, take no time and no memory.
+        with unset_fake_temporarily():
+            speeds, costs = operations(
+                joint.captured, place, profile=self.settings.profile, device=self.settings.device
+            )
+            ways, notes = scratch_of_calls(joint.captured.recording, place, costs)
         named = to_graph(
             joint.captured,
             name="joint graph",
             device=speeds,
-            seconds=seconds,
+            seconds=[it and it[0] for it in costs],
+            ways=ways,
             allocator="torch" if place.type == "cuda" else "none",
             extra=self.settings.extra,
             replayable=False,
         )
         plan = self.settings.make(named.graph, self.settings.budget)
+        plan = replace(plan, notes=(*plan.notes, *notes))
         check_plan(named.graph, plan)
         self.made = Trace(named, joint.captured), plan
         return partitioned(joint, named, plan)

@@ -32,7 +32,7 @@ from ...plan.policies import policy
 from ..errors import ReplayError
 from .dry_step import DryStep, dry_step
 from .floor import floor_bytes
-from .kernel_graph import KernelGraph, kernel_graph
+from .kernel_graph import KernelCost, KernelGraph, kernel_graph
 from .lowering import Lowered, lowered
 from .partition_fused import Fused
 from .program import Program, ground_of, rebuilt, results_of
@@ -176,10 +176,10 @@ def _made_again(
 
 @dataclass(frozen=True)
 class Costs:
-    """Speeds, and seconds and arithmetic of each kernel of a step."""
+    """Speeds, and what each kernel of a step costs."""
 
     device: Device
-    of: Callable[[DryStep], tuple[list[float | None], list[float]]]
+    of: Callable[[DryStep], list[KernelCost]]
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,6 @@ class FusedPlanner:
         once: frozenset[int] = frozenset(),
     ) -> KernelGraph:
         """Return the graph of a step's kernels."""
-        seconds, flops = self.costs.of(step)
         nodes = compilation.forward.graph.find_nodes(op="placeholder")
         static = compilation.static
         return kernel_graph(
@@ -280,8 +279,7 @@ class FusedPlanner:
             inputs=[it.name for it in nodes],
             roles=["parameter" if at in static else "input" for at in range(len(nodes))],
             device=self.costs.device,
-            seconds=seconds,
-            flops=flops,
+            costs=self.costs.of(step),
             once=once,
             extra=self.extra,
             allocator=self.allocator,

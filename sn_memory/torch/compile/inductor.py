@@ -33,11 +33,12 @@ from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from ...plan.plan import BudgetError, Plan
-from ..trace.op_seconds import measured_device, measured_seconds
+from ..trace.op_seconds import Cost, measured_costs, measured_device, scratch_of
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from .dry_step import DryStep
 from .fused import Compilation, Costs, Found, FusedPlanner, Partition
+from .kernel_graph import KernelCost
 from .lowering import copied, lowered
 from .program import Program, end_of, rebuilt, results_of
 from .step_seconds import ROUNDS, step_peaks, step_seconds
@@ -349,17 +350,22 @@ def costs_of(inputs: Sequence[Any], asked: Asked) -> Costs:
             room = max(it.nbytes for it in inputs if isinstance(it, torch.Tensor))
             device = measured_device(place, room) if asked.profile else NOMINAL
 
-    def of(step: DryStep) -> tuple[list[float | None], list[float]]:
-        seconds: list[float | None] = [None] * len(step.watch.steps)
+    def of(step: DryStep) -> list[KernelCost]:
+        steps, sizes = step.watch.steps, step.watch.nbytes
+        calls = [it.call for it in steps if it.call is not None]
+        recording = Recording(calls, list(sizes), [place] * len(sizes))
+        costs: list[Cost] = [None] * len(calls)
         if asked.profile:
-            calls = {at: it.call for at, it in enumerate(step.watch.steps) if it.call is not None}
-            sizes = step.watch.nbytes
-            recording = Recording(list(calls.values()), list(sizes), [place] * len(sizes))
             with torch._subclasses.fake_tensor.unset_fake_temporarily():
-                found = measured_seconds(recording, place)
-            for at, it in zip(calls, found, strict=True):
-                seconds[at] = it
-        return seconds, [_flops(it) for it in step.watch.steps]
+                costs = measured_costs(recording, place)
+        left = iter(costs)
+        found = []
+        for each in steps:
+            # What Inductor writes itself has its buffers counted one by one.
+            cost = None if each.call is None else next(left)
+            scratch = 0 if each.call is None else scratch_of(each.call, recording, place, cost)
+            found.append(KernelCost(cost and cost[0], _flops(each), scratch))
+        return found
 
     return Costs(device, of)
 

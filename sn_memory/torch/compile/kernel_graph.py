@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.graph import Graph
-from ...graph.records import Device, Op, Storage
+from ...graph.records import Device, Op, Storage, Workspace
 from ...run.loss import loss_op
 from .dry_step import DryStep
 from .wrapper import Step
@@ -36,6 +36,15 @@ class KernelGraph:
     values_of: dict[str, list[int]]
 
 
+@dataclass(frozen=True)
+class KernelCost:
+    """Seconds of a kernel where they are known, else its arithmetic; bytes of its scratch."""
+
+    seconds: float | None
+    flops: float
+    scratch_bytes: int
+
+
 def kernel_graph(
     step: DryStep,
     *,
@@ -43,8 +52,7 @@ def kernel_graph(
     inputs: Sequence[str],
     roles: Sequence[str],
     device: Device,
-    seconds: Sequence[float | None],
-    flops: Sequence[float],
+    costs: Sequence[KernelCost],
     once: frozenset[int] = frozenset(),
     extra: Sequence[Storage] = (),
     allocator: str = "none",
@@ -57,8 +65,8 @@ def kernel_graph(
     ----------
     inputs, roles
         Per placeholder of the forward graph, its name, and `parameter` or `input`.
-    device, seconds, flops
-        Speeds for the roofline; per kernel its seconds where known, else its arithmetic.
+    device, costs
+        Speeds for the roofline, and what each kernel costs.
     once
         Kernels of the forward pass that may not run twice.
     extra
@@ -134,7 +142,7 @@ def kernel_graph(
             ops.append(loss_op(sorted(returned), tangents))
         word = f"{'forward' if at < boundary else 'backward'}/{each.name}#{at}"
         step_of[word] = at
-        ops.append(_op(each, at, word, text, made, step, seconds, flops, at in once))
+        ops.append(_op(each, at, word, text, made, step, costs[at], at in once))
     if len(watch.steps) == boundary:
         ops.append(loss_op(sorted(returned), tangents))
     graph = Graph([*storages, *extra], ops, name=name, device=device, allocator=allocator)
@@ -148,8 +156,7 @@ def _op(
     text: Mapping[int, str],
     made: set[str],
     step: DryStep,
-    seconds: Sequence[float | None],
-    flops: Sequence[float],
+    cost: KernelCost,
     once: bool,
 ) -> Op:
     forward = at < step.boundary
@@ -169,9 +176,10 @@ def _op(
         tuple(writes),
         kind=each.name,
         phase="forward" if forward else "backward",
-        seconds=seconds[at],
-        flops=flops[at] if seconds[at] is None else 0.0,
+        seconds=cost.seconds,
+        flops=cost.flops if cost.seconds is None else 0.0,
         traffic_bytes=each.traffic_bytes,
+        workspaces=(Workspace(cost.scratch_bytes),) if cost.scratch_bytes else (),
         random=random,
         effect=not outputs and not writes,
         once=once or random,

@@ -62,7 +62,8 @@ def step_peaks(runs: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> lis
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for run in runs:
             given = _given(inputs)
-            tracker = AllocationTracker([it for it in given if isinstance(it, torch.Tensor)])
+            there = [it for it in given if isinstance(it, torch.Tensor)]
+            tracker = AllocationTracker(there, kernels=True)
             with tracker:
                 _step(run, given, wanted)
             found.append(tracker.peak_bytes)

@@ -14,6 +14,9 @@ import torch
 # Those whose memory is the host's, or nowhere.
 _ON_HOST = ("cpu", "meta", "mkldnn", "mps")
 
+# Who counts the memory of a type of device in the place of torch's module; see placing.py.
+COUNTED: dict[str, Any] = {}
+
 
 def is_apart(device: torch.device) -> bool:
     """Whether a device has memory beside the host's."""
@@ -23,6 +26,11 @@ def is_apart(device: torch.device) -> bool:
 def module_of(device: torch.device) -> Any:
     """Return torch's module of a device that is apart."""
     return getattr(torch, device.type)
+
+
+def memory_of(device: torch.device) -> Any:
+    """Return who counts the memory of a device that is apart, with the functions of its module."""
+    return COUNTED.get(device.type) or module_of(device)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -64,7 +72,8 @@ def free_bytes(device: torch.device) -> int | None:
     module = module_of(device)
     if not hasattr(module, "mem_get_info"):
         return None
-    kept = module.memory_reserved(device) - module.memory_allocated(device)
+    memory = memory_of(device)
+    kept = memory.memory_reserved(device) - memory.memory_allocated(device)
     free: int = module.mem_get_info(device)[0] + kept
     return free
 

@@ -96,18 +96,29 @@ class PlainStep:
         PlanError
             With `strict`.
         """
-        self._check()
-        _without_plan(
-            self.model,
-            self.record,
-            self.step.plan.baseline_peak_bytes,
-            "a backward pass is differentiated itself or runs for several gradients at a time "
-            "(create_graph=True, vmap, forward-mode AD)",
-        )
         asked = torch.is_grad_enabled()
+        if asked or not self.step.unplanned(arrived):
+            what = "gradients of gradients are"
+            why = (
+                "a backward pass is differentiated itself or runs for several gradients at a time "
+                "(create_graph=True, vmap, forward-mode AD)"
+            )
+        else:
+            self.record.begins_at([it is not None for it in arrived])
+            what = "the gradient of an output beside the loss is"
+            why = (
+                f"{what} asked for, and that of the loss alone was planned, as the model returns "
+                "it; later steps are planned for what was asked for"
+            )
+        self._check(what)
+        _without_plan(self.model, self.record, self.step.plan.baseline_peak_bytes, why)
         with torch.enable_grad():
             # Other tensors than these: one of them may have been made of another.
-            own = {id(it): it.view_as(it) for it in wanted}
+            # One may have been frozen since the forward pass.
+            own = {
+                id(it): it.view_as(it) if it.requires_grad else it.detach().requires_grad_()
+                for it in wanted
+            }
             outputs = self._outputs(own)
         pairs = [
             (out, gradient)
@@ -153,27 +164,27 @@ class PlainStep:
             stack.enter_context(temporarily_clear_interpreter_stack())
             yield
 
-    def _check(self) -> None:
+    def _check(self, asked: str) -> None:
+        """Raise where the forward pass would read something else now; asked : for what it runs."""
         if self.step.overwritten:
             raise ReplayError(
-                "gradients of gradients are asked for, and the forward pass writes over "
+                f"{asked} asked for, and the forward pass writes over "
                 f"{', '.join(self.step.overwritten[:3])}, which it reads: run once more it would "
                 "compute something else. Plan with backend='modules', or call the model as it was "
                 "before planning for these."
             )
         if self._versions() != self.versions:
             raise ReplayError(
-                "gradients of gradients are asked for, and a parameter, buffer or input was "
-                "changed in place since the forward pass. Change it after backward."
+                f"{asked} asked for, and a parameter, buffer or input was changed in place since "
+                "the forward pass. Change it after backward."
             )
         now = kind_of(self.model, *self.arguments, self.record.noted, loosely=True)
         assert now is not None
         if now.settings != self.kind.settings:
             paths = [path for path, _ in self.model.named_modules()]
             raise ReplayError(
-                "gradients of gradients are asked for, and the model is not as it was in the "
-                f"forward pass: {'; '.join(now.unlike(self.kind, paths))}. Change it after "
-                "backward."
+                f"{asked} asked for, and the model is not as it was in the forward pass: "
+                f"{'; '.join(now.unlike(self.kind, paths))}. Change it after backward."
             )
 
     def _versions(self) -> list[int]:

@@ -43,6 +43,8 @@ from .written import Names, Row
 # a small net, with such a part of them all. DistributedDataParallel sends a mebibyte at least.
 GROUP_BYTES = 1 << 18
 GROUPS = 8
+# Numbers of gradients, and where they lie; None of those that are not planned.
+Ready = list[tuple[int, View | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class Section:
         Its instructions.
     ready
         Numbers of those gradients, what takes them, and the storages they are then gone from.
+        Nothing takes one that no planned backward pass has.
     """
 
     row: Row
     ready: list[int]
-    takes: list[Take]
+    takes: list[Take | None]
     storages: list[int]
 
 
@@ -259,17 +262,18 @@ class _Writer:
         self.arriving |= {it: await_underway(it) for it in moved}
         return row
 
-    def section(self, current: list[Instruction], ready: list[tuple[int, View]]) -> Section:
+    def section(self, current: list[Instruction], ready: Ready) -> Section:
         """Return the section that ends with these gradients."""
-        current += self.arrivals({view.storage for _, view in ready})
+        storages = [view.storage for _, view in ready if view is not None]
+        current += self.arrivals(set(storages))
         return Section(
             Row(current, self.names),
             [place for place, _ in ready],
-            [Take(view, self.forms[view.storage]) for _, view in ready],
-            [view.storage for _, view in ready],
+            [None if it is None else Take(it, self.forms[it.storage]) for _, it in ready],
+            storages,
         )
 
-    def ready(self) -> dict[int, list[tuple[int, View]]]:
+    def ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
         read: dict[int, int] = {}
@@ -290,7 +294,10 @@ class _Writer:
                 }
             else:
                 last[self.named.storage_of[target]] = at
-        found: dict[int, list[tuple[int, View]]] = {}
+        found: dict[int, Ready] = {}
+        of_others = [(at, None) for at in self.captured.of_others if at < self.leaves]
+        if of_others:
+            found[-1] = [*of_others]
         for place, (name, view) in enumerate(self.captured.gradients):
             if view is not None and name in self.trained and not self.uses_up(name):
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
@@ -301,15 +308,13 @@ class _Writer:
         """Whether the gradient of a parameter is used inside the step."""
         return self.added is not None and name in self.added.used_up
 
-    def in_groups(
-        self, found: dict[int, list[tuple[int, View]]]
-    ) -> dict[int, list[tuple[int, View]]]:
+    def in_groups(self, found: dict[int, Ready]) -> dict[int, Ready]:
         """Let small gradients wait for those that are ready next, and end one section.
 
         As far as there is room for them below the peak where each is added to one that is there.
         """
         nbytes = self.captured.recording.nbytes
-        each = {view.storage: at for at in sorted(found) if at >= 0 for _, view in found[at]}
+        each = {it.storage: at for at in sorted(found) if at >= 0 for _, it in found[at] if it}
         gone = self.gone(each)
         curve = self.live.copy()
         if not self.sums:
@@ -322,11 +327,11 @@ class _Writer:
             return found
         enough = min(sum(map(nbytes.__getitem__, each)) // GROUPS, GROUP_BYTES)
         grouped = {-1: found[-1]} if -1 in found else {}
-        waiting: list[tuple[int, View]] = []
+        waiting: Ready = []
         ends = sorted(found.keys() - {-1})
         for at, following in zip(ends, [*ends[1:], 0], strict=False):
             waiting += found[at]
-            held = {view.storage for _, view in waiting}
+            held = {view.storage for _, view in waiting if view}
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
             for it in held:
                 wait[max(gone[it] - at, 0) :] += nbytes[it]

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ...plan.plan import Plan
+from ..device.step_pool import StepPool
 from ..errors import ReplayError
 from ..model.guard import casting, is_batched, transformed
 from ..model.marks import version_of
@@ -34,6 +36,7 @@ from .program import Program, Section
 from .reached import left_out, overwritten, reached
 
 Gradients = list[torch.Tensor | None]
+_NUMBERS = count(1)
 
 
 class PlainStep(Protocol):
@@ -74,7 +77,7 @@ class Replay:
         self.device = main_device(captured)
         # Of a trial: how kernels lay their results out, where that is not as traced.
         self.layouts: Layouts | None = None
-        # Per output that is a tensor, whether a gradient comes back for it.
+        # Per output that is a tensor, whether a gradient may come back for it.
         self.differentiable = [
             again
             for again, out in zip(captured.differentiable, captured.outputs, strict=True)
@@ -94,6 +97,10 @@ class Replay:
         # Whether gradients of parameters are used inside the step.
         self.inside = added is not None and bool(added.used_up)
         self.added = added
+        # Where its tensors are allocated; none while it is tried, beside the model's own step.
+        self.pool: StepPool | None = None
+        # No other step of this process has it.
+        self.number = next(_NUMBERS)
         # Whether a step is given tensors like those of the one before.
         self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
@@ -111,6 +118,15 @@ class Replay:
     def beside_bytes(self) -> int:
         """The optimizer's state."""
         return self.trace.beside_bytes
+
+    def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
+        """Return the context in which this thread allocates what the plan counts.
+
+        begins : whether a step begins, of which later parts run in the backward pass
+        """
+        if self.pool is None or self.plan.reserved_peak_bytes is None:
+            return _NOTHING
+        return self.pool.inside(self.device, self.plan.pool_bytes, step=self.number, begins=begins)
 
     @property
     def waiting(self) -> int:
@@ -199,7 +215,7 @@ class Replay:
 
     def _run(self, memory: Memory, section: Section, is_last: bool) -> Gradients:
         try:
-            with _as_recorded(self.device):
+            with _as_recorded(self.device), self.in_pool():
                 section.row.run(memory)
                 gradients = [
                     memory.gradient(*it) for it in zip(section.ready, section.takes, strict=True)
@@ -229,7 +245,14 @@ class Replay:
         keeps = self.added is None and torch._C._autograd._get_current_graph_task_keep_graph()
         found: Memory | Gradients = memory
         several = any(is_batched(it) for it in arrived if it is not None)
-        if torch.is_grad_enabled() or several or transformed():
+        unplanned = self.unplanned(arrived)
+        if torch.is_grad_enabled() or several or transformed() or unplanned:
+            if memory.plain is None and unplanned:
+                raise ReplayError(
+                    "a gradient arrives for an output of the model beside its loss, and of a step "
+                    "that has its state on the host the gradients of that loss alone are planned. "
+                    "Let the model return the whole loss, or none: leave out the labels."
+                )
             if memory.plain is None:
                 raise ReplayError(
                     "gradients of gradients or several at a time (create_graph=True, vmap, "
@@ -251,6 +274,11 @@ class Replay:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(memory.passes.pop, task))
         return found
+
+    def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
+        """Whether there is a gradient of an output at which no planned backward pass begins."""
+        ends = self.captured.ends
+        return any(it is not None and not end for it, end in zip(arrived, ends, strict=True))
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
@@ -317,7 +345,7 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replay: Replay, memory: Memory, *wanted: torch.Tensor) -> Any:
         try:
-            with _as_recorded(replay.device):
+            with _as_recorded(replay.device), replay.in_pool(begins=True):
                 replay.program.forward.run(memory)
                 # Another tensor on the same storage: what is held here must not hold this node.
                 results = tuple(take(memory.held).detach() for take in replay.program.results)
@@ -361,8 +389,9 @@ class _Planned(torch.autograd.Function):
         del incoming
         plain, memory = memory.plain, replay.for_this_pass(memory, arrived)
         if isinstance(memory, Memory):
+            arrived = [it for it, end in zip(arrived, captured.ends, strict=True) if end]
             memory.left_out = left_out(replay.reached, arrived)
-            with _as_recorded(replay.device):
+            with _as_recorded(replay.device), replay.in_pool():
                 for view in captured.output_gradients:
                     gradient = arrived.pop(0)
                     if gradient is not None and gradient.stride() != view.stride and plain:

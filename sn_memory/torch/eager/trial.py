@@ -9,25 +9,22 @@ Over 300 lines: one trial, and all that may come out of it.
 
 from __future__ import annotations
 
-import math
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...base.host import available_bytes
+from ...base.host import smallest_limit
 from ..device.accelerator import free_bytes, is_apart
 from ..errors import ReplayError, TraceError, fails_on_sample, innermost_line
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
-from ..model.step import Measured, around, device_of, loss_among, put_back, run_step, tensors
+from ..model.step import Measured, around, device_of, put_back, run_step, tensors
 from ..trace.record import Layouts
 
 # Differences up to here are those of sums taken in another order: some hundred roundings.
@@ -138,8 +135,8 @@ def tried(
     found = _judged(different, _kept(again, gradients), (*model.parameters(), *_results(expected)))
     if somewhere(model, bool(found.failure)) and not found.failure:
         return Trial(True, different, failure="on another rank its results are not the model's")
-    reasons = _reasons(model, arguments, expected) if isinstance(step, _Replay) else []
-    return replace(found, remark="; ".join([found.remark, *reasons]))
+    reason = _reason(model, arguments) if isinstance(step, _Replay) else ""
+    return replace(found, remark=f"{found.remark}{reason}")
 
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -199,21 +196,17 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reasons(model: torch.nn.Module, arguments: Any, expected: Measured) -> list[str]:
+def _reason(model: torch.nn.Module, arguments: Any) -> str:
     """Say what may make a replay round otherwise, as far as it can be seen."""
     args, kwargs = arguments
     with put_back(model, arguments), torch.no_grad(), _Reads() as reads:
-        returned = model(*args, **kwargs)
-    reasons = []
-    if reads.place:
-        reasons.append(
-            f"with real tensors the model looks at values ({reads.place}) and may take another "
-            "course than under fake ones"
-        )
-    others = [it for name, it in expected.results.items() if name.startswith("output ")]
-    if loss_among(returned) is not None and sum(it is not None for it in others) > 1:
-        reasons.append("outputs beside the loss take gradients of zeros")
-    return reasons
+        model(*args, **kwargs)
+    if not reads.place:
+        return ""
+    return (
+        f"; with real tensors the model looks at values ({reads.place}) and may take another "
+        "course than under fake ones"
+    )
 
 
 def layouts_seen(
@@ -314,22 +307,8 @@ def _enough(nbytes: int, device: torch.device) -> bool:
     if is_apart(device):
         free = free_bytes(device)
         return free is not None and nbytes < free
-    free = available_bytes()
-    if free is None:
-        return False
-    return 2 * nbytes < min(free, _left_by_limits())
-
-
-def _left_by_limits() -> float:
-    """Bytes that this process may still have by its own limits (ulimit -d, ulimit -v)."""
-    left = math.inf
-    lines = Path("/proc/self/status").read_text().splitlines()
-    for limit, name in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
-        most, _ = resource.getrlimit(limit)
-        held = next((int(it.split()[1]) << 10 for it in lines if it.startswith(name)), 0)
-        if most != resource.RLIM_INFINITY:
-            left = min(left, most - held)
-    return left
+    limit = smallest_limit()
+    return limit is not None and 2 * nbytes < limit.free_bytes
 
 
 def _what(error: Exception) -> str:

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ...cost.devices import NamedDevice
-
-# Of a tensor: its sizes, its strides, its type.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+from .cpu_scratch import Form
 
 _FLASH = "_scaled_dot_product_flash_attention_backward"
 _CUDNN = "_scaled_dot_product_cudnn_attention_backward"

@@ -6,30 +6,31 @@ no op of torch ever gets. The allocator sees all, and tells a profiler what it g
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from ..device.accelerator import is_apart, memory_of, synchronize
+
 
 class AllocationTracker:
     """Counts the bytes that torch's CPU allocator holds, from those of known tensors on.
-
-    What an op takes and gives back by itself is not counted, as in StorageTracker: the sum is
-    looked at when an op has ended, and at each allocation outside of ops.
 
     Parameters
     ----------
     known
         Tensors that are there already; counted from the start.
+    kernels
+        Count what an op takes and gives back by itself as well. Otherwise, as in StorageTracker,
+        the sum is looked at when an op has ended, and at each allocation outside of ops.
 
     Attributes
     ----------
     start_bytes, live_bytes, peak_bytes
         At the start, when the context was last left, and the most so far.
-    scratch_peak_bytes
-        The most so far with what ops take for themselves.
     peak_op
         The op, or the compiled region, that the peak was reached in.
 
@@ -44,13 +45,14 @@ class AllocationTracker:
     (1024, 3072, 2048)
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[torch.Tensor] = (), *, kernels: bool = False) -> None:
+        self._kernels = kernels
         held = {}
         for tensor in known:
             memory = tensor.untyped_storage()
             held[memory._cdata] = memory.nbytes()
         self.start_bytes = self.live_bytes = sum(held.values())
-        self.peak_bytes = self.scratch_peak_bytes = self.start_bytes
+        self.peak_bytes = self.start_bytes
         self.peak_op = "start"
 
     def meet(self, tensor: torch.Tensor) -> None:
@@ -63,9 +65,14 @@ class AllocationTracker:
         kind, more = ProfilerState.CPU, _ExperimentalConfig()
         wanted = ProfilerConfig(kind, False, True, False, False, False, more)
         torch._C._autograd._enable_profiler_legacy(wanted)
+        # What was there before and is let go meanwhile would count as given back by what runs.
+        self._collects = gc.isenabled()
+        gc.disable()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._collects:
+            gc.enable()
         for thread in torch._C._autograd._disable_profiler_legacy():
             self._read(thread)
 
@@ -87,13 +94,30 @@ class AllocationTracker:
                     stack.pop()
             elif kind == "memory_alloc":
                 self.live_bytes += event.cpu_memory_usage()
-                self.scratch_peak_bytes = max(self.scratch_peak_bytes, self.live_bytes)
-                if op is None:
+                if op is None or self._kernels:
                     self._sample(stack[-1] if stack else "outside of ops")
 
     def _sample(self, what: str) -> None:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_op = self.live_bytes, what
+
+
+def measured_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Return the scratch of what one run of an op takes, as the device's allocator tells it."""
+    if is_apart(device):
+        synchronize(device)
+        memory = memory_of(device)
+        memory.reset_peak_memory_stats(device)
+        before = memory.memory_allocated(device)
+        result = run()
+        left = memory.memory_allocated(device) - before
+        peak = memory.max_memory_allocated(device) - before
+    else:
+        with AllocationTracker(kernels=True) as tracker:
+            result = run()
+        left, peak = tracker.live_bytes, tracker.peak_bytes
+    del result
+    return max(0, peak - left)
 
 
 # Of ops that reach kernels; autograd's own records have names with colons too.

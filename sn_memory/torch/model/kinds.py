@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from .contents import OF_TORCH, contents, hooks, plain
 from .guard import casting
 from .kind import Kind
-from .marks import GLOBAL_HOOKS, Marks
+from .marks import GLOBAL_HOOKS, TRACING_HOOKS, Marks
 from .reads import not_read
 from .sharded import is_elsewhere
 
@@ -227,7 +227,9 @@ def _settings(
         and (noted is None or name in noted or hasattr(kind, name))
     }
     if outermost:
-        of_all = tuple(number for it in GLOBAL_HOOKS for number in it)
+        # Copied at once: other threads trace meanwhile, and set hooks of this package's own.
+        numbers_of_all = [number for it in GLOBAL_HOOKS for number in tuple(it)]
+        of_all = tuple(it for it in numbers_of_all if it not in TRACING_HOOKS)
         return frozenset(found | {("hooks of all modules", of_all)} if of_all else found)
     numbers = hooks(module)
     found.add(("its class", kind))

@@ -42,6 +42,8 @@ HOOKS = (
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch_module, f"_global{slot}") for slot in HOOKS
 )
+# Of these, the numbers of those that are there while a thread traces a model; others run then, too.
+TRACING_HOOKS: set[int] = set()
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 

@@ -8,7 +8,7 @@ missed. They are copied with a place for each tensor; a copy of that copy is mad
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -142,3 +142,20 @@ class _Opened(TorchFunctionMode):
             self._leaves.append(tensor)
         place, _ = self.places.setdefault(id(tensor), (_Place(), self._at[id(tensor)]))
         return place
+
+
+def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return where the backward pass begins: at the loss, or at all outputs that take gradients.
+
+    The loss is the output of that name, if it has one element. Of a tuple or list that begins with
+    an output of no dimensions, it is that one, and the others like it, which may be added to it.
+    """
+    wanted = [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+    named = returned.get("loss") if isinstance(returned, Mapping) else None
+    loss: Any = getattr(returned, "loss", named)
+    if any(it is loss and it.numel() == 1 for it in wanted):
+        return [loss]
+    first: Any = next(iter(returned), None) if isinstance(returned, tuple | list) else None
+    if any(it is first and not it.dim() for it in wanted):
+        return [it for it in wanted if not it.dim()]
+    return wanted

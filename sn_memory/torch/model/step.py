@@ -9,7 +9,7 @@ Over 300 lines: a step and its putting back know the same tensors.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,9 @@ from ..device.resting import working_device
 from .allocations import AllocationTracker
 from .guard import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks
-from .results import tensors_of
+from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
-from .tracker import StorageTracker
+from .tracker import Scratch, StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
 Forward = Callable[..., Any]
@@ -104,6 +104,8 @@ def run_step(
     accumulate: bool = False,
     by_allocator: bool = False,
     heard: Callable[[int], None] | None = None,
+    scratch: Scratch | None = None,
+    kernels: bool = False,
 ) -> Measured:
     """Run forward and backward as users do; count live storages unless told not to.
 
@@ -127,8 +129,10 @@ def run_step(
         Gradients of parameters are there from the start: zeros.
     by_allocator
         Ask the CPU's allocator, which sees the buffers of compiled code as well.
-    heard
+    heard, scratch
         As in StorageTracker.
+    kernels
+        Count what kernels take for themselves as well; on the CPU, by its allocator.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -143,8 +147,8 @@ def run_step(
         known = [*known, *(it.grad for it in model.parameters() if it.grad is not None)]
     there = [*model.parameters(), *model.buffers(), *inputs, *known]
     tracker: StorageTracker | AllocationTracker
-    if by_allocator:
-        tracker = AllocationTracker(there)
+    if by_allocator or kernels:
+        tracker = AllocationTracker(there, kernels=kernels)
     else:
         tracker = StorageTracker(
             there,
@@ -152,6 +156,7 @@ def run_step(
             allocator="torch" if device.type == "cuda" else "none",
             ignored=ignored,
             heard=heard,
+            scratch=scratch,
         )
     began = now(device)
     with _counted(tracker, count), kernel_of_max_pool1d():
@@ -293,21 +298,6 @@ def _counted(tracker: StorageTracker | AllocationTracker, count: bool) -> Iterat
         return
     with tracker:
         yield
-
-
-def loss_among(returned: Any) -> torch.Tensor | None:
-    """Return what a model returns as its loss, by that name; None if it returns none."""
-    named = returned.get("loss") if isinstance(returned, Mapping) else None
-    named = getattr(returned, "loss", named)
-    return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
-
-
-def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
-    loss = loss_among(returned)
-    if loss is not None and loss.requires_grad:
-        return [loss]
-    return [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,6 +23,9 @@ from ...graph.numbers import rounded
 from ..device.resting import asked_for_device
 from .sharded import pieces
 
+# Of a call: its overload, its arguments by place and by name, and its results.
+Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+
 
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of live storages on one device while the context is open.
@@ -40,7 +43,7 @@ class StorageTracker(TorchDispatchMode):
     heard
         Called after each call with the live bytes then.
     scratch
-        Returns what a call takes while it runs, by its overload and its arguments, flat.
+        Returns what a call takes while it runs, by its overload, arguments and results.
     moved
         Called with the key and the bytes of a storage when it is counted, and with 0 bytes when it
         is gone; keys of those that are gone come again.
@@ -72,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
         allocator: str = "none",
         ignored: Iterable[torch.Tensor] = (),
         heard: Callable[[int], None] | None = None,
-        scratch: Callable[[Any, list[Any]], int] | None = None,
+        scratch: Scratch | None = None,
         moved: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -106,15 +109,15 @@ class StorageTracker(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self.meet(value)
-        beside = 0 if self._scratch is None else self._scratch(func, tree_leaves((args, kwargs)))
-        self._sample(str(func), beside)
+        scratch = 0 if self._scratch is None else self._scratch(func, args, kwargs or {}, result)
+        self._sample(str(func), scratch)
         return result
 
-    def _sample(self, what: str, beside: int = 0) -> None:
-        if self.live_bytes + beside > self.peak_bytes:
-            self.peak_bytes, self.peak_op = self.live_bytes + beside, what
+    def _sample(self, what: str, scratch: int = 0) -> None:
+        if self.live_bytes + scratch > self.peak_bytes:
+            self.peak_bytes, self.peak_op = self.live_bytes + scratch, what
         if self.heard is not None:
-            self.heard(self.live_bytes)
+            self.heard(self.live_bytes + scratch)
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_

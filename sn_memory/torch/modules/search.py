@@ -22,7 +22,7 @@ from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
 from ..model.marks import Generators, kept_by, version_of
 from ..model.sharded import most
-from ..model.step import Measured, around, put_back, run_step
+from ..model.step import Measured, around, device_of, put_back, run_step
 from .probe import Probe
 from .rerun import Input, Unit
 
@@ -298,7 +298,13 @@ class Search:
             self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
         ):
             self._begin(course)
-            found = run_step(forward, self.model, self.arguments, accumulate=self.step.accumulate)
+            found = run_step(
+                forward,
+                self.model,
+                self.arguments,
+                accumulate=self.step.accumulate,
+                kernels=device_of(self.model).type == "cpu",
+            )
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
         peak, seconds = most(self.model, [found.peak_bytes + self.step.beside_bytes, found.seconds])
         return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..model.tracker import Scratch
 from ..trace.fake_step import fake_step
 from .contexts import Saved, SecondRun, contexts
 
@@ -48,10 +49,12 @@ def predicted(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     saved: Selection,
     known: list[torch.Tensor],
+    scratch: Scratch,
 ) -> Step:
     """Return what a step holds in which blocks run again, but for what is saved of each.
 
-    known : tensors that are there beside the model's and the arguments
+    known : tensors that are there beside the model's and the arguments; scratch : what a kernel
+    takes for itself
     """
     step = Step(stretches=[Stretch("", "forward")])
 
@@ -74,7 +77,7 @@ def predicted(
         step.stretches.append(Stretch(path, phase, gradient_bytes=made))
 
     with checkpointed(model, saved, begun):
-        found = fake_step(model, arguments, known, heard)
+        found = fake_step(model, arguments, known, heard, scratch=scratch)
     step.peak_bytes, step.peak_op = found.peak_bytes, found.peak_op
     return step
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..eager.replay import Replay
 from ..errors import ReplayError, TraceError, first_line
+from ..model.results import ends_of, tensors_of
 from ..model.step import apart, chance_put_back, tensors
 from ..trace.record import Layouts
 
@@ -76,10 +77,10 @@ def _run(replay: Replay, model: torch.nn.Module, given: Any, layouts: Layouts) -
     replay.layouts = layouts
     try:
         with chance_put_back(), added.without_updates(), torch.enable_grad():
-            found = [it for it in tensors(replay.run(model, args, kwargs)) if it.requires_grad]
-            if found:
-                ones = [torch.ones_like(it) for it in found]
-                torch.autograd.backward(found, ones)
+            returned = replay.run(model, args, kwargs)
+            ends = ends_of(returned, tensors_of(returned, model))
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(it) for it in ends])
     finally:
         replay.layouts = None
         with torch.no_grad():

@@ -10,9 +10,11 @@ Over 300 lines: one capture from the first fake to the last check, and what it r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -37,8 +40,8 @@ from ..model.guard import (
     no_chance,
     outside_autocast,
 )
-from ..model.marks import Marks
-from ..model.results import taken_apart
+from ..model.marks import TRACING_HOOKS, Marks
+from ..model.results import ends_of, taken_apart
 from ..ones.known import KnownOnes
 from .captured import Captured, assuming_ones
 from .fake_rules import FakeMode, quiet
@@ -52,15 +55,18 @@ def capture(
     kwargs: dict[str, Any],
     layouts: Layouts | None = None,
     gpu: Gpu | None = None,
+    *,
+    ends: Sequence[bool] = (),
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
     layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
-    run, if not where the model is
+    run, if not where the model is; ends : as in Captured, for a model with as many such outputs
     """
 
     def made(ones: frozenset[int], *, inside: bool = False) -> Captured:
-        return _captured(model, args, kwargs, layouts, gpu, ones, inside=inside)
+        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends)
+        return _captured(model, args, kwargs, capturing)
 
     if gpu is not None:
         return made(frozenset())
@@ -79,11 +85,7 @@ def _captured(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    layouts: Layouts | None,
-    gpu: Gpu | None,
-    ones: frozenset[int],
-    *,
-    inside: bool,
+    capturing: Callable[[], _Capture],
 ) -> Captured:
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
@@ -92,7 +94,7 @@ def _captured(
         )
     with as_it_was(model, (args, kwargs)), no_chance(), quiet():
         try:
-            return _Capture(model, layouts, inside, gpu, ones).run(args, kwargs)
+            return capturing().run(args, kwargs)
         except TraceError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -153,8 +155,9 @@ class _Capture:
         inside: bool,
         gpu: Gpu | None,
         ones: frozenset[int],
+        ends: Sequence[bool],
     ) -> None:
-        self.model, self.gpu, self.ones = model, gpu, ones
+        self.model, self.gpu, self.ones, self.ends = model, gpu, ones, ends
         self.known = KnownOnes()
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
@@ -192,6 +195,8 @@ class _Capture:
             with nullcontext() if self.gpu is None else self.gpu.forward():
                 returned = self.model.forward(*args, **kwargs)
             outputs, output_form = taken_apart(returned, self.model)
+            begins = set(map(id, ends_of(returned, outputs)))
+            is_end = [id(out) in begins for out in outputs]
             outputs = [self.known.twin(out) if _is_tensor(out) else out for out in outputs]
             del returned
             self.recorder.hand_out(it for it in outputs if _is_tensor(it))
@@ -210,7 +215,14 @@ class _Capture:
             for name, leaf in leaves:
                 first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            output_gradients, gradients = self.backward(outputs, [it for _, it in wanted])
+            places = [at for at, it in enumerate(outputs) if _is_tensor(it) and it.requires_grad]
+            ends = tuple(is_end[at] for at in places)
+            ends = tuple(self.ends) if len(self.ends) == len(places) else ends
+            apart: tuple[list[torch.Tensor], ...] = ([], [])
+            for at, end in zip(places, ends, strict=True):
+                apart[end].append(outputs[at])
+            others = _leaves_of(apart[False])
+            output_gradients, gradients = self.backward(apart[True], [it for _, it in wanted])
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
         captured = Captured(
@@ -226,6 +238,12 @@ class _Capture:
             gradients=tuple(
                 (name, None if it is None else view(it))
                 for (name, _), it in zip(wanted, gradients, strict=True)
+            ),
+            ends=ends,
+            of_others=tuple(
+                place
+                for place, (_, leaf) in enumerate(wanted)
+                if gradients[place] is None and id(leaf) in others
             ),
         )
         return without_unused(captured)
@@ -259,9 +277,8 @@ class _Capture:
         return list(found.values())
 
     def backward(
-        self, outputs: list[Any], wanted: list[torch.Tensor]
+        self, ends: list[torch.Tensor], wanted: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        ends = [out for out in outputs if _is_tensor(out) and out.requires_grad]
         if not ends or not wanted:
             raise TraceError(
                 "no output of the model depends on anything that requires a gradient, so there is "
@@ -348,17 +365,32 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
+    """Return which leaves outputs depend on, by id."""
+    waiting = [get_gradient_edge(out).node for out in outputs]
+    seen = set(waiting)
+    while waiting:
+        follow = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
+        seen |= follow
+        waiting += follow
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
 @contextmanager
 def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-    stack = [""]
+    stack, tracing = [""], get_ident()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
+        if get_ident() != tracing:
+            return
         stack.append(paths.get(id(module), stack[-1]))
         recorder.scope = stack[-1]
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
+        if get_ident() != tracing:
+            return
         stack.pop()
         recorder.scope = stack[-1]
 
@@ -366,8 +398,11 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         module_hooks.register_module_forward_pre_hook(enter),
         module_hooks.register_module_forward_hook(leave, always_call=True),
     ]
+    numbers = {it.id for it in hooks}
+    TRACING_HOOKS.update(numbers)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        TRACING_HOOKS.difference_update(numbers)

@@ -39,12 +39,12 @@ class Captured:
     output_form
         How the flat outputs make up what the model returns.
     differentiable
-        Per flat output, whether a gradient comes back for it.
-    output gradients
-        View of the gradient of each differentiable output, as the backward pass wants it.
+        Per flat output, whether a gradient may come back for it.
+    output_gradients
+        View of the gradient of each output at which the backward pass begins, as that wants it.
     gradients
         Name and View of the gradient for each parameter that requires one and then for each flat
-        input that does (`input 0`); None where the outputs do not depend on it.
+        input that does (`input 0`); None where these outputs do not depend on it.
     only_outside
         The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
         advises, would make other calls inside.
@@ -63,6 +63,11 @@ class Captured:
         other calls.
     looked
         These and those of inputs that are not, where it would make other calls if they were.
+    ends
+        Per differentiable output, whether the backward pass begins at it: at the loss alone where
+        the model returns one.
+    of_others
+        Places among `gradients` that are None, as only the other outputs depend on them.
     """
 
     recording: Recording
@@ -81,6 +86,8 @@ class Captured:
     updated: tuple[tuple[str, int], ...] = ()
     ones: frozenset[int] = frozenset()
     looked: frozenset[int] = frozenset()
+    ends: tuple[bool, ...] = ()
+    of_others: tuple[int, ...] = ()
 
     @property
     def summed(self) -> dict[int, int]:

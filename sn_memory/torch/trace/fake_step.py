@@ -26,9 +26,9 @@ from ..elsewhere.gpu import Gpu
 from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
 from ..model.marks import WrittenWeights
-from ..model.results import tensors_of
-from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
-from ..model.tracker import StorageTracker
+from ..model.results import ends_of, tensors_of
+from ..model.step import Measured, chance_put_back, run_step, tensors
+from ..model.tracker import Scratch, StorageTracker
 from ..ones.known import (
     filled,
     filling,
@@ -50,18 +50,27 @@ def fake_step(
     heard: Callable[[int], None] | None = None,
     *,
     accumulate: bool = False,
+    scratch: Scratch | None = None,
 ) -> Measured:
     """Run a step of a model on fake tensors; nothing is allocated, and the model is as before.
 
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
-    in StorageTracker; accumulate : as in run_step.
+    in StorageTracker; accumulate, scratch : as in run_step.
     """
     mode = _Knowing()
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
     weights = WrittenWeights((it, it) for it in model.parameters())
     with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
-        return run_step(model, model, arguments, known=known, heard=heard, accumulate=accumulate)
+        return run_step(
+            model,
+            model,
+            arguments,
+            known=known,
+            heard=heard,
+            accumulate=accumulate,
+            scratch=scratch,
+        )
 
 
 def is_known(tensor: torch.Tensor) -> bool:
@@ -221,8 +230,8 @@ def fake_step_on(
     return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
 
 
-def _scratch(gpu: Gpu, func: Any, flat: list[Any]) -> int:
-    forms = [form_of(it) for it in flat if isinstance(it, torch.Tensor)]
+def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
+    forms = [form_of(it) for it in tensors((args, kwargs))]
     return scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
 
 

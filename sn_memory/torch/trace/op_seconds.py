@@ -1,15 +1,18 @@
-"""Seconds of each call: measured once per signature, kept in a file.
+"""Seconds and scratch of each call: measured once per signature, kept in a file.
 
 A signature is the op, and of each tensor its shape, strides and type. Tensors of that form are made
 anew, so that one op's working set is all the memory needed; a model too large to run can be timed.
 What may not be timed so (timeable.py) or cannot (an op that checks its values) is left to the
 roofline, and the plan says how many ops are.
+
+Over 300 lines: what is measured of an op, of a device, and what either depends on.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +21,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ...base.limits import is_count
 from ...cost.devices import NOMINAL
 from ...cost.measured import is_seconds
 from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from ..device.accelerator import is_apart, module_of, synchronize
-from .record import Call, Recording, View
+from ..elsewhere.cpu_scratch import rule_bytes
+from ..model.allocations import measured_bytes
+from .record import Call, Recording, View, form_of
 from .timeable import timeable
 
 log = logging.getLogger(__name__)
@@ -54,19 +62,28 @@ def not_while_training() -> None:
         raise NotMeasured
 
 
-def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
-    """Return seconds per call on a device; None for calls that could not or may not be timed."""
+# Seconds and scratch bytes of a call; None where it could not be run.
+Cost = tuple[float, int] | None
+
+
+def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:
+    """Return what calls cost on a device; None for those that could not or may not be run."""
     calls = {at: call for at, call in enumerate(recording.calls) if timeable(call)}
-    works = [(signature(it), partial(_time, it, recording, device)) for it in calls.values()]
-    found = dict(zip(calls, cached_seconds(works, device), strict=True))
+    works = [(signature(it), partial(_cost, it, recording, device)) for it in calls.values()]
+    found = dict(zip(calls, cached_costs(works, device), strict=True))
     return [found.get(at) for at in range(len(recording.calls))]
 
 
-def cached_seconds(
-    works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
-) -> list[float | None]:
-    """Return seconds per (signature, function that measures them), from the file where it can."""
-    times = OpTimes(cache_name(device), is_seconds, circumstances())
+def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
+    """Return seconds per call on a device; None for calls that could not or may not be timed."""
+    return [it and it[0] for it in measured_costs(recording, device)]
+
+
+def cached_costs(
+    works: Sequence[tuple[str, Callable[[], Cost]]], device: torch.device
+) -> list[Cost]:
+    """Return costs per (signature, function that measures them), from the file where it can."""
+    times = OpTimes(cache_name(device), _is_cost, circumstances())
     keys = [times.key(text) for text, _ in works]
     missing = {
         key: measure
@@ -76,7 +93,87 @@ def cached_seconds(
     if not _TRAINING.get():
         times.table.update(while_time_lasts(missing))
         times.save(device)
-    return [times.table.get(key) for key in keys]
+    found = [times.table.get(key) for key in keys]
+    return [None if it is None else (it[0], it[1]) for it in found]
+
+
+def cached_seconds(
+    works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
+) -> list[float | None]:
+    """Return seconds as `cached_costs` does, of what takes no scratch."""
+
+    def cost(measure: Callable[[], float | None]) -> Cost:
+        seconds = measure()
+        return None if seconds is None else (seconds, 0)
+
+    pairs = [(text, partial(cost, measure)) for text, measure in works]
+    return [it and it[0] for it in cached_costs(pairs, device)]
+
+
+def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
+    """Return what calls cost as far as the file has it; nothing is measured."""
+    times = OpTimes(cache_name(device), _is_cost, circumstances())
+    found = [times.table.get(times.key(signature(it))) for it in recording.calls]
+    return [None if it is None else (it[0], it[1]) for it in found]
+
+
+def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cost) -> int:
+    """Return the scratch of a call: as measured, else by rule."""
+    if cost is not None:
+        return cost[1]
+    forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
+    made = [(it.size, it.stride, it.dtype) for it in call.outputs if it is not None]
+    return 0 if is_apart(device) else rule_bytes(call.name, forms, made)
+
+
+def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., int]:
+    """Return what tells the scratch of the calls of a step that is run without values.
+
+    As measured for an earlier trace; what a rule says takes some is measured now, if ops are timed
+    at all, and else taken from the rule. On a device that no rule is known of, each op is measured.
+    """
+    times = OpTimes(cache_name(device), _is_cost, circumstances())
+
+    def scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
+        flat, spec = tree_flatten((args, kwargs))
+        ends = tree_leaves(made)
+        given = [it for it in (*flat, *ends) if isinstance(it, torch.Tensor)]
+        if not all(it.layout is torch.strided for it in given):
+            return 0  # the rule is of strided tensors, and so is what can be planned
+        storages: dict[int, int] = {}
+        nbytes: list[int] = []
+
+        def view(tensor: torch.Tensor) -> View:
+            memory = tensor.untyped_storage()
+            number = storages.setdefault(memory._cdata, len(storages))
+            if number == len(nbytes):
+                nbytes.append(memory.nbytes())
+            return form_of(tensor, number)
+
+        leaves = tuple(view(it) if isinstance(it, torch.Tensor) else it for it in flat)
+        outputs = tuple(view(it) if isinstance(it, torch.Tensor) else None for it in ends)
+        call = Call(func, leaves, spec, outputs, (), (), "", random=False)
+        recording = Recording([call], nbytes, [device] * len(nbytes))
+        key = times.key(signature(call))
+        by_rule = scratch_of(call, recording, device, None)
+        wanted = profile and (by_rule or is_apart(device)) and not _TRAINING.get()
+        if wanted and key not in times.table:
+            with unset_fake_temporarily():
+                times.table[key] = _cost(call, recording, device) if timeable(call) else None
+            times.save(device)
+        cost = times.table.get(key)
+        return by_rule if cost is None else int(cost[1])
+
+    return scratch
+
+
+def _is_cost(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and is_seconds(value[0])
+        and is_count(value[1])
+    )
 
 
 def circumstances() -> str:
@@ -97,6 +194,8 @@ def circumstances() -> str:
         "mkldnn": getattr(backends.mkldnn, "enabled", None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
+        # oneDNN is told by it which instructions there are.
+        "isa": os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA")),
     }
     return str(settings)
 
@@ -123,11 +222,11 @@ def cache_name(device: torch.device) -> str:
         what = module_of(device).get_device_name(device)
     else:
         what = f"{device.type}-{torch.get_num_threads()}-{torch.backends.cpu.get_cpu_capability()}"
-    return f"op-seconds-2-{plain_name(what)}-torch-{torch.__version__}.json"
+    return f"op-costs-1-{plain_name(what)}-torch-{torch.__version__}.json"
 
 
 def signature(call: Call) -> str:
-    """What the time of a call depends on, as text."""
+    """What the cost of a call depends on, as text."""
     numbers: dict[int, int] = {}
     parts = []
     for arg in call.flat:
@@ -137,7 +236,8 @@ def signature(call: Call) -> str:
             parts.append(f"{arg.dtype}{arg.size}{arg.stride}@{same}")
         else:
             parts.append(repr(arg))
-    return f"{call.target}({', '.join(parts)}){call.spec}"
+    missing = sum(it is None for it in call.outputs)
+    return f"{call.target}({', '.join(parts)}){call.spec}{f' less {missing}' if missing else ''}"
 
 
 def measured_device(device: torch.device, room_bytes: int) -> Device:
@@ -204,13 +304,32 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
         return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
     args, kwargs = call.arguments(made)
+    if call.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        args = _after_forward(args)
     return lambda: call.target(*args, **kwargs)
 
 
-def _time(call: Call, recording: Recording, device: torch.device) -> float | None:
+def _after_forward(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of an LSTM's backward pass with what oneDNN's forward packs for it."""
+    given, gradients, settings = args[:7], args[10:13], args[13:22]
+    reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = settings
+    with torch.enable_grad():
+        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(
+            *given, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+        )
+    return (*given, *results, *gradients, *settings, workspace)
+
+
+def _cost(call: Call, recording: Recording, device: torch.device) -> Cost:
     try:
-        with torch.no_grad():
-            return best_seconds(rebuilt(call, recording), device)
+        # Of all kernels oneDNN's LSTM alone does less where nothing is to be differentiated: then
+        # it makes no workspace.
+        saves = call.name == "mkldnn_rnn_layer" and None not in call.outputs
+        with torch.set_grad_enabled(saves):
+            run = rebuilt(call, recording)
+            seconds = best_seconds(run, device)
+            # After the runs that fill caches of kernels, which stay.
+            return seconds, measured_bytes(run, device)
     except Exception as error:  # noqa: BLE001 - whatever an op says to values that are made up
         log.info("%s could not be timed (%s); a roofline stands in", call.target, error)
         return None

@@ -99,11 +99,12 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
     return OptimizerMemory(state, max(0, transient), sizes)
 
 
-def _number_bytes(func: Any, flat: list[Any]) -> int:
+def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> int:
     """Bytes that a kernel of the CPU takes for a Python number in the place of a tensor.
 
     The number becomes a tensor of eight bytes, and another of the type that is computed in.
     """
+    flat = tree_leaves((args, kwargs))
     one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
     # Many tensors are computed one by one.
     each = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")

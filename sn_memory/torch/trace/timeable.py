@@ -43,10 +43,12 @@ _SEEDED = (
     "_scaled_dot_product_efficient_attention_backward "
     "_scaled_dot_product_cudnn_attention_backward native_dropout_backward "
 )
-_INTEGERS = frozenset((_MOVES + _INDEXES + _SEEDED).split())
+# What another kernel packed is made by that kernel, where ops are run.
+_PACKED = "mkldnn_rnn_layer_backward "
+_INTEGERS = frozenset((_MOVES + _INDEXES + _SEEDED + _PACKED).split())
 # Floats that another kernel packed, or that must belong together.
 _ODD = (
-    "mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward _cudnn_rnn_flatten_weight "
+    "_cudnn_rnn _cudnn_rnn_backward _cudnn_rnn_flatten_weight "
     "miopen_rnn miopen_rnn_backward _ctc_loss _ctc_loss_backward _cudnn_ctc_loss "
     "cudnn_batch_norm_backward mkldnn_linear mkldnn_reorder_conv2d_weight "
 )

@@ -139,8 +139,9 @@ def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
         return (op,)
     name = f"{op.name}: {STATE}"
     kept = Op(name, (), (name,), kind=STATE, phase=op.phase, seconds=0.0, once=True)
-    # The generator's own, put back afterwards.
-    ways = op.workspaces or (Workspace(nbytes),)
+    # The generator's own, put back afterwards: beside the scratch of the op.
+    ways = tuple(replace(it, bytes=it.bytes + nbytes) for it in op.workspaces)
+    ways = ways or (Workspace(nbytes),)
     return kept, replace(op, inputs=(*op.inputs, name), workspaces=ways)
 
 

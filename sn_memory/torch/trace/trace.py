@@ -9,7 +9,7 @@ Over 300 lines: half of them are what `trace` says of its arguments.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.utils.rnn import PackedSequence
 
+from ...base.sizes import show_bytes
 from ...cost.devices import NOMINAL, speeds
 from ...graph.graph import Graph
-from ...graph.liveness import peak
+from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Compressed, Device, Storage, Workspace
 from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
@@ -36,7 +37,15 @@ from .captured import Captured
 from .compressible import Form, Widths, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
 from .fake_step import fake_step, fake_step_on
-from .op_seconds import largest_bytes, measured_device, measured_seconds
+from .op_seconds import (
+    Cost,
+    known_costs,
+    largest_bytes,
+    measured_costs,
+    measured_device,
+    scratch_of,
+    scratch_of_steps,
+)
 from .optimizer import optimizer_memory
 from .rearrange import accumulated, put_off, spared, taken_apart
 from .record import Layouts, Recording, View
@@ -47,6 +56,7 @@ log = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer state"
 LIBRARIES = "workspace of cuBLAS"
+_NOTABLE = 1.005
 
 
 @dataclass(frozen=True)
@@ -127,11 +137,14 @@ def trace(
     accumulate: bool = False,
     update: str = "step",
     unplanned: bool = True,
+    ends: Sequence[bool] = (),
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
     The step is forward, loss, backward. The loss is an op outside of the plan that reads the
-    outputs and makes their gradients; a model that returns its loss has that planned as well.
+    outputs and makes their gradients. Of a model that returns its loss - one element by that name,
+    or no dimensions at the first place of a tuple - the loss is planned as well, and the backward
+    pass begins there alone.
     The backward pass is arranged to hold less, without a change to any result: gradients pass
     elementwise functions in place, convolutions compute their gradients one by one, and those of
     parameters that are larger than what they are made of are made last.
@@ -175,6 +188,9 @@ def trace(
     unplanned
         State the peak of the model's own step, which percent of a budget are of, beside that of the
         arranged one. It takes a second run without values.
+    ends
+        Per output that takes a gradient, whether the backward pass begins there. Default, also if
+        there are not as many: at the loss, or at all.
 
     Raises
     ------
@@ -196,17 +212,16 @@ def trace(
     args, kwargs = call_arguments(sample)
     there = device_of(model)
     gpu = gpu_of(device, there)
-    captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu)))
+    captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu, ends=ends)))
     if update == "hooks":
         captured = spared(accumulated(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
     place = there if gpu is None else gpu.place
     profile = profile and gpu is None
-    found_device, seconds = _timed(captured, place, profile=profile, device=speeds(device))
-    ways = None
-    if gpu is not None:
-        ways = _scratch_ways(captured.recording, gpu)
+    found_device, costs_of_calls = _timed(captured, place, profile=profile, device=speeds(device))
+    seconds = [it and it[0] for it in costs_of_calls]
+    ways, notes = scratch_of_calls(captured.recording, place, costs_of_calls, gpu)
     if workspaces:
         if workspaces is True and there.type != "cuda":
             raise ValueError(
@@ -218,7 +233,9 @@ def trace(
     held = beside(model, optimizer, gpu)
     plain_bytes = None
     if unplanned and update == "step":
-        plain_bytes = _plain_bytes(model, (args, kwargs), captured, gpu, accumulate=accumulate)
+        plain_bytes = _plain_bytes(
+            model, (args, kwargs), captured, gpu, accumulate=accumulate, profile=profile
+        )
     if plain_bytes is not None:
         plain_bytes += sum(it.bytes for it in held)
     found = {} if bits is None else _forms(captured, place, bits)
@@ -236,9 +253,21 @@ def trace(
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
         unplanned_peak_bytes=plain_bytes,
     )
+    notes += _notes_on_baseline(named.graph)
     number = named.storage_of
     forms_of = {it: found[number[it]] for it in waits(named.graph)}
-    return Trace(named, captured, forms_of, layouts, () if gpu is None else tuple(gpu.notes))
+    return Trace(named, captured, forms_of, layouts, notes)
+
+
+def _notes_on_baseline(graph: Graph) -> tuple[str, ...]:
+    """Say where percent are not of the plain step, as what is planned holds more by itself."""
+    plain, own = graph.unplanned_peak_bytes, unplanned_bytes(graph)
+    if plain is None or own <= _NOTABLE * plain:
+        return ()
+    return (
+        f"percent of a budget are of {show_bytes(own)}, the peak of the traced step where nothing "
+        f"of it runs again; the plain step's is {show_bytes(plain)}",
+    )
 
 
 def _plain_bytes(
@@ -248,13 +277,17 @@ def _plain_bytes(
     gpu: Gpu | None,
     *,
     accumulate: bool,
+    profile: bool,
 ) -> int | None:
     """Return the peak of a step without a plan, as `estimate` and `verify` tell it."""
     constants = list(captured.recording.constants.values())
     try:
         if gpu is not None:
             return fake_step_on(gpu, model, arguments).peak_bytes
-        return fake_step(model, arguments, constants, accumulate=accumulate).peak_bytes
+        scratch = scratch_of_steps(device_of(model), profile=profile)
+        return fake_step(
+            model, arguments, constants, accumulate=accumulate, scratch=scratch
+        ).peak_bytes
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -266,14 +299,27 @@ def _plain_bytes(
         return None
 
 
-def _scratch_ways(recording: Recording, gpu: Gpu) -> list[tuple[Workspace, ...]]:
-    """Return per call what its kernel takes beside arguments and results, as ops state it."""
-    found: list[tuple[Workspace, ...]] = []
-    for call in recording.calls:
-        forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
-        size = scratch_bytes(call.name, forms, gpu.named)
-        found.append((Workspace(size),) if size else ())
-    return found
+def scratch_of_calls(
+    recording: Recording, place: torch.device, costs: Sequence[Cost], gpu: Gpu | None = None
+) -> tuple[list[tuple[Workspace, ...]], tuple[str, ...]]:
+    """Return per call what its kernel takes beside arguments and results, and notes on it."""
+    sizes = []
+    for call, cost in zip(recording.calls, costs, strict=True):
+        if gpu is None:
+            sizes.append(scratch_of(call, recording, place, cost))
+        else:
+            forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
+            sizes.append(scratch_bytes(call.name, forms, gpu.named))
+    ways: list[tuple[Workspace, ...]] = [(Workspace(size),) if size else () for size in sizes]
+    if gpu is not None:
+        return ways, tuple(gpu.notes)
+    by_rule = [size for size, cost in zip(sizes, costs, strict=True) if cost is None and size]
+    if not by_rule:
+        return ways, ()
+    return ways, (
+        f"scratch of {len(by_rule)} of {len(sizes)} ops, {show_bytes(max(by_rule))} at most, is "
+        "by an upper rule; where ops are timed it is measured",
+    )
 
 
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
@@ -294,7 +340,7 @@ def _peak_bytes(captured: Captured) -> int:
 
 def _timed(
     captured: Captured, place: torch.device, *, profile: bool, device: Device | None
-) -> tuple[Device, list[float | None]]:
+) -> tuple[Device, list[Cost]]:
     """Return what `operations` does, sums into gradients that are there left to the roofline.
 
     They may be planned for when there is no memory to time them in, and run once in any plan.
@@ -340,27 +386,30 @@ def trace_unplanned(
     args, kwargs = call_arguments(sample)
     captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
     place = device_of(model) if gpu is None else gpu.place
+    recording = captured.recording
+    costs = known_costs(recording, place) if gpu is None else [None] * len(recording.calls)
+    ways, notes = scratch_of_calls(recording, place, costs, gpu)
     named = to_graph(
         captured,
         name=type(model).__name__,
         device=device or NOMINAL,
         seconds=[None] * len(captured.recording.calls),
         allocator=_allocator(place),
-        ways=None if gpu is None else _scratch_ways(captured.recording, gpu),
+        ways=ways,
     )
-    return Trace(named, captured, notes=() if gpu is None else tuple(gpu.notes))
+    return Trace(named, captured, notes=notes)
 
 
 def operations(
     captured: Captured, place: torch.device, *, profile: bool, device: Device | None
-) -> tuple[Device, list[float | None]]:
-    """Return the speeds of a device and the seconds of each call on it; None is left to speeds."""
+) -> tuple[Device, list[Cost]]:
+    """Return the speeds of a device and the cost of each call on it; None is left to speeds."""
     profile = profile and place.type != "meta"
     if device is None:
         room = largest_bytes(captured.recording)
         device = measured_device(place, room) if profile else NOMINAL
     calls = captured.recording.calls
-    return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
+    return device, measured_costs(captured.recording, place) if profile else [None] * len(calls)
 
 
 def beside(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None) -> tuple[Storage, ...]:

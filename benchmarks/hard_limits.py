@@ -1,0 +1,146 @@
+"""Networks that train under a limit that the kernel keeps, and plain of which it refuses memory.
+
+    python benchmarks/hard_limits.py [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
+                                     [--cgroup FOLDER]
+
+Each trial is a process of its own. It imports, makes a network and a sample, notes what it holds
+(base), plans at 70 % (or the smallest budget above that keeps), sets the limit to base, less what
+of the step is there already, plus budget, plus `process_bytes`, plus --scratch; then it trains 20
+steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned trial and
+never planned. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: its limit
+is set instead, and the trial moves into it. Rows in FILE are kept; more --trials add to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import save
+from limited_nets import NETS, made
+from machine import commit, machine
+from process_bytes import held_bytes, warm
+from resident import Watch, status
+
+import sn_memory.torch
+from sn_memory import BudgetError
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 20
+STARVED = ("allocate memory", "MemoryError", "bad_alloc", "could not create", "out of memory")
+
+
+def limit_process(most: int, base: int, cgroup: str) -> None:
+    """Let the kernel refuse what is beyond; of a cgroup, what is resident."""
+    if not cgroup:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return
+    folder = Path(cgroup)
+    file = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    # Pages touched before were counted elsewhere: only what is new counts here.
+    (folder / file).write_text(str(most - base))
+
+
+def trial(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train in this process."""
+    warm()
+    model, sample = made(asked["net"])
+    there = held_bytes(model, sample)
+    base = status()["VmData"]
+    row: dict[str, Any] = {"base_bytes": base, "there_bytes": there}
+    run = model
+    if asked["way"] == "planned":
+        try:
+            run = sn_memory.torch.plan(model, sample, "70%")
+        except BudgetError as error:
+            run = sn_memory.torch.plan(model, sample, error.peak_bytes)
+        record = run.sn_memory
+        row |= {
+            "budget_bytes": record.budget_bytes, "process_bytes": record.process_bytes,
+            "peak_bytes": record.plan.peak_bytes, "plain_bytes": record.plan.baseline_peak_bytes,
+        }  # fmt: skip
+        row["limit_bytes"] = record.budget_bytes - there + record.process_bytes
+        row["limit_bytes"] += asked["scratch_bytes"]
+    else:
+        row["limit_bytes"] = asked["limit_bytes"]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    watch = Watch()
+    limit_process(base + row["limit_bytes"], base, asked["cgroup"])
+    steps, began = 0, time.perf_counter()
+    try:
+        for _ in range(STEPS):
+            run(sample).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    except (MemoryError, RuntimeError) as error:
+        if not any(it in f"{type(error).__name__}: {error}" for it in STARVED):
+            raise
+        row["error"] = str(error).splitlines()[0][:160]
+    row |= {"steps": steps, "step_s": (time.perf_counter() - began) / max(steps, 1)}
+    row["most_bytes"] = watch.end()["VmData"] - base
+    return row
+
+
+def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a trial in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", json.dumps(asked)],
+        env=os.environ | {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return asked | json.loads(done.stdout.splitlines()[-1])
+    # Where memory runs out inside a library, or the cgroup kills, there may be no exception.
+    if done.returncode > 0 and not any(it in done.stderr for it in STARVED):
+        raise SystemExit(f"the trial {asked} failed:\n{done.stderr[-2000:]}")
+    return asked | {"steps": 0, "error": f"ended with {done.returncode}"}
+
+
+def main() -> None:
+    """Run the trials that are missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/hard_limits.json")
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--trials", type=int, default=2)
+    parser.add_argument("--scratch", type=int, default=0, help="MiB more, for kernels' scratch")
+    parser.add_argument("--cgroup", default="", help="a folder of /sys/fs/cgroup made for this")
+    parser.add_argument("--one", type=json.loads, help="this trial, in this process")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(trial(args.one)), flush=True)
+        return
+    for number in range(args.trials):
+        for name in args.nets:
+            for way in ("planned", "plain"):
+                asked = {
+                    "net": name, "way": way, "trial": number, "cgroup": args.cgroup,
+                    "scratch_bytes": args.scratch << 20,
+                }  # fmt: skip
+                rows = json.loads(args.json.read_text()) if args.json.exists() else []
+                if any(all(row[it] == asked[it] for it in asked) for row in rows):
+                    continue
+                if way == "plain":
+                    of = asked | {"way": "planned"}
+                    ours = next(r for r in rows if all(r[it] == of[it] for it in of))
+                    if "limit_bytes" not in ours:
+                        continue
+                    asked["limit_bytes"] = ours["limit_bytes"]
+                row = run_trial(asked) | {"commit": commit(), "machine": machine()}
+                save(args.json, [*rows, row])
+                mib = {it: round(row[it] / 2**20) for it in row if it.endswith("_bytes")}
+                end = row.get("error", "")
+                print(f"{name} {way}: {row['steps']} steps of {STEPS}, {mib} {end}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What a planned step holds by the allocator's own events, kernels' scratch included.
+
+    python benchmarks/held_bytes.py [--json FILE] [--only NAME ...] [--budgets 60 70 80]
+        [--threads 1 2] [--isa default AVX2 AVX512_CORE] [--resume] [--cuda]
+
+Each network of held_nets.py is trained a step without a plan and with plans at shares of its
+unplanned peak. `held` is the most that torch's allocator had given out: on the CPU by its events,
+on CUDA by its peak statistics. One process a network and setting, as oneDNN reads
+ONEDNN_MAX_CPU_ISA when it starts. A refused budget is taken at the fewest percent that the error
+names. Prints the table of docs/torch_memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import save
+from held_nets import NETS
+from machine import commit, machine
+from tables import markdown
+
+import sn_memory.torch
+from sn_memory import BudgetError
+from sn_memory.torch.model.step import run_step, tensors
+from sn_memory.torch.trace.trace import call_arguments
+
+RESULTS = Path(__file__).resolve().parent / "results" / "held_bytes.json"
+KEY = ("network", "threads", "isa", "device", "asked")
+MIB = 2**20
+
+
+def held_bytes(model: torch.nn.Module, sample: Any, device: torch.device) -> int:
+    """Return the most that the allocator had given out in a step, the second one."""
+    arguments = call_arguments(sample)
+    if device.type == "cpu":
+        run_step(model, model, arguments, count=False)
+        return run_step(model, model, arguments, kernels=True).peak_bytes
+    run_step(model, model, arguments, count=False)
+    for it in (*model.parameters(), *tensors(arguments)):
+        it.grad = None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_step(model, model, arguments, count=False)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a process of its own: plan and measure one network at each budget."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(job["threads"])
+    torch.manual_seed(0)
+    device = torch.device(job["device"])
+    model, sample = NETS[job["network"]]()
+    model = model.to(device)
+    sample = torch.utils._pytree.tree_map_only(torch.Tensor, lambda it: it.to(device), sample)
+    plain = held_bytes(model, sample, device)
+    rows = []
+    for asked in job["budgets"]:
+        settings: dict[str, Any] = {"progress": False, "time_limit_s": 6.0}
+        try:
+            planned = sn_memory.torch.plan(model, sample, f"{asked}%", **settings)
+            percent = asked
+        except BudgetError as error:
+            percent = error.percent or 100
+            planned = sn_memory.torch.plan(model, sample, f"{percent}%", **settings)
+        record = planned.sn_memory
+        row = {name: job[name] for name in KEY if name != "asked"} | {"asked": asked}
+        row |= {
+            "percent": percent,
+            "backend": record.backend,
+            "plain_bytes": plain,
+            "estimate_bytes": sn_memory.torch.estimate(model, sample).step_bytes,
+            "baseline_bytes": record.plan.baseline_peak_bytes,
+            "budget_bytes": record.plan.baseline_peak_bytes * percent // 100,
+            "promised_bytes": record.plan.peak_bytes,
+            "held_bytes": held_bytes(planned, sample, device),
+        }
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One row a network: over all of its budgets and settings the worst of each."""
+    lines = []
+    for name in NETS:
+        own = [it for it in rows if it["network"] == name]
+        if not own:
+            continue
+        first = own[0]
+        over = [100 * (it["held_bytes"] / it["promised_bytes"] - 1) for it in own]
+        kept = sum(it["held_bytes"] <= it["budget_bytes"] for it in own)
+        apart = max(
+            (abs(it[what] / it["plain_bytes"] - 1) * 100, what)
+            for it in own
+            for what in ("baseline_bytes", "estimate_bytes")
+        )
+        lines.append(
+            [
+                name,
+                f"{first['plain_bytes'] / MIB:.1f}",
+                f"{first['promised_bytes'] / MIB:.1f}",
+                f"{first['held_bytes'] / MIB:.1f}",
+                f"{min(over):+.2f} to {max(over):+.2f}",
+                f"{kept} of {len(own)}",
+                f"{apart[0]:.2f} ({apart[1].partition('_')[0]})",
+            ]
+        )
+    heads = [
+        "network", "plain, MiB", "promised", "held", "held over promised, %", "within budget",
+        "furthest from plain, %",
+    ]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def main() -> None:
+    """Measure what the arguments ask for, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=[*NETS], default=[*NETS])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[60, 70, 80])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--isa", nargs="+", default=["default", "AVX2", "AVX512_CORE"])
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.job:
+        print(json.dumps(rows_of(json.loads(asked.job))))
+        return
+    rows: list[dict[str, Any]] = []
+    if asked.resume and asked.json and asked.json.exists():
+        rows = json.loads(asked.json.read_text())
+    there = {tuple(it[name] for name in KEY) for it in rows}
+    device = "cuda" if asked.cuda else "cpu"
+    for isa in ["default"] if asked.cuda else asked.isa:
+        for threads in asked.threads:
+            for name in asked.only:
+                job = {"network": name, "threads": threads, "isa": isa, "device": device}
+                left = [it for it in asked.budgets if (name, threads, isa, device, it) not in there]
+                if not left:
+                    continue
+                given = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
+                done = subprocess.run(
+                    [sys.executable, __file__, "--job", json.dumps(job | {"budgets": left})],
+                    env={**os.environ, "OMP_NUM_THREADS": str(threads), **given},
+                    stdout=subprocess.PIPE, text=True, check=False,
+                )  # fmt: skip
+                if done.returncode:
+                    print(f"{name}, {threads} threads, {isa}: rc {done.returncode}", flush=True)
+                    continue
+                new = json.loads(done.stdout.splitlines()[-1])
+                rows += [it | {"machine": machine(), "commit": commit()} for it in new]
+                last = rows[-1]
+                print(
+                    f"{name}, {threads} threads, {isa}: plain {last['plain_bytes'] / MIB:.1f}, "
+                    f"promised {last['promised_bytes'] / MIB:.1f}, held "
+                    f"{last['held_bytes'] / MIB:.1f} MiB",
+                    flush=True,
+                )
+                if asked.json:
+                    save(asked.json, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

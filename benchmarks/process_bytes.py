@@ -1,0 +1,119 @@
+"""What a process takes beyond the tensors of a planned step: RLIMIT_DATA's count (VmData).
+
+    python benchmarks/process_bytes.py [--json FILE] [--nets NAME ...] [--malloc on off]
+
+Each network is planned at 80 % and trains eight steps in a process of its own. What planning
+imports is there before, by a toy's plan. `kept` is what is held after the plan and between steps,
+beyond what was held before: plan objects, code that oneDNN made, the heap's holes. `beyond` is the
+most in a step, over that and over the tensors of the plan: scratch of kernels. `objects` is what
+Python holds of the plan, by tracemalloc. Rows in FILE are kept, so a run that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import save
+from limited_nets import NETS, made
+from machine import commit, machine
+from resident import Watch, status
+from torch import nn
+
+import sn_memory.torch
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 8
+
+
+def warm() -> None:
+    """Have everything there that a first plan and a first update import."""
+    import scipy.optimize
+    import sympy
+
+    assert all((scipy.optimize.linprog, sympy.Symbol))
+    torch.set_num_threads(1)
+    toy = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    sn_memory.torch.plan(toy, torch.ones(4, 4), "100%")(torch.ones(4, 4)).sum().backward()
+    torch.optim.SGD(toy.parameters(), 1e-4).step()
+
+
+def held_bytes(model: nn.Module, sample: torch.Tensor) -> int:
+    """Of what a plan counts, what is there before a step."""
+    return sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """Plan and train one network, and count."""
+    warm()
+    model, sample = made(name)
+    base = status()["VmData"]
+    planned = sn_memory.torch.plan(model, sample, "80%")
+    plan, calls = planned.sn_memory.plan, len(planned.sn_memory.trace.graph.ops)
+    after = status()["VmData"]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    watch, began = Watch(), time.perf_counter()
+    for _ in range(STEPS):
+        planned(sample).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = (time.perf_counter() - began) / STEPS
+    most, between = watch.end()["VmData"], status()["VmData"]
+    kept = max(after, between) - base
+    tensors = plan.peak_bytes - held_bytes(model, sample)
+    del planned
+    tracemalloc.start()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    planned = sn_memory.torch.plan(model, sample, "80%", profile=False, trial=False)
+    gc.collect()
+    objects = tracemalloc.get_traced_memory()[0] - before
+    del planned
+    return {
+        "net": name, "calls": calls, "peak_bytes": plan.peak_bytes, "kept_bytes": kept,
+        "beyond_bytes": most - base - kept - tensors, "objects_bytes": objects,
+        "step_s": seconds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Make the rows that are missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/process_bytes.json")
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--malloc", nargs="+", default=["on", "off"])
+    parser.add_argument("--one", help="this network, in this process")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(row_of(args.one)), flush=True)
+        return
+    for name in args.nets:
+        for malloc in args.malloc:
+            rows = json.loads(args.json.read_text()) if args.json.exists() else []
+            if any((it["net"], it["malloc"]) == (name, malloc) for it in rows):
+                continue
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", name],
+                env=os.environ | {"SN_MEMORY_MALLOC": malloc},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode:
+                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+            row = json.loads(done.stdout.splitlines()[-1])
+            row |= {"malloc": malloc, "commit": commit(), "machine": machine()}
+            save(args.json, [*rows, row])
+            mib = {it: round(row[it] / 2**20, 1) for it in row if it.endswith("_bytes")}
+            print(f"{name}, malloc {malloc}: {row['calls']} calls, {mib}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""TensorFlow's BFC allocator on paper: what it reserves for what is allocated on a GPU.
+
+The rules are those of `xla/tsl/framework/bfc_allocator.cc` and of TensorFlow's
+`gpu_bfc_allocator.cc`, as of TensorFlow 2.21. Sizes are multiples of 256 bytes. The smallest free
+block that is large enough is taken, of equal ones that at the lowest address, and cut only where it
+is at least twice as large as asked, or 128 MiB are left: else it is handed out whole. A block that
+is freed is joined with free neighbours in its region.
+
+By default a process reserves one region, its whole limit, when it first needs memory; with memory
+growth regions of 2 MiB and more, each twice the last one, or as large as it takes. They are not
+joined. Where the limit has no room for a region, those that nothing is in are given back first.
+
+Left out: a driver that has less memory than the limit says, for which regions become smaller;
+internal fragmentation as a share of the limit; more than one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .blocks import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
+
+_MIB = 1 << 20
+GRAIN: Final = 256
+FIRST_REGION: Final = 2 * _MIB
+# Blocks of less than twice what is asked for are cut where so much is left.
+MOST_LEFT: Final = 128 * _MIB
+# Regions that are tried: the highest address of a step, and so many hundredths more.
+_MORE = range(16)
+
+
+@dataclass(frozen=True)
+class BFCSettings:
+    """How TensorFlow's allocator is set, as far as it changes what is reserved.
+
+    Parameters
+    ----------
+    growth
+        Memory growth: `tf.config.experimental.set_memory_growth`, TF_FORCE_GPU_ALLOW_GROWTH.
+    limit_bytes
+        The most that the process may reserve.
+    gives_back
+        TF_ENABLE_GPU_GARBAGE_COLLECTION.
+    caching
+        Whether this allocator serves: not with TF_GPU_ALLOCATOR=cuda_malloc_async, whose rules the
+        driver does not tell.
+    """
+
+    growth: bool = False
+    limit_bytes: int = UNLIMITED
+    gives_back: bool = True
+    caching: bool = True
+
+    @property
+    def name(self) -> str:
+        """The allocator and its settings, in words."""
+        if not self.caching:
+            return "TF_GPU_ALLOCATOR"
+        return f"TensorFlow's allocator ({'memory growth' if self.growth else 'one region'})"
+
+    @property
+    def reserves(self) -> str:
+        """What it does with so many bytes, in words."""
+        verb = "reserves" if self.growth else "needs a region of"
+        return f"TensorFlow's allocator {verb}"
+
+    @property
+    def others(self) -> dict[str, BFCSettings]:
+        """Settings that may reserve less, by how they are set."""
+        if not self.growth:
+            return {}
+        return {"a memory_limit without memory growth": replace(self, growth=False)}
+
+    def reserved(self, resident: Rows, step: Rows) -> Reserved:
+        """Return what is reserved with a step: of regions that grow, all of them.
+
+        Else of one region the size in which the step finds room: a process that may reserve more
+        does so, whatever the step needs.
+        """
+        if self.growth:
+            try:
+                return Reserved(self._steps(self.limit_bytes, resident, step).peak_reserved_bytes)
+            except MemoryError:
+                grown = self._steps(UNLIMITED, resident, step).peak_reserved_bytes
+                return Reserved(max(grown, self.limit_bytes + 1))
+        reach = self._steps(UNLIMITED, resident, step).reach_bytes
+        for hundredths in _MORE:
+            region = -(-reach * (100 + hundredths) // 100 // GRAIN) * GRAIN
+            try:
+                self._steps(region, resident, step)
+            except MemoryError:
+                continue
+            return Reserved(region)
+        # With so much left every block is cut as where there is no end.
+        return Reserved(reach + MOST_LEFT)
+
+    def most(self, budget_bytes: int) -> int:
+        """Return the most that can be reserved within a budget: of regions that grow, whole ones.
+
+        As if each were twice the last one, as they are where no block is larger.
+        """
+        if not self.growth or budget_bytes >= self.limit_bytes:
+            return budget_bytes
+        total, region = 0, FIRST_REGION
+        while total + region <= budget_bytes:
+            total, region = total + region, 2 * region
+        return total
+
+    def _steps(self, limit_bytes: int, resident: Rows, step: Rows) -> BFCAllocator:
+        memory = BFCAllocator(replace(self, limit_bytes=limit_bytes))
+        for number, (_, _, size) in enumerate(resident):
+            memory.allocate(("resident", number), size)
+        replay(memory, step)
+        return memory
+
+
+class BFCAllocator(BlockAllocator):
+    """Reserves regions for blocks that come and go.
+
+    Parameters
+    ----------
+    settings
+        As the process has them; default: one region without end.
+
+    Attributes
+    ----------
+    reach_bytes
+        The end of the highest block so far; regions lie one behind the other.
+
+    Examples
+    --------
+    >>> from sn_memory.cost.bfc import BFCAllocator, BFCSettings
+    >>> memory = BFCAllocator(BFCSettings(growth=True))
+    >>> memory.allocate("x", 1000)
+    >>> memory.allocated_bytes, memory.reserved_bytes
+    (1024, 2097152)
+    """
+
+    def __init__(self, settings: BFCSettings | None = None) -> None:
+        self.settings = settings or BFCSettings()
+        super().__init__(self.settings.limit_bytes)
+        self.reach_bytes = 0
+        first = min(self.limit_bytes, FIRST_REGION) if self.settings.growth else self.limit_bytes
+        self._region_bytes = -(-first // GRAIN) * GRAIN
+
+    def allocate(self, key: object, nbytes: int) -> None:
+        self.free(key)
+        if not nbytes:
+            return
+        size = -(-nbytes // GRAIN) * GRAIN
+        block = self._cached(size)
+        if block is None and (self._extend(size) or (self._give_back(size) and self._extend(size))):
+            block = self._cached(size)
+        if block is None:
+            raise self._full(size)
+        if block.size >= 2 * size or block.size - size >= MOST_LEFT:
+            self._cut(block, size)
+        self._hold(key, block)
+        self.reach_bytes = max(self.reach_bytes, block.address + block.size)
+
+    def _cached(self, size: int) -> Block | None:
+        """Return the smallest free block that is large enough, taken out of its row."""
+        free = self._free[False]
+        place = bisect_left(free, (size, -1))
+        return None if place == len(free) else self._take(self._at[free[place][1]])
+
+    def _extend(self, size: int) -> bool:
+        """Reserve one more region, twice the last one or as large as it takes, if there is room."""
+        room = (self.limit_bytes - self.reserved_bytes) // GRAIN * GRAIN
+        if size > room:
+            return False
+        doubled = False
+        while self._region_bytes < size:
+            self._region_bytes, doubled = 2 * self._region_bytes, True
+        region = min(self._region_bytes, room)
+        if not doubled:
+            self._region_bytes *= 2
+        self._reserve(region)
+        self._put(Block(self._next_address, region, "free", small=False))
+        self._next_address += region
+        return True
+
+    def _give_back(self, size: int) -> bool:
+        """Give regions back that nothing is in, where that makes room."""
+        rows = [self._at[address] for _, address in self._free[False]]
+        whole = [row for row in rows if row.before is None and row.after is None]
+        freed = sum(row.size for row in whole)
+        room = self.limit_bytes - self.reserved_bytes + freed
+        if not self.settings.gives_back or not freed or size > room:
+            return False
+        for block in whole:
+            self._take(block)
+        self.reserved_bytes -= freed
+        return True

@@ -1,0 +1,306 @@
+"""The placing allocator: what a step allocates lies where a packer put the step before.
+
+`csrc/placing/placing.cpp` does the work, over a device's memory or the host's; here are its calls,
+and recordings are packed. One in a process, since what it serves are allocations of the process.
+Rules: the first step of a kind is recorded, and again where the next one differs, three times at
+most; from then on the n-th allocation of the step has its place, as long as its size is as recorded
+and nothing lies there. What outlives its step, and all else, lies in size classes.
+
+Over 300 lines: each call of the library is a line of its table and a documented method.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from .pack import arrange
+
+GRAIN: Final = 512
+# An arena is reserved in multiples of this, what a driver maps at once.
+GRANULE: Final = 2 << 20
+# Seconds in which the rows of a recording are packed, by counted work: the same places each time.
+PACK_S: Final = 1.0
+_SMALL, _SHARED, _TOGETHER, _DIVISIONS = 1 << 20, 16 << 20, 8, 16
+
+_PLACED, _RECORDED, _TO_PLACE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PlacingStatistics:
+    """What the placing allocator holds on a device.
+
+    Parameters
+    ----------
+    reserved_bytes, peak_reserved_bytes
+        From the driver: arenas and the segments of size classes, cached ones included.
+    arena_bytes
+        Of that in arenas, in which steps are placed.
+    allocated_bytes, peak_allocated_bytes
+        Of blocks in use, rounded to their classes.
+    hits, misses
+        Allocations of placed steps that got their place, and those that were not recorded or whose
+        place was taken, and lie in size classes.
+    bad_frees
+        Pointers that were freed twice, or that were of somebody else. Each is one line on stderr.
+    """
+
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    arena_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    hits: int
+    misses: int
+    bad_frees: int
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What became of the allocations of a step.
+
+    Parameters
+    ----------
+    hits, misses
+        As in `PlacingStatistics`.
+    kept
+        Those that outlive a step by its recording, and lie in size classes.
+    skipped
+        Recorded ones with a place that the step did not ask for.
+    """
+
+    hits: int
+    misses: int
+    kept: int
+    skipped: int
+
+
+def class_bytes(nbytes: int) -> int:
+    """Return the size of the class that a block lies in: powers of two with 16 divisions."""
+    size = max(-(-nbytes // GRAIN), 1) * GRAIN
+    step = max((1 << (size.bit_length() - 1)) // _DIVISIONS, GRAIN)
+    size = -(-size // step) * step
+    return size if size <= _SHARED else -(-size // GRANULE) * GRANULE
+
+
+def classes_bytes(sizes: Iterable[int]) -> int:
+    """Return what size classes reserve for blocks that come in this order and stay.
+
+    Those above 16 MiB have segments of their own. Others lie in the oldest segment with room; a
+    new one is made for as few of them as fill granules of 2 MiB without a rest, eight at most.
+
+    Examples
+    --------
+    >>> classes_bytes([1000, 3 << 20, 20 << 20]) >> 20
+    28
+    """
+    rooms: list[int] = []
+    reserved = 0
+    for size in map(class_bytes, filter(None, sizes)):
+        at = next((at for at, room in enumerate(rooms) if room >= size), len(rooms))
+        if size > _SHARED or at == len(rooms):
+            segment = _segment_bytes(size)
+            reserved += segment
+            rooms += [segment] if size <= _SHARED else []
+        if size <= _SHARED:
+            rooms[at] -= size
+    return reserved
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= _SMALL:
+        return GRANULE
+    if size <= _SHARED:
+        for count in range(1, _TOGETHER + 1):
+            if count * size % GRANULE == 0:
+                return count * size
+    return -(-size // GRANULE) * GRANULE
+
+
+def library_path() -> Path:
+    """Return where the compiled library is; it may be missing."""
+    return Path(__file__).parents[1] / f"_placing{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+@cache
+def _library() -> Any:
+    path = library_path()
+    if not path.exists():
+        note = path.with_name("_placing_missing.txt")  # left by setup.py
+        why = note.read_text("utf-8").splitlines()[0] if note.exists() else f"no {path.name}"
+        raise RuntimeError(
+            f"the placing allocator is not there ({why}); expected the compiled library beside "
+            "sn_memory. Install again with a C++17 compiler, on Linux."
+        )
+    library = ctypes.CDLL(str(path))
+    number, pointer, row = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
+    forms: dict[str, tuple[Any, ...]] = {
+        "open": (ctypes.c_char_p, ctypes.c_char_p, number),
+        "close": (None,),
+        "error": (ctypes.c_char_p,),
+        "allocate": (pointer, number, ctypes.c_int, pointer),
+        "release": (ctypes.c_int, pointer),
+        "record_stream": (None, pointer, pointer),
+        "trim": (None,),
+        "new_pool": (number, ctypes.c_int),
+        "forget": (None, number),
+        "give_back": (None, number),
+        "begin": (ctypes.c_int, number, number, pointer),
+        "enter": (number, number),
+        "rows": (number, number, number, row, number),
+        "place": (ctypes.c_int, number, number, row, number),
+        "step": (None, number, number, row),
+        "statistics": (None, ctypes.c_int, row),
+        "reset_peaks": (None, ctypes.c_int),
+    }
+    for name, (result, *arguments) in forms.items():
+        function = getattr(library, f"sn_placing_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class PlacingAllocator:
+    """The allocator of this process, opened.
+
+    Parameters
+    ----------
+    source
+        "host" for the host's memory (address space, until it is written to), or the name of CUDA's
+        runtime library.
+    limit_bytes
+        The most that is reserved on a device; 0 for all there is.
+
+    Raises
+    ------
+    RuntimeError
+        Where the library was not built, or the source cannot be opened.
+
+    Examples
+    --------
+    >>> from sn_memory.pool.placing import PlacingAllocator
+    >>> memory = PlacingAllocator("host")
+    >>> pool = memory.new_pool(0)
+    >>> for _ in range(2):
+    ...     memory.begin(pool, step=1)
+    ...     with memory.inside(pool):
+    ...         memory.release(memory.allocate(3000))
+    >>> memory.step_statistics(pool, 1).hits, memory.statistics().arena_bytes >> 20
+    (1, 2)
+    >>> memory.close()
+    """
+
+    def __init__(self, source: str = "host", limit_bytes: int = 0) -> None:
+        self._library = _library()
+        if why := self._library.sn_placing_open(source.encode(), limit_bytes):
+            raise RuntimeError(
+                f"the placing allocator cannot take memory from {source!r}: {why.decode()}; "
+                "expected one in a process, and the runtime library that torch has loaded."
+            )
+
+    def close(self) -> None:
+        """Give everything back, whatever lies in it."""
+        self._library.sn_placing_close()
+
+    def new_pool(self, device: int) -> int:
+        """Return a pool for the steps of one planned model on a device."""
+        return int(self._library.sn_placing_new_pool(device))
+
+    def begin(self, pool: int, step: int, stream: int = 0) -> None:
+        """Begin a step of a pool; recorded or placed, as it comes.
+
+        step : which kind of step of the pool; each has a recording of its own
+
+        Raises MemoryError where the arena does not fit.
+        """
+        state = self._library.sn_placing_begin(pool, step, stream)
+        if state == _TO_PLACE:
+            self._place(pool, step)
+            state = self._library.sn_placing_begin(pool, step, stream)
+        if state not in (_PLACED, _RECORDED):
+            raise MemoryError(
+                f"sn_memory's placing allocator: {self._library.sn_placing_error().decode()}"
+            )
+
+    def _place(self, pool: int, step: int) -> None:
+        count = self._library.sn_placing_rows(pool, step, None, 0)
+        numbers = (ctypes.c_int64 * (3 * count))()
+        self._library.sn_placing_rows(pool, step, numbers, count)
+        rows = list(zip(*[iter(numbers)] * 3, strict=True))
+        freed = [at for at, (_, _, upper) in enumerate(rows) if upper >= 0]
+        buffers = [(rows[at][1], rows[at][2], rows[at][0] // GRAIN) for at in freed]
+        offsets = (ctypes.c_int64 * count)(*[-1] * count)
+        for at, offset in zip(
+            freed, arrange(buffers, time_limit_s=PACK_S, deterministic=True).offsets, strict=True
+        ):
+            offsets[at] = offset * GRAIN
+        done = self._library.sn_placing_place(pool, step, offsets, count)
+        assert done == 0, "the packing does not fit its recording"
+
+    @contextmanager
+    def inside(self, pool: int) -> Iterator[None]:
+        """Let allocations of this thread belong to the pool's step."""
+        before = self._library.sn_placing_enter(pool)
+        try:
+            yield
+        finally:
+            self._library.sn_placing_enter(before)
+
+    def give_back(self, pool: int) -> None:
+        """Give a pool's arena back, once nothing lies in it; the next step reserves it again."""
+        self._library.sn_placing_give_back(pool)
+
+    def forget(self, pool: int) -> None:
+        """Give a pool's arena back, and forget its recordings."""
+        self._library.sn_placing_forget(pool)
+
+    def trim(self) -> None:
+        """Give back segments of size classes that nothing lies in."""
+        self._library.sn_placing_trim()
+
+    def allocate(self, nbytes: int, device: int = 0, stream: int = 0) -> int:
+        """Return the address of a block, as torch gets it.
+
+        Raises MemoryError where there is no room.
+        """
+        address = self._library.sn_placing_allocate(nbytes, device, stream)
+        if address is None and nbytes:
+            raise MemoryError(
+                f"sn_memory's placing allocator: {self._library.sn_placing_error().decode()}"
+            )
+        return address or 0
+
+    def release(self, address: int) -> None:
+        """Free a block.
+
+        Raises ValueError for an address at which no block in use begins.
+        """
+        bad = self._library.sn_placing_release(address)
+        if bad:
+            why = "freed twice, or inside a block" if bad == 1 else "memory of somebody else"
+            raise ValueError(f"cannot free {address:#x}: {why}; expected what `allocate` returned.")
+
+    def cross(self, address: int, stream: int) -> None:
+        """Note that another stream uses a block: the device is waited for when it is freed."""
+        self._library.sn_placing_record_stream(address, stream)
+
+    def statistics(self, device: int = 0) -> PlacingStatistics:
+        """Return what is held on a device."""
+        numbers = (ctypes.c_int64 * len(fields(PlacingStatistics)))()
+        self._library.sn_placing_statistics(device, numbers)
+        return PlacingStatistics(*numbers)
+
+    def step_statistics(self, pool: int, step: int) -> StepStatistics:
+        """Return what became of the allocations of the step of this kind that ran last."""
+        numbers = (ctypes.c_int64 * len(fields(StepStatistics)))()
+        self._library.sn_placing_step(pool, step, numbers)
+        return StepStatistics(*numbers)
+
+    def reset_peaks(self, device: int = 0) -> None:
+        """Let peaks begin at what is held now."""
+        self._library.sn_placing_reset_peaks(device)

@@ -1,0 +1,233 @@
+"""What the allocator of a card reserves for a plan, and plans that keep a budget of that.
+
+A card runs out of reserved bytes. The allocations and frees of a plan are replayed through the
+allocator's rules: torch's (`cost/caching.py`) or TensorFlow's (`cost/bfc.py`). What is resident is
+there before; then come two steps in a row, since the second begins with what the first has left.
+
+Under torch the step has a pool of its own, as the executor has it. It begins with one free segment
+for all blocks above 1 MiB, which is cut by the smallest block that fits, as a growing segment would
+be, so that what is reserved is near to what is live; by default torch reserves a segment for each
+large block that finds no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final
+
+from ..base.progress import say
+from ..base.sizes import show_bytes
+from ..cost.blocks import Reserved, Rows, Settings
+from ..cost.caching import AllocatorSettings
+from ..graph.graph import Graph
+from ..plan.buffers import plan_buffers
+from ..plan.plan import BudgetError, Plan
+from ..plan.refusal import refused
+from ..pool.pack import arrange
+from ..pool.placing import GRAIN, GRANULE, PACK_S, classes_bytes
+
+# A budget below this is kept by live bytes alone: torch's segments are of 2 and 20 MiB, for what
+# is resident and for the step, so that no plan could keep it.
+LEAST_BYTES: Final = 64 << 20
+# How often a plan is made lower, and what each search may take: of the first one's seconds, or as
+# many as finding a first plan of some hundred ops takes.
+ROUNDS, PART, LEAST_S = 4, 0.04, 0.25
+
+
+@dataclass(frozen=True)
+class PlacingSettings:
+    """The placing allocator: an arena as high as a step is packed, and classes of the rest."""
+
+    caching: ClassVar[bool] = True
+    name: ClassVar[str] = "the placing allocator"
+    reserves: ClassVar[str] = "the placing allocator reserves"
+    others: ClassVar[Mapping[str, Settings]] = {}
+
+    def reserved(self, resident: Rows, step: Rows) -> Reserved:
+        """Return what is reserved once the step was recorded."""
+        rows = [(lower, upper, -(-size // GRAIN)) for lower, upper, size in step]
+        height = arrange(rows, time_limit_s=PACK_S, deterministic=True).height * GRAIN
+        arena = -(-height // GRANULE) * GRANULE
+        return Reserved(classes_bytes(size for _, _, size in resident) + arena)
+
+    def most(self, budget_bytes: int) -> int:
+        """Return the most that can be reserved within a budget: an arena is of any size."""
+        return budget_bytes
+
+
+def reserved(graph: Graph, plan: Plan, settings: Settings | None = None) -> Reserved:
+    """Return what is reserved during steps with a plan.
+
+    settings : of the allocator; default: torch's defaults
+
+    Examples
+    --------
+    >>> from sn_memory import Graph, Op, Storage
+    >>> from sn_memory.plan import policies
+    >>> graph = Graph(
+    ...     [Storage("x", 3 << 20, "input"), Storage("h", 4), Storage("y", 2, keep=True)],
+    ...     [Op("f", ("x",), ("h",), seconds=1.0), Op("g", ("h",), ("y",), seconds=1.0)],
+    ... )
+    >>> reserved(graph, policies.policy("liveness")(graph, budget_bytes=None)).peak_bytes >> 20
+    22
+    """
+    return (settings or AllocatorSettings()).reserved(*stays(graph, plan))
+
+
+def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
+    """Return the buffers of a plan that are there from before to after the step, and others."""
+    rows = plan_buffers(graph, plan).buffers
+    end = max(len(plan.actions), 1)
+    first = sum(storage.resident for storage in graph.storages)
+    stay = [row for row in rows[:first] if row[1] == end]
+    return stay, [row for row in rows[:first] if row[1] != end] + list(rows[first:])
+
+
+def within_reserved(
+    graph: Graph,
+    budget_bytes: int,
+    search: Callable[[int, float | None], Plan],
+    settings: Settings,
+) -> Plan:
+    """Return a plan for which the allocator reserves no more than the budget.
+
+    Parameters
+    ----------
+    graph, budget_bytes
+        What is planned, and the most bytes.
+    search
+        Plans within so many live bytes, in so many seconds; None is the time limit as it was set.
+    settings
+        Of the allocator.
+
+    Raises
+    ------
+    BudgetError
+        For a budget that no plan keeps; naming the setting that would reserve less, where it is
+        what the allocator reserves that breaks it.
+    """
+    plan = first = search(budget_bytes, None)
+    if not settings.caching:
+        return replace(plan, notes=(*plan.notes, f"{settings.name}: {_NO_RULES}"))
+    found = reserved(graph, plan, settings)
+    least = found, plan
+    target, most = budget_bytes, settings.most(budget_bytes)
+    if budget_bytes >= LEAST_BYTES:
+        for number in range(ROUNDS):
+            over = found.peak_bytes - budget_bytes
+            if over <= 0:
+                break
+            say("search", number, ROUNDS, f"reserved bytes are {show_bytes(over)} above the budget")
+            if most < budget_bytes:
+                # What is over is no measure where the last of several regions is half of them.
+                target = min(target, most * (15 - number) // 16)
+            else:
+                # Holes do not shrink with the plan, so later rounds go lower than by what is over.
+                target = min(target, plan.peak_bytes) - over * (4 + number) // 4
+            try:
+                if target <= graph.base_bytes:
+                    break
+                plan = _searched(search, target, max(PART * first.solve_s, LEAST_S))
+            except BudgetError as error:
+                if error.plan is None:
+                    break
+                plan, target = error.plan, 0
+            found = reserved(graph, plan, settings)
+            least = min(least, (found, plan), key=lambda it: it[0].peak_bytes)
+            if not target:
+                break
+        found, plan = least
+        if found.peak_bytes > budget_bytes:
+            raise _refused(graph, plan, found, budget_bytes, settings)
+    plan = with_reserved(replace(plan, budget_bytes=budget_bytes), found, settings)
+    return replace(plan, notes=(*plan.notes, *_notes(graph, plan, settings, first)))
+
+
+def keeping_reserved(
+    graph: Graph, plan: Plan, budget_bytes: int, settings: Settings | None
+) -> Plan | None:
+    """Return a plan with what is reserved for it; None where that is above the budget.
+
+    settings : of the allocator; where there is none, or none with rules, the plan as it is
+    """
+    if settings is None or not settings.caching:
+        return plan
+    amount = reserved(graph, plan, settings)
+    if amount.peak_bytes > budget_bytes >= LEAST_BYTES:
+        return None
+    return with_reserved(plan, amount, settings)
+
+
+def with_reserved(plan: Plan, amount: Reserved, settings: Settings) -> Plan:
+    """Return a plan that says what is reserved for it."""
+    return replace(
+        plan,
+        reserved_peak_bytes=amount.peak_bytes,
+        pool_bytes=amount.pool_bytes,
+        allocator=settings.name,
+    )
+
+
+def _searched(search: Callable[[int, float | None], Plan], live_bytes: int, seconds: float) -> Plan:
+    try:
+        return search(live_bytes, seconds)
+    except BudgetError:
+        # On a busy machine a short search may find nothing that there is; it refuses nobody.
+        return search(live_bytes, None)
+
+
+_NO_RULES = "what is reserved is not told, as the driver keeps its rules to itself"
+
+
+def _refused(
+    graph: Graph, plan: Plan, found: Reserved, budget_bytes: int, settings: Settings
+) -> BudgetError:
+    text = (
+        f"{settings.reserves} {show_bytes(found.peak_bytes)} for a plan of "
+        f"{show_bytes(plan.peak_bytes)} of live tensors, the least of those that were tried"
+    )
+    better = _better(graph, plan, settings, found.peak_bytes)
+    instead = f"set {better[0]}, which reserves {show_bytes(better[1])} less" if better else ""
+    op = graph.ops[-1].name
+    for_error = with_reserved(plan, found, settings)
+    return refused(
+        text,
+        graph,
+        for_error,
+        budget_bytes,
+        op=op,
+        instead=instead or "make the batch smaller",
+        nearest_bytes=found.peak_bytes,
+    )
+
+
+def _notes(graph: Graph, plan: Plan, settings: Settings, first: Plan) -> list[str]:
+    assert plan.reserved_peak_bytes is not None
+    lines = [f"{settings.reserves} {show_bytes(plan.reserved_peak_bytes)}"]
+    if plan.peak_bytes < first.peak_bytes:
+        lines[0] += (
+            f", so the plan holds {show_bytes(plan.peak_bytes)} where live tensors alone would "
+            f"allow {show_bytes(first.peak_bytes)}"
+        )
+    if plan.budget_bytes is not None and plan.reserved_peak_bytes > plan.budget_bytes:
+        lines[0] += (
+            f", more than the budget, which below {show_bytes(LEAST_BYTES)} is kept by live "
+            "tensors alone: allocators reserve memory by megabytes"
+        )
+    better = _better(graph, plan, settings, plan.reserved_peak_bytes)
+    if better:
+        lines.append(f"{better[0]} would reserve {show_bytes(better[1])} less")
+    return lines
+
+
+def _better(
+    graph: Graph, plan: Plan, settings: Settings, peak_bytes: int
+) -> tuple[str, int] | None:
+    """Return the settings that reserve least for a plan, and how much less; None for none."""
+    less = {
+        name: peak_bytes - reserved(graph, plan, other).peak_bytes
+        for name, other in settings.others.items()
+    }
+    best = max(less, key=less.__getitem__, default="")
+    return (best, less[best]) if best and less[best] > 0 else None

@@ -1,0 +1,156 @@
+"""Scratch of kernels of the CPU that are not run: an upper rule by op.
+
+oneDNN lays tensors out in blocks and takes workspaces, others copy what does not lie as they read
+it, all by torch's allocator and inside one op. Where ops are timed it is measured (op_seconds.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+# Of a tensor: its sizes, its strides, its type.
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+# oneDNN's layouts block channels by at most so many (nChw16c).
+_BLOCK: Final = 16
+# Of one image below this size torch may take its own kernels, which unfold the image.
+_UNFOLDED: Final = 20480
+# What each thread takes of a convolution for sums and tables, whatever its size.
+_TABLES: Final = 64 << 10
+# Flash attention works on at most so many keys at a time, in each thread.
+_KEYS: Final = 512
+
+_CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "convolution_backward")
+# These copy arguments that are not contiguous.
+_COPYING = (
+    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+    "native_batch_norm embedding_dense_backward max_pool2d_with_indices "
+    "avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward"
+)
+_COPIES = frozenset(_COPYING.split())
+# These read matrices whose rows or whose columns lie one after the other, and copy others.
+_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
+
+
+def rule_bytes(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
+    """Return at least what a kernel of the CPU takes, by its name and the forms of its tensors.
+
+    Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
+    units of single ops, of which tests hold examples. Ops that are not here take next to nothing.
+
+    given, made : of its arguments and its results
+    """
+    results = sum(map(_bytes, made))
+    if name in _CONVOLUTIONS:
+        return _convolution(name, given, made)
+    if name == "native_batch_norm_backward":
+        # The gradient is made in the input's form, and a copy of either that lies otherwise.
+        return _bytes(given[0]) + _copied(given[:2])
+    if name.startswith(("upsample_", "_upsample_")):
+        return results + sum(map(_bytes, given))
+    if name == "roll":
+        return results
+    if name == "_safe_softmax":
+        rows = math.prod(given[0][0]) // max(1, given[0][0][-1])
+        return math.prod(given[0][0]) + 2 * rows
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return _attention(name, given) + _copied(given)
+    if name.startswith("mkldnn_rnn_layer"):
+        return _recurrent(given, results)
+    if name in _PRODUCTS:
+        return _copied([it for it in given if not _is_matrix(it)])
+    if name in ("_softmax", "_log_softmax"):
+        return 2 * _copied(given)
+    return _copied(given) if name in _COPIES else 0
+
+
+def _convolution(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
+    backward = name == "convolution_backward"
+    # Backward: the gradient, the input, the weight. Forward: the input and the weight.
+    images, weight = [*given[: 2 if backward else 1], *made[:1]], given[2 if backward else 1]
+    if not backward and not made:
+        return 0
+    blocked = sum(_blocked(it) for it in images)
+    taken_in = given[1 if backward else 0][0]
+    channels = max(1, taken_in[1] if len(taken_in) > 1 else 1)
+    groups = max(1, channels // max(1, weight[0][1]))
+    padded = _padded_weight(weight, groups)
+    threads = torch.get_num_threads()
+    taken = threads * _TABLES + blocked + (2 if backward else 1) * padded
+    spatial = max(math.prod(it[0][2:]) for it in images)
+    batch = images[0][0][0]
+    unfolded = spatial * math.prod(weight[0][1:]) * weight[2].itemsize
+    alone = batch == 1 and math.prod(images[0][0]) <= _UNFOLDED
+    unfolded_at_once = batch if alone or weight[2] != torch.float32 else 0
+    if groups > 1:
+        # Of groups of few channels oneDNN unfolds an image at a time, in each thread.
+        unfolded_at_once = max(unfolded_at_once, threads)
+    taken += unfolded_at_once * unfolded
+    return taken
+
+
+def _padded_weight(weight: Form, groups: int) -> int:
+    size, _, dtype = weight
+    outer = -(-max(1, size[0] // groups) // _BLOCK) * _BLOCK * groups
+    inner = -(-size[1] // _BLOCK) * _BLOCK
+    return outer * inner * math.prod(size[2:]) * dtype.itemsize
+
+
+def _blocked(image: Form) -> int:
+    """Bytes of an image whose channels are padded to a block."""
+    size, _, dtype = image
+    if len(size) < 2:
+        return _bytes(image)
+    channels = -(-size[1] // _BLOCK) * _BLOCK
+    return size[0] * channels * math.prod(size[2:]) * dtype.itemsize
+
+
+def _attention(name: str, given: Sequence[Form]) -> int:
+    """Bytes of flash attention's blocks of scores, sums and results, in float32, of each thread."""
+    shift = 1 if name.endswith("backward") else 0  # the gradient comes first
+    (queries, head), keys = given[shift][0][-2:], given[shift + 1][0][-2]
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    rows, columns = min(rows, queries), min(_KEYS, keys)
+    each = 2 * rows * columns if shift else rows * (columns + head + 2)
+    # Of half types scores are kept in both.
+    half = rows * columns * 2 if given[0][2].itemsize < 4 else 0
+    return (4 * each + 2 * half) * torch.get_num_threads()
+
+
+def _recurrent(given: Sequence[Form], results: int) -> int:
+    # The gates of all steps, and weights in blocks; arguments are the input and two weights.
+    steps, batch = given[0][0][:2]
+    gates = steps * batch * given[2][0][0] * given[0][2].itemsize
+    weights = _bytes(given[1]) + _bytes(given[2])
+    return gates + weights + results + (gates + weights) // 16
+
+
+def _copied(given: Sequence[Form]) -> int:
+    return sum(_bytes(it) for it in given if not _contiguous(it))
+
+
+def _is_matrix(form: Form) -> bool:
+    """Whether BLAS can read the last two dimensions, as they are or transposed."""
+    size, stride, _ = form
+    if len(size) < 2:
+        return True
+    (rows, columns), (apart, next_to) = size[-2:], stride[-2:]
+    return (next_to == 1 and apart >= columns) or (apart == 1 and next_to >= rows)
+
+
+def _contiguous(form: Form) -> bool:
+    size, stride, _ = form
+    step = 1
+    for length, apart in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and apart != step:
+            return False
+        step *= length
+    return True
+
+
+def _bytes(form: Form) -> int:
+    return math.prod(form[0]) * form[2].itemsize

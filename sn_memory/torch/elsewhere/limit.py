@@ -1,0 +1,76 @@
+"""The budget of who names none: what is free where a model is, and what of its step is there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...cost.devices import CONTEXT_BYTES, named
+from ...graph.records import Device
+from ...run.process import host_budget, left, unknown
+from ..device.accelerator import free_bytes, is_apart
+from ..model.sharded import here
+from ..model.step import device_of, tensors
+from .gpu import gpu_of
+
+
+def limit_budget(
+    model: torch.nn.Module,
+    sample: Any,
+    *,
+    optimizer: Any = None,
+    device: Device | str | None = None,
+) -> int:
+    """Return the bytes that a step may hold in this process, parameters and input included.
+
+    What the limits leave, less a margin, and what of the step is there already: parameters,
+    buffers, gradients, the optimizer's state if it is given, the largest sample. On a host the
+    limits are RLIMIT_DATA, RLIMIT_AS, those of cgroups, and free memory; the margin is in
+    `run/process.py`. On a device apart it is what its driver says, less `CONTEXT_BYTES` for what
+    that loads later. Processes that share a limit have to share it out: each then needs a budget.
+
+    Raises
+    ------
+    PlanError
+        Where no limit is known, or it leaves nothing.
+    """
+    where = device_of(model)
+    if isinstance(device, str) and gpu_of(device, where) is not None:
+        return named(device).usable_bytes
+    resident = _resident_bytes(model, sample, optimizer, where)
+    if where.type == "cpu":
+        # Tracing imports it (69 MiB), which is no room for tensors.
+        importlib.import_module("torch._dynamo")
+        return host_budget(resident)
+    free = free_bytes(where) if is_apart(where) else None
+    if free is None:
+        raise unknown(f"{where}, where torch.{where.type}.mem_get_info was looked for")
+    return left(f"free memory of {where} (mem_get_info)", free, CONTEXT_BYTES, resident)
+
+
+def _resident_bytes(
+    model: torch.nn.Module, sample: Any, optimizer: Any, where: torch.device
+) -> int:
+    """Return what of a step has memory on a device by now, each storage once."""
+    ours = [*model.parameters(), *model.buffers()]
+    ours += [it.grad for it in ours if it.is_leaf and it.grad is not None]
+    ours += tensors([*getattr(optimizer, "state", {}).values()])
+    samples = sample if isinstance(sample, list) else [sample]
+    largest = max((_bytes_on(where, tensors(it)) for it in samples), default=0)
+    return _bytes_on(where, ours) + largest
+
+
+def _bytes_on(where: torch.device, held: list[torch.Tensor]) -> int:
+    return sum(dict(_storages(where, held)).values())
+
+
+def _storages(where: torch.device, held: list[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    for tensor in held:
+        local = here(tensor)
+        if local.device.type == where.type and not isinstance(local, FakeTensor):
+            storage = local.untyped_storage()
+            yield storage._cdata, storage.nbytes()

@@ -1,0 +1,112 @@
+"""use_placing_allocator where there is no GPU: what it asks torch for, and clear refusals."""
+
+import ctypes
+
+import pytest
+import torch
+
+from sn_memory.pool.placing import PlacingAllocator, library_path
+from sn_memory.run.reserved import PlacingSettings
+from sn_memory.torch import placing_statistics, use_placing_allocator
+from sn_memory.torch.device import placing
+from sn_memory.torch.device.accelerator import COUNTED, memory_of
+from sn_memory.torch.device.caching import planned_settings
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the library was not built")
+
+
+class Pluggable:
+    """What torch has for CUDA: notes what it is asked for."""
+
+    changed = None
+
+    def __init__(self, path, malloc, free):
+        self.path, self.functions, self.hooks = path, (malloc, free), {}
+
+    def allocator(self):
+        return self
+
+    def __getattr__(self, name):
+        return lambda pointer: self.hooks.setdefault(name, pointer)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    opened = []
+
+    def over_host(source):
+        opened.append(source)
+        opened.append(PlacingAllocator("host"))
+        return opened[1]
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Pluggable)
+    change = lambda it: setattr(Pluggable, "changed", it)  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", change)
+    monkeypatch.setattr(placing, "PlacingAllocator", over_host)
+    monkeypatch.setattr(placing, "_active", None)
+    yield opened
+    COUNTED.clear()
+    if len(opened) > 1:
+        opened[1].close()
+
+
+def test_it_is_torchs_allocator_from_then_on(cuda):
+    assert not isinstance(planned_settings(), PlacingSettings)
+    use_placing_allocator()
+    use_placing_allocator()  # once is enough
+    assert cuda[0] == "libcudart.so.13"
+    assert len(cuda) == 2
+    pluggable = Pluggable.changed
+    assert (pluggable.path, pluggable.functions) == (
+        str(library_path()),
+        ("sn_placing_malloc", "sn_placing_free"),
+    )
+    library = ctypes.CDLL(pluggable.path)
+    assert pluggable.hooks == {
+        name: ctypes.cast(getattr(library, f"sn_placing_{function}"), ctypes.c_void_p).value
+        for name, function in {
+            "set_reset_fn": "trim",
+            "set_record_stream_fn": "record_stream",
+            "set_begin_allocate_to_pool": "refuse_pool",
+        }.items()
+    }
+    assert isinstance(planned_settings(), PlacingSettings)
+    device = torch.device("cuda", 0)
+    at = cuda[1].allocate(1 << 20)
+    counts = memory_of(device)
+    assert counts.memory_allocated(device) == counts.max_memory_allocated(device) == 1 << 20
+    assert counts.memory_reserved(device) == 2 << 20
+    cuda[1].release(at)
+    counts.reset_peak_memory_stats(device)
+    assert counts.max_memory_allocated(device) == 0
+    assert placing_statistics(device).reserved_bytes == 2 << 20
+    assert placing_statistics(1).reserved_bytes == 0
+
+
+def test_too_late_is_an_error_and_changes_nothing(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="after CUDA was first used; expected before"):
+        use_placing_allocator()
+    assert not cuda
+    with pytest.raises(RuntimeError, match="torch's own allocator; expected use_placing"):
+        placing_statistics()
+
+
+def test_where_torch_refuses_it_can_be_tried_again(cuda, monkeypatch):
+    def refuse(allocator):
+        raise RuntimeError("Can't swap an already initialized allocator")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.memory, "change_current_allocator", refuse)
+        with pytest.raises(RuntimeError, match="already initialized"):
+            use_placing_allocator()
+    assert placing.active() is None
+    PlacingAllocator("host").close()  # nothing was left open
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_cuda_it_is_an_error():
+    with pytest.raises(RuntimeError, match="a torch without CUDA; expected one built for CUDA"):
+        use_placing_allocator()
