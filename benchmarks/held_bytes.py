@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from accuracy import save
+from device_peak import peak_of_step
 from held_nets import NETS
 from machine import commit, machine
 from tables import markdown
@@ -37,20 +38,22 @@ KEY = ("network", "threads", "isa", "device", "asked")
 MIB = 2**20
 
 
-def held_bytes(model: torch.nn.Module, sample: Any, device: torch.device) -> int:
-    """Return the most that the allocator had given out in a step, the second one."""
+def held_bytes(
+    forward: torch.nn.Module, model: torch.nn.Module, sample: Any, device: torch.device
+) -> dict[str, int]:
+    """Return the most that the allocator had given out in a step of `forward`, the second one."""
     arguments = call_arguments(sample)
+    run_step(forward, forward, arguments, count=False)
     if device.type == "cpu":
-        run_step(model, model, arguments, count=False)
-        return run_step(model, model, arguments, kernels=True).peak_bytes
-    run_step(model, model, arguments, count=False)
+        return {"peak_bytes": run_step(forward, forward, arguments, kernels=True).peak_bytes}
     for it in (*model.parameters(), *tensors(arguments)):
         it.grad = None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run_step(model, model, arguments, count=False)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
+    made = getattr(forward, "sn_memory", None)
+    kept = (*model.parameters(), *model.buffers(), *tensors(arguments))
+    return peak_of_step(
+        lambda: run_step(forward, forward, arguments, count=False),
+        (*kept, *(made.latest.known if made else ())),
+    )
 
 
 def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -62,7 +65,7 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     model, sample = NETS[job["network"]]()
     model = model.to(device)
     sample = torch.utils._pytree.tree_map_only(torch.Tensor, lambda it: it.to(device), sample)
-    plain = held_bytes(model, sample, device)
+    plain = held_bytes(model, model, sample, device)
     rows = []
     for asked in job["budgets"]:
         settings: dict[str, Any] = {"progress": False, "time_limit_s": 6.0}
@@ -73,17 +76,25 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
             percent = error.percent or 100
             planned = sn_memory.torch.plan(model, sample, f"{percent}%", **settings)
         record = planned.sn_memory
+        held = held_bytes(planned, model, sample, device)
         row = {name: job[name] for name in KEY if name != "asked"} | {"asked": asked}
         row |= {
             "percent": percent,
             "backend": record.backend,
-            "plain_bytes": plain,
+            "plain_bytes": plain["peak_bytes"],
             "estimate_bytes": sn_memory.torch.estimate(model, sample).step_bytes,
             "baseline_bytes": record.plan.baseline_peak_bytes,
             "budget_bytes": record.plan.baseline_peak_bytes * percent // 100,
             "promised_bytes": record.plan.peak_bytes,
-            "held_bytes": held_bytes(planned, sample, device),
+            "held_bytes": held["peak_bytes"],
         }
+        if device.type == "cuda":
+            row |= {
+                "simulated_reserved_bytes": record.reserved_peak_bytes,
+                "reserved_bytes": held["reserved_bytes"],
+                "plain_reserved_bytes": plain["reserved_bytes"],
+                "beside_bytes": held["beside_bytes"],
+            }
         rows.append(row)
     return rows
 

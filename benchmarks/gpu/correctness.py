@@ -5,13 +5,19 @@ A test that was skipped is no proof: reasons are counted, one row each.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
+from machine import ROOT
+
 from gpu.section import Section, main, run
+
+WORKERS = 6  # each has a context on the device, and libraries' workspaces
 
 
 def outcomes(report: Path) -> list[tuple[str, str, str]]:
@@ -26,9 +32,19 @@ def outcomes(report: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+def marked() -> list[str]:
+    """Files with tests that need a GPU: to collect all others as well takes half a minute."""
+    tests = ROOT / "tests"
+    found = [it for it in tests.rglob("test_*.py") if "mark.gpu" in it.read_text(encoding="utf-8")]
+    return ["tests/gpu", *(str(it.relative_to(ROOT)) for it in sorted(found))]
+
+
 def measure(section: Section) -> None:
     """Run pytest; fail if a test failed, or if none passed."""
-    which = ["-m", "not gpu", "tests/gpu"] if section.dry else ["-m", "gpu", "tests"]
+    which = ["-m", "not gpu", "tests/gpu"] if section.dry else ["-m", "gpu", *marked()]
+    if not section.dry and find_spec("xdist"):
+        # Most of the time is the host's: imports, compilation of kernels, planning.
+        which += ["-n", str(min(WORKERS, os.cpu_count() or 1))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from device_peak import peak_of_step
 from models import Gpt2, Llama, UNet, resnet
 from planner_torch import tokens
 from planner_torch_rivals import blocks_of, checkpointed
@@ -80,21 +81,9 @@ class Net:
             ignored = made.latest.ignored if made else ()
             with StorageTracker(kept, ignored=ignored) as tracker:
                 self.step(forward)
-            peak = {"peak_bytes": tracker.peak_bytes, "reserved_bytes": None}
+            peak: dict[str, Any] = {"peak_bytes": tracker.peak_bytes, "reserved_bytes": None}
         else:
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            known = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in kept}
-            beside = torch.cuda.memory_allocated() - sum(known.values())
-            torch.cuda.reset_peak_memory_stats()
-            self.step(forward)
-            torch.cuda.synchronize()
-            peak = {
-                "peak_bytes": torch.cuda.max_memory_allocated() - beside,
-                "reserved_bytes": torch.cuda.max_memory_reserved(),
-                "beside_bytes": beside,
-            }
+            peak = peak_of_step(lambda: self.step(forward), kept)
         taken = []
         for _ in range(steps):
             start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Prove and measure everything a GPU does: `make gpu`, and `make gpu-dry` on the CPU.
 
     PYTHONPATH=.:benchmarks python -m gpu.runner [--device cpu] [--minutes 10] [--out DIR]
-                                [--wheels DIR] [--required 0] [--sections NAME ...]
+                                [--wheels DIR] [--required 0] [--no-build] [--sections NAME ...]
 
 Needs the standard library only, to say what is missing: torch, a device, a compiler. Each section
 (sections.py) is a program of its own with a share of the time; what one leaves is the next ones'.
@@ -158,6 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="Horovod's")
     parser.add_argument("--required", type=int, choices=(0, 1), default=1, help="0: a GPU is not")
+    parser.add_argument("--no-build", action="store_true", help="the C++ lies built in place")
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
     return parser.parse_args(argv)
 
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(said.strip())
     with tempfile.TemporaryDirectory() as lent:
         os.environ.update(environment(args.device, Path(lent), args.wheels.resolve()))
-        if args.device == "cuda":
+        if args.device == "cuda" and not args.no_build:
             print(build_extension(ends - time.monotonic()), flush=True)
         results = []
         for at, plan in enumerate(wanted):

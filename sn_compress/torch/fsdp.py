@@ -222,11 +222,11 @@ def _param_group(module: FSDPModule) -> Any:
     """FSDP2's record of the parameters of one module; None if it has none of its own."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None or len(groups) > 1:
-        found = f"{len(groups)} meshes" if groups else f"torch {torch.__version__}"
+    if groups is None:  # torch before 2.13 has one, or none
+        groups = [it for it in [state._fsdp_param_group] if it is not None]
+    if len(groups) > 1:
         raise CompressError(
-            f"a module of FSDP2 with {found}; expected one mesh, in the way of torch 2.13. Give "
-            "fully_shard one mesh, or use that version."
+            f"a module of FSDP2 has {len(groups)} meshes; expected one. Give fully_shard one mesh."
         )
     return groups[0] if groups else None
 

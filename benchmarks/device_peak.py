@@ -1,0 +1,30 @@
+"""The peak of a step by CUDA's allocator, less what is no part of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+def peak_of_step(step: Callable[[], object], kept: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Run a step, and return its peak and what was allocated beside it.
+
+    What lay there before and is not of `kept` belongs to libraries (cuBLAS's workspaces) and to
+    other models: it is taken off the peak and named `beside_bytes`. `reserved_bytes` has it in.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    storages = {it.untyped_storage().data_ptr(): it.untyped_storage() for it in kept if it.is_cuda}
+    beside = torch.cuda.memory_allocated() - sum(it.nbytes() for it in storages.values())
+    del storages
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated() - beside,
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "beside_bytes": beside,
+    }
