@@ -44,7 +44,7 @@ NETWORKS = {
         lambda: Llama(vocabulary=300, width=32, layers=3, heads=2, groups=1, hidden=80),
         lambda: torch.randint(0, 300, (2, 64)),
     ),
-    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 32, 32)),
+    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 64, 64)),
 }
 
 
