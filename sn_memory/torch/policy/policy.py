@@ -167,7 +167,9 @@ def checkpoint_policy(
         As in `trace`; nothing is allocated but for timing ops. The model is left as it was.
     budget
         The most live bytes of a step: a number, "6GiB", or "60%" of the peak without a policy.
-        Parameters, gradients and the input count.
+        Parameters, gradients, the input and kernels' scratch count, the latter measured with
+        `profile`, else by an upper rule, and not with `compiled`. The generator's state that torch
+        keeps for each block does not count: 5 KB on the CPU.
     blocks
         Paths, classes or modules that may run again, none within another. None takes the rows
         (Sequential, ModuleList) of modules that have modules: the outermost and the innermost are
@@ -185,12 +187,6 @@ def checkpoint_policy(
         again; with `compiled`, for one that torch.compile does not take as one graph.
     BudgetError
         If the budget is less than these blocks can do; carries the smallest peak found.
-
-    Notes
-    -----
-    What a kernel takes for itself while it runs counts as in `plan`: measured with `profile`, else
-    by an upper rule. With `compiled` it does not; what Inductor leaves to libraries is not known.
-    The state of the generator that torch keeps for each block, 5 KB on the CPU, does not.
 
     Examples
     --------
@@ -233,10 +229,8 @@ def checkpoint_policy(
         nothing = chooser.nothing if peaks is None else peaks.found(chooser, chooser.nothing)
         if smallest is None or nothing.step.peak_bytes < smallest.step.peak_bytes:
             smallest = nothing
-        if peaks is None:
-            found = chooser.within(budget_bytes - held)
-        else:
-            found = peaks.within(chooser, nothing, budget_bytes - held)
+        room = budget_bytes - held
+        found = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
         if found is not None and (best is None or found.rerun_s < best.rerun_s):
             best, made = found, (chooser, watched, seconds)
         if whole <= budget_bytes:
