@@ -206,7 +206,8 @@ def _loss(outputs: Any) -> Any:
 
     if getattr(outputs, "loss", None) is not None:
         return outputs.loss
-    given = list(outputs.values()) if hasattr(outputs, "values") else outputs
+    # What libraries return by name is a dictionary, its first tensor the output of the model.
+    given = list(outputs.values()) if isinstance(outputs, dict) else outputs
     while isinstance(given, list | tuple):
         given = next(it for it in given if isinstance(it, torch.Tensor | list | tuple))
     return given.float().pow(2).mean() if given.dim() else given
