@@ -91,28 +91,27 @@ def child(command: Sequence[str], limit_s: float) -> Iterator[tuple[str, Any]]:
     Lines that other benchmarks print are notes.
     """
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
+        began = time.monotonic()
+        with subprocess.Popen(
             [sys.executable, __file__, *command],
             env=os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": cache},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-        )
-        timer = threading.Timer(limit_s, process.kill)
-        timer.start()
-        began = time.monotonic()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(LINE):
-                    yield tuple(json.loads(line[len(LINE) :]))
-                elif line.strip():
-                    yield "note", line.rstrip()
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
+        ) as process:
+            timer = threading.Timer(limit_s, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith(LINE):
+                        yield tuple(json.loads(line[len(LINE) :]))
+                    elif line.strip():
+                        yield "note", line.rstrip()
+                code = process.wait()
+            finally:
+                timer.cancel()
+                process.kill()
         if code:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["no message"])[-1]
