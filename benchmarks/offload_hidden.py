@@ -2,8 +2,9 @@
 
     python benchmarks/offload_hidden.py [--json FILE] [--models NAME ...] [--steps 5]
 
-The link is modelled: a thread each way that copies at a set rate (`modelled_link.py`). Its rate is
-a multiple of what would move all activations once each way in the time of a step. Plans may keep
+The link is modelled: a thread each way that copies at a set rate
+(`tests/memory_torch/modelled_link.py`). Its rate is a multiple of what would move all activations
+once each way in the time of a step. Plans may keep
 and offload, not recompute; budgets are shares of what a step without a plan takes. Where more has
 to leave than fits beside the ops they wait: the last budget is such a one. Seconds of copies are
 those of the model; the steps themselves run. Measured are the spans of all copies and of all waits
@@ -30,7 +31,9 @@ from training_rows import save
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace
 from sn_memory.torch.eager import host_arena
-from sn_memory.torch.eager.modelled_link import LinkLanes
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "memory_torch"))
+from modelled_link import LinkLanes
 
 MIB = 1 << 20
 

@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-
-from sn_memory.torch.eager.modelled_link import Link, LinkLanes
+from modelled_link import Link, LinkLanes
 
 
 def test_copies_keep_to_the_rate_and_run_beside():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..device.streams import Ticket
+from sn_memory.torch.device.streams import Ticket
 
 # A copy goes in pieces of so many bytes, between which it keeps to the rate.
 _PIECE = 1 << 18
@@ -56,7 +56,7 @@ class Link:
 
 
 class LinkLanes:
-    """Lanes over a modelled link; see `Lanes` in streams.py.
+    """Lanes over a modelled link; see `Lanes` in `sn_memory/torch/device/streams.py`.
 
     Parameters
     ----------
