@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -15,14 +17,41 @@ from .events import Event, Merged
 from .merge import Choice, choose
 from .reader import Reader
 from .schedule import Schedule
-from .step_seconds import StepClock
 
 _log = logging.getLogger(__name__)
-_KEPT = ("gap", "last_step", "least")
+_SAVED = ("gap", "last_step", "least")
+# Durations of so many steps are kept: their median says how long a step takes.
+_DURATIONS = 32
 # Batches that are kept, and decide.
 BATCHES: Final = 8
 # Measured on small nets; those for which more is needed train for longer, too.
 _FIRST_LOOK_S: Final = 0.05
+
+
+class StepClock:
+    """Ticks once a step; the median of the last ones is no test, pause or first compilation."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_DURATIONS)
+
+    def tick(self) -> None:
+        """Say that a step is over."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+
+    def forget(self) -> None:
+        """Let the next tick end no step: what is between is a look, and steps may differ after."""
+        self._last = None
+        self._seconds.clear()
+
+    def steps_in(self, seconds: float) -> float:
+        """Return how many steps take `seconds`; 0 before the second tick."""
+        if not self._seconds:
+            return 0.0
+        return seconds / max(median(self._seconds), 1e-9)
 
 
 class Paced(ABC):
@@ -101,13 +130,13 @@ class Paced(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands; the model and its optimizer are saved beside it."""
-        where = {name: getattr(self.schedule, name) for name in _KEPT}
+        where = {name: getattr(self.schedule, name) for name in _SAVED}
         return {"steps": self.steps, "largest_rate": self._largest_rate, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.steps, self._largest_rate = state["steps"], state["largest_rate"]
-        self.schedule = replace(self.schedule, **{name: state[name] for name in _KEPT})
+        self.schedule = replace(self.schedule, **{name: state[name] for name in _SAVED})
 
     def _choose(self, readers: Sequence[Reader], block: int) -> Choice | None:
         """Return what may go of a group of `block` channels each; None if any is not finite."""

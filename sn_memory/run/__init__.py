@@ -1,4 +1,4 @@
-"""What both rims share: choices that are measured, estimates, agreement of ranks.
+"""What both rims share: choices that are measured, estimates, what an allocator reserves.
 
 It imports all rooms above it in the tree, and no framework.
 """

@@ -16,7 +16,7 @@ from sn_memory.apoptosis import (
     is_homogeneous,
     largest_change,
 )
-from sn_memory.apoptosis.step_seconds import StepClock
+from sn_memory.apoptosis.pace import StepClock
 
 ACTIVATIONS = {
     "linear": lambda z: z,
@@ -304,7 +304,7 @@ def test_overhead_is_checked():
 
 def test_a_clock_counts_steps_and_no_pauses(monkeypatch):
     now = iter([0.0, 1.0, 2.0, 60.0, 61.0, 62.0])
-    monkeypatch.setattr("sn_memory.apoptosis.step_seconds.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("sn_memory.apoptosis.pace.time.perf_counter", lambda: next(now))
     clock = StepClock()
     assert clock.steps_in(3.0) == 0.0
     for _ in range(6):

@@ -83,7 +83,10 @@ ONLY = {
         "sn_compress.codecs.base",
     ),
     "sn_compress.gossip": ("sn_compress.base", "sn_compress.codecs.base"),
+    "sn_memory.apoptosis": ("sn_memory.base.errors",),
 }
+# What nothing else of the packages imports, not even by a name: users do.
+ALONE = ("sn_memory.apoptosis",)
 MOST_CLI_FLOORS = 6  # of the command line and the module below it
 MOST_FLOORS = 15  # modules, of both packages, of which each imports the one before
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
@@ -94,6 +97,8 @@ ROOMS = {
 # The same for the planner: its rooms, as docs/decisions/0038 has them.
 MEMORY_LAYERS = (
     ("sn_memory.base",),
+    # A room of its own that knows nothing of plans: NumPy alone, then its rims.
+    ("sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow", "sn_memory.apoptosis"),
     ("sn_memory.graph",),
     ("sn_memory.cost",),
     ("sn_memory.plan.plan",),
@@ -132,8 +137,6 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.modules",),
     ("sn_memory.torch.activations",),
     ("sn_memory.torch",),
-    # Apoptosis knows nothing of plans: NumPy alone, then its rims.
-    ("sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow", "sn_memory.apoptosis"),
 )
 # The command line of both, which neither knows of. It reaches rims by names in a table.
 CLI_LAYERS = (
@@ -342,6 +345,22 @@ def test_a_room_imports_only_what_it_says(room):
     for name in files:
         ours = {own_module(it) for it in imports(MODULES[name], for_checkers=True)} - {None}
         assert not {it for it in ours if not is_of(it, (room, *ONLY[room]))}, name
+
+
+@pytest.mark.parametrize("room", ALONE)
+def test_nothing_else_imports_a_room_of_its_own(room):
+    inside = {name for name in MODULES if is_of(name, (room,))}
+    assert len(inside) > 3
+    for name in MODULES.keys() - inside:
+        assert not {it for it in imports(MODULES[name], for_checkers=True) if is_of(it, (room,))}
+        # The tables of names that are loaded at first use hold strings.
+        tail = room.rpartition(".")[2]
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not {it for it in strings if is_of(it, (room, f".{tail}"))}, name
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -6,7 +6,7 @@ from ...base.errors import need
 
 need("tensorflow", "sn_memory.apoptosis.tensorflow")
 
-from ...run.agreement import AgreementError
+from ..agreement import AgreementError
 from ..events import Event, Merged
 from .export import rebuild
 from .shrink import Apoptosis

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ...run.agreement import check_same, digest
+from ..agreement import check_same, digest
 
 Floats = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...run.agreement import check_same, digest
+from ..agreement import check_same, digest
 
 
 def _horovod() -> Any:
