@@ -469,7 +469,7 @@ def _one_torch_step() -> None:
     plan = importlib.import_module("sn_memory.torch").plan
     layers = [it for _ in range(4) for it in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     model, sample = torch.nn.Sequential(*layers), torch.randn(512, 64)
-    planned = plan(model, sample, "75%", backend="graph", **accepted(plan, {"progress": False}))
+    planned = plan(model, sample, "90%", backend="graph", **accepted(plan, {"progress": False}))
     planned(sample).square().mean().backward()
 
 
@@ -479,7 +479,7 @@ def _one_tensorflow_step() -> None:
     layers = [tf.keras.layers.Dense(64, "tanh") for _ in range(4)]
     model = tf.keras.Sequential([tf.keras.Input((64,)), *layers])
     sample = tf.random.normal((512, 64))
-    planned = plan(model, sample, "75%", backend="graph", **accepted(plan, {"progress": False}))
+    planned = plan(model, sample, "90%", backend="graph", **accepted(plan, {"progress": False}))
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(planned(sample, training=True) ** 2)
     tape.gradient(loss, model.trainable_variables)
