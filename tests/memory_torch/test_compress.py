@@ -144,7 +144,8 @@ def test_bytes_are_as_planned(share):
     assert bool(made.decided("compress")) == (share != "100%")
     # Outputs and statistics are those of the plain model, whatever waits in few bits.
     assert all(name.startswith("gradient") for name in found.different)
-    assert found.equal == (share == "100%")
+    # Which are chosen depends on kernels' scratch: of signs alone nothing is lost.
+    assert found.equal or share != "100%"
 
 
 def test_a_relu_before_a_pooling_layer_is_never_restored():

@@ -283,6 +283,9 @@ def test_a_rate_changed_between_steps():
     assert torch.equal(out, model(torch.ones(4, 32)))
 
 
+# Whether the budget of a step in bfloat16 has room for one in float32 depends on what its kernels
+# take: without AVX-512 there is none.
+@pytest.mark.filterwarnings("ignore:a training step of Sequential finds gradients")
 def test_autocast_is_replayed():
     model, sample = mlp(4), torch.randn(16, 32)
     with torch.autocast("cpu", torch.bfloat16):
