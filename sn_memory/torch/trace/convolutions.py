@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ...graph.records import Workspace
-from ..device.accelerator import COUNTED, memory_of
+from ..device.accelerator import COUNTED
+from ..model.allocations import measured_bytes
 from .op_seconds import NotMeasured, best_seconds, not_while_training, rebuilt, signature
 from .record import Call, Recording
 
@@ -61,16 +62,9 @@ def measured_on(recording: Recording, device: torch.device) -> Measure:
             not_while_training()
             with carried_out(way), torch.no_grad():
                 run = rebuilt(call, recording)
-                run()
-                torch.cuda.synchronize(device)
-                memory = memory_of(device)
-                memory.reset_peak_memory_stats(device)
-                before = memory.memory_allocated(device)
-                result = run()
-                made = memory.memory_allocated(device) - before
-                space = memory.max_memory_allocated(device) - before - made
-                del result
-                found[key] = best_seconds(run, device), max(0, space)
+                run()  # cuDNN's search takes workspaces of its own, once
+                space = measured_bytes(run, device)
+                found[key] = best_seconds(run, device), space
         return found[key]
 
     return measure
