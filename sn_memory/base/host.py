@@ -36,9 +36,9 @@ class Limit:
     free_bytes: int
 
 
-def available_bytes() -> int | None:
+def available_bytes(root: Path = Path("/")) -> int | None:
     """Return what can be had without swapping; None where the system does not say."""
-    return _kib(Path("/proc/meminfo")).get("MemAvailable")
+    return _kib(root / "proc/meminfo").get("MemAvailable")
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
@@ -47,7 +47,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
     root : where /proc and /sys lie
     """
     found = [*_by_rlimits(root), *_by_cgroups(root)]
-    available = _kib(root / "proc/meminfo").get("MemAvailable")
+    available = available_bytes(root)
     if available is not None:
         found.append(Limit("free memory (MemAvailable)", available))
     return found
