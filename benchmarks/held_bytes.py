@@ -74,12 +74,7 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
         sn_memory.torch.plan(model, sample, "100%", progress=False, time_limit_s=120.0)
     for asked in job["budgets"]:
         settings: dict[str, Any] = {"progress": False, "time_limit_s": 6.0}
-        try:
-            planned = sn_memory.torch.plan(model, sample, f"{asked}%", **settings)
-            percent = asked
-        except BudgetError as error:
-            percent = error.percent or 100
-            planned = sn_memory.torch.plan(model, sample, f"{percent}%", **settings)
+        planned, percent = within(model, sample, asked, settings)
         record = planned.sn_memory
         held = held_bytes(planned, model, sample, device)
         row = {name: job[name] for name in KEY if name != "asked"} | {"asked": asked}
@@ -102,6 +97,23 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
             }
         rows.append(row)
     return rows
+
+
+def within(
+    model: torch.nn.Module, sample: Any, asked: int, settings: dict[str, Any]
+) -> tuple[torch.nn.Module, int]:
+    """Plan at `asked` percent, or at the fewest that refusals name.
+
+    A second back end may refuse what the first one named.
+    """
+    percent = asked
+    while True:
+        try:
+            return sn_memory.torch.plan(model, sample, f"{percent}%", **settings), percent
+        except BudgetError as error:
+            if not error.percent or error.percent <= percent:
+                raise
+            percent = error.percent
 
 
 def table(rows: list[dict[str, Any]]) -> str:

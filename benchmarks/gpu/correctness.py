@@ -48,6 +48,8 @@ def measure(section: Section) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
+        # Where pytest-benchmark is installed it warns of xdist, and warnings are errors here.
+        command += ["-p", "no:benchmark"]
         code, said = run(
             [*command, f"--junitxml={report}"], timeout_s=max(5.0, section.left_s() - 2)
         )

@@ -16,9 +16,9 @@ class Plan:
 
 SECTIONS = (
     Plan("correctness", "every test that needs a GPU", 0.19),
-    Plan("host_waits", "a step of each class waits for nothing", 0.05),
-    Plan("codec_seconds", "the FFT codec beside a copy, torch.topk, a chunked DCT", 0.09),
-    Plan("exchange_steps", "what each class adds to a step of DDP", 0.19),
+    Plan("host_waits", "a step of each class waits for nothing", 0.09),
+    Plan("codec_seconds", "the FFT codec beside a copy, torch.topk, a chunked DCT", 0.07),
+    Plan("exchange_steps", "what each class adds to a step of DDP", 0.17),
     Plan("planned_steps", "planned models: peak as predicted, step time", 0.15),
     Plan("held_steps", "planned steps hold what is promised, kernels' scratch included", 0.08),
     Plan("activation_steps", "activations in few bits: bytes, peak, step time", 0.06),

@@ -26,6 +26,7 @@ from ._sources import source
 from .arrays import library_of, on_cuda
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
+# Denormal numbers do: CuPy adds -ftz=true after these, so on a device they are zeros.
 OPTIONS = ("-std=c++17", "-fmad=false")
 _UNASKED_BYTES = 48 << 10
 _INCLUDE = re.compile(r'#include "([^"]+)"')
@@ -215,7 +216,25 @@ def current(device: int, framework: str | None) -> CudaDevice:
             return CudaDevice(device, xp.cuda.get_current_stream())
     # Loaded already: there is a tensor of it.
     stream = sys.modules["torch"].cuda.current_stream(device)
-    return CudaDevice(device, xp.cuda.ExternalStream(stream.cuda_stream, device))
+    return CudaDevice(device, _stream_at(stream.cuda_stream, device))
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A stream by CUDA's stream protocol; torch's own have that since 2.9."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def _stream_at(address: int, device: int) -> Any:
+    """CuPy's object for a stream of somebody else's."""
+    cuda = cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):  # CuPy 14, where ExternalStream is deprecated
+        return cuda.Stream.from_external(_Pointer(address))
+    return cuda.ExternalStream(address, device)
 
 
 def to_host(array: Any) -> npt.NDArray[Any]:

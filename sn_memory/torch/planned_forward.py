@@ -35,6 +35,8 @@ class PlannedForward:
     ) -> Any:
         """Run the forward pass by the plan; as the class does where no gradient is wanted."""
         record: Planned = self.__dict__[RECORD]
+        if record.state is not None:
+            args, kwargs = record.state.with_inputs((args, kwargs))
         if torch.is_grad_enabled() and transformed():
             without_plan(self, record)  # type: ignore[arg-type]
             with record.lock:

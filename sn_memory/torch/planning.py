@@ -106,6 +106,9 @@ class StateOnHost(Protocol):
     def brought(self) -> AbstractContextManager[Any]:
         """Let ops inside find on the device what rests on the host."""
 
+    def with_inputs(self, given: Arguments) -> Arguments:
+        """Return arguments with their tensors of the host on the device that the model works on."""
+
     def rehearsed(
         self,
         replay: Replay,

@@ -192,4 +192,6 @@ def test_streams_on_a_gpu():
     planned = plan(model, sample, "75%", techniques=("keep", "offload"))
     found = verify(planned, sample)
     assert found.equal, found.different
-    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    # Copies of small gradients may end, and be dropped, before the peak.
+    assert 0.999 * found.predicted_peak_bytes <= found.measured_peak_bytes
+    assert found.measured_peak_bytes <= found.predicted_peak_bytes

@@ -133,6 +133,22 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     assert all(map(torch.equal, found, expected))
 
 
+def test_inputs_of_the_host_go_where_the_model_works():
+    """`generate` of transformers puts tokens where the first parameter is, and it rests."""
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = copy.deepcopy(model).eval()(sample)
+    mine = plan(
+        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
+        time_limit_s=0.5, deterministic=True,
+    )  # fmt: skip
+    assert next(mine.parameters()).device.type == "cpu"
+    mine.eval()
+    with torch.no_grad():
+        assert torch.equal(mine(sample.cpu()), expected)
+    assert torch.equal(mine(sample.cpu()), expected)
+
+
 def test_pinned_blocks_are_storages_of_their_own_and_speeds_are_measured():
     arena = PinnedState(DEVICE)
     first, second = (arena.resting(torch.empty(3, 5)) for _ in range(2))

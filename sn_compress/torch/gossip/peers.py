@@ -155,7 +155,10 @@ class GroupPeers:
         """See Peers. Both directions in one batch, or NCCL could wait for ever."""
         if partner.target == self.rank:
             return lambda: wire[:0]
-        dist, received = self._dist, torch.empty_like(wire)
+        dist, device = self._dist, wire.device
+        if self._group._get_backend(device).name() == "gloo":
+            wire = wire.cpu()  # Gloo reduces tensors of a GPU, and sends those of the host only
+        received = torch.empty_like(wire)
         source, target = (
             dist.get_global_rank(self._group, r) for r in (partner.source, partner.target)
         )
@@ -170,7 +173,7 @@ class GroupPeers:
             with self._limit(name):
                 for work in works:
                     work.wait()
-            return received
+            return received.to(device)
 
         return wait
 

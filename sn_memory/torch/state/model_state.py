@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
@@ -218,6 +219,22 @@ class ModelState:
         device = self.arena.device
         # On the CPU what rests is a tensor like any other.
         return Brought(self.arena, device) if is_apart(device) else nullcontext()
+
+    def with_inputs(self, given: Arguments) -> Arguments:
+        """Return arguments with their tensors of the host on the device that the model works on.
+
+        A parameter at rest says that it is of the host, and callers put inputs where the first
+        parameter is (`generate` of transformers does).
+        """
+        device = self.arena.device
+        if not is_apart(device):
+            return given
+        return tree_map_only(  # type: ignore[no-any-return]
+            torch.Tensor,
+            # A number in a tensor goes with tensors of any device.
+            lambda it: it.to(device) if it.device.type == "cpu" and it.dim() else it,
+            given,
+        )
 
     def end(self) -> None:
         """Wait for gradients that are on their way to the host: the caller reads `.grad` next."""
