@@ -164,3 +164,28 @@ def test_plans_at_once_keep_a_budget_of_reserved_bytes():
     # Where there is room for what is reserved, all is kept.
     most = reserved(graph, whole(graph), settings).peak_bytes
     assert plan_at_once(graph, search, most, [], settings).plan.reserved_peak_bytes == most
+
+
+def test_the_gradient_of_an_output_is_not_of_the_pool():
+    """A caller makes it between the passes, elsewhere; what the pool has free is not for it."""
+    graph = Graph(
+        [
+            Storage("x", 16 * MIB, "input"), Storage("h", 64 * MIB),
+            Storage("y", 32 * MIB, keep=True, held=True),
+            Storage("dy", 32 * MIB, "gradient", keep=True, held=True),
+            Storage("dx", 32 * MIB, "gradient", keep=True),
+        ],
+        [
+            Op("f", ("x",), ("h",), seconds=1.0), Op("g", ("h",), ("y",), seconds=1.0),
+            Op("loss", ("y",), ("dy",), seconds=1.0),
+            Op("back", ("dy",), ("dx",), phase="backward", seconds=1.0),
+        ],
+    )  # fmt: skip
+    plan = whole(graph)
+    # `dy` finds no place where `h` was, `dx` does.
+    assert plan.peak_bytes == 112 * MIB
+    assert reserved(graph, plan).peak_bytes == (16 + 32 + 96) * MIB
+    kept = within_reserved(graph, 144 * MIB, lambda live, seconds: plan, AllocatorSettings())
+    assert any("32 MiB of it are gradients of outputs" in note for note in kept.notes)
+    with pytest.raises(BudgetError):
+        within_reserved(graph, 143 * MIB, lambda live, seconds: plan, AllocatorSettings())
