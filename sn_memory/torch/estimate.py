@@ -76,7 +76,7 @@ def estimate(
     traced, refusal = _traced(model, sample, rates, gpu)
     held = OptimizerMemory(0, 0) if optimizer is None else optimizer_memory(model, optimizer, gpu)
     state = _as_allocated(held.sizes) if gpu is not None else held.state_bytes
-    kept = 0 if gpu is None else gpu.named.workspace_bytes
+    kept = 0 if gpu is None else gpu.named.kept_bytes
     sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
     constants = [] if traced is None else list(traced.captured.recording.constants.values())
@@ -174,7 +174,7 @@ def _as_allocated(sizes: tuple[int, ...]) -> int:
 
 def _take_all(memory: CachingAllocator, gpu: Gpu, held: OptimizerMemory) -> None:
     """Take what is there when a step begins, beside what the step itself tells."""
-    memory.allocate("libraries", gpu.named.workspace_bytes)
+    memory.allocate("libraries", gpu.named.kept_bytes)
     for place, size in enumerate(held.sizes):
         memory.allocate(("optimizer", place), size)
 

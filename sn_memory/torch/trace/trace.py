@@ -423,9 +423,7 @@ def beside(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None) -> tu
         held = (Storage(OPTIMIZER, state, "state"),)
     if gpu is None:
         return held
-    # A handle for each thread: the caller's, and autograd's for the backward pass. An H200 kept 64
-    # MiB of 32 each in steps of ResNet-50 and GPT-2 (torch 2.11).
-    return (*held, Storage(LIBRARIES, 2 * gpu.named.workspace_bytes, "state"))
+    return (*held, Storage(LIBRARIES, gpu.named.kept_bytes, "state"))
 
 
 def _allocator(place: torch.device) -> str:
