@@ -88,7 +88,9 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
     buffers = plan_buffers(graph, plan)
     end = max(len(plan.actions), 1)
     first = sum(storage.resident for storage in graph.storages)
-    given, outside, inside = _given(graph), [], []
+    given = _given(graph)
+    outside: Rows = []
+    inside: Rows = []
     for place, (name, row) in enumerate(zip(buffers.names, buffers.buffers, strict=True)):
         stays = place < first and row[1] == end
         (outside if stays or name in given else inside).append(row)

@@ -19,7 +19,7 @@ from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.malloc import return_freed
 from ..base.progress import say
-from ..base.sizes import parse_bytes
+from ..base.sizes import parse_bytes, show_bytes
 from ..check.replay import carry_out, check_plan
 from ..cost.devices import speeds
 from ..graph.graph import Graph
@@ -56,6 +56,8 @@ from .trace.trace import Given, Trace, beside, trace
 EARLIER = "gradients of earlier micro-batches"
 # Searches of one step with its state, about as many as bisecting its parameters takes.
 STATE_SEARCHES = 8
+# Part by which what a budget's percent are of may be another than the plain step, without a word.
+_APART = 0.005
 
 
 class Step(Protocol):
@@ -495,7 +497,12 @@ class Planning:
         def found() -> Trial:
             say("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
-            return tried(step, model, given, plain_bytes=need, gradients=not self.compresses)
+            # Beside an optimizer's state and earlier gradients the step itself is not all of it.
+            counted = self.profile and self.optimizer is None and not self.accumulate
+            return tried(
+                step, model, given,
+                plain_bytes=need, gradients=not self.compresses, counted=counted,
+            )  # fmt: skip
 
         result = found()
         otherwise = bool(result.layouts)
@@ -511,7 +518,21 @@ class Planning:
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
             raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
+        note = _apart(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
+        if note and isinstance(step, Replay):
+            step.plan = replace(step.plan, notes=(*step.plan.notes, note))
         return Made(step, backend, result, otherwise)
+
+
+def _apart(plain_bytes: int, baseline_bytes: int) -> str:
+    """Say by how much the plain step is another than the trace's; nothing for less than 0.5 %."""
+    part = baseline_bytes / plain_bytes - 1 if plain_bytes else 0.0
+    if abs(part) <= _APART:
+        return ""
+    return (
+        f"the plain step had {show_bytes(plain_bytes)} of the allocator, and needs "
+        f"{show_bytes(baseline_bytes)} ({100 * part:+.1f} %) as traced: percent are of the latter"
+    )
 
 
 def looked_at(step: Step) -> frozenset[int]:

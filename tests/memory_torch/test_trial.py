@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
-from sn_memory.torch import ReplayError, TraceError, estimate, plan, verify
+from sn_memory.torch import ReplayError, TraceError, estimate, plan, planning, verify
 from sn_memory.torch.eager import trial
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
@@ -123,6 +123,17 @@ def test_as_far_as_the_model_is_from_itself_is_no_fault(apart, used):
     found = trial._judged({"gradient of a": apart}, {"gradient of b": 6.1e-3}, seen)
     assert bool(found.failure) != used
     assert trial._judged({"gradient of a": apart}, {}, seen).failure
+
+
+def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
+    model, sample = mlp(3), torch.randn(16, 32)
+    made = plan(model, sample, "100%").sn_memory
+    assert not [it for it in made.plan.notes if "plain step" in it]
+    whole = made.plan.baseline_peak_bytes
+    found = trial.Trial(True, {}, plain_peak_bytes=whole * 100 // 102)
+    monkeypatch.setattr(planning, "tried", lambda *_, **__: found)
+    (note,) = [it for it in plan(model, sample, "100%").sn_memory.plan.notes if "plain step" in it]
+    assert "(+2.0 %) as traced" in note
 
 
 def test_without_a_trial_nothing_runs():

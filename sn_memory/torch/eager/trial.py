@@ -66,6 +66,8 @@ class Trial:
     layouts
         Results that kernels lay out otherwise than traced. The step has to be traced again, and
         nothing else was looked at.
+    plain_peak_bytes
+        The most that the model's own step had of the CPU's allocator; 0 where it was not counted.
     """
 
     compared: bool
@@ -73,6 +75,7 @@ class Trial:
     failure: str = ""
     remark: str = ""
     layouts: Layouts = field(default_factory=dict)
+    plain_peak_bytes: int = 0
 
     @property
     def difference(self) -> float:
@@ -87,6 +90,7 @@ def tried(
     *,
     plain_bytes: int,
     gradients: bool = True,
+    counted: bool = False,
 ) -> Trial:
     """Run a planned step once on the sample, and the model's own if memory allows; compare.
 
@@ -100,6 +104,8 @@ def tried(
         What the model's own step needs at its peak.
     gradients
         Whether gradients are to be compared; they are not where they are right on average only.
+    counted
+        Whether to count what the model's own step takes, on the CPU.
 
     Raises
     ------
@@ -127,11 +133,13 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
+    counted = counted and device_of(model).type == "cpu"
     try:
-        expected = _measured(model, model, arguments)
+        expected = _measured(model, model, arguments, counted=counted)
+        plain_peak_bytes = expected.peak_bytes if counted else 0
         different = _kept(differences(expected.results, got.results), gradients)
         if not somewhere(model, bool(different)):
-            return Trial(True, {})
+            return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
         # Kernels that add in any order differ from themselves.
         again = differences(expected.results, _measured(model, model, arguments).results)
     except torch.OutOfMemoryError:
@@ -140,7 +148,8 @@ def tried(
     if somewhere(model, bool(found.failure)) and not found.failure:
         return Trial(True, different, failure="on another rank its results are not the model's")
     reason = _reason(model, arguments) if isinstance(step, _Replay) else ""
-    return replace(found, remark=f"{found.remark}{reason}")
+    remark = f"{found.remark}{reason}"
+    return replace(found, remark=remark, plain_peak_bytes=plain_peak_bytes)
 
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -276,10 +285,12 @@ def _planned(step: _Step, model: torch.nn.Module) -> Callable[..., Any]:
     return around(model, step.run)
 
 
-def _measured(forward: Any, model: torch.nn.Module, arguments: Any) -> Measured:
+def _measured(
+    forward: Any, model: torch.nn.Module, arguments: Any, *, counted: bool = False
+) -> Measured:
     named = list(model.named_parameters())
     with put_back(model, arguments) as written:
-        found = run_step(forward, model, arguments, count=False)
+        found = run_step(forward, model, arguments, count=counted, kernels=counted)
         # A momentum encoder's are results as buffers are.
         ours = {id(it) for it in written.weights()}
         found.results.update(
