@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -149,28 +150,32 @@ def plan_columns(plan: Any, limit_s: float, *, named: bool) -> dict[str, Any]:
     }
 
 
-def refusal_columns(error: Any, planner: str) -> dict[str, Any]:
-    """Return what is compared of a refusal."""
-    cut = planner == "auto" and "was cut" in str(error)
-    return {"refused": True, "peak_bytes": error.peak_bytes, "ended": not cut}
+def made_or_refused(make: Callable[[], Any], planner: str) -> tuple[Any, dict[str, Any]]:
+    """Return what was planned, or None and what is compared of a refusal."""
+    from sn_memory import BudgetError, PlanError
+
+    try:
+        return make(), {}
+    except BudgetError as error:
+        cut = planner == "auto" and "was cut" in str(error)
+        return None, {"refused": True, "peak_bytes": error.peak_bytes, "ended": not cut}
+    except PlanError as error:
+        return None, {"absent": str(error)}
 
 
 def plan_rows(unit: str) -> Rows:
     """Plans of one graph at each budget, by each planner."""
-    from sn_memory import BudgetError, PlanError, check_plan, plan_graph
+    from sn_memory import check_plan, plan_graph
 
     graph = _graph(unit)
     settings = accepted(plan_graph, {"deterministic": True, "time_limit_s": GRAPH_LIMIT_S})
     for planner in PLANNERS:
         for budget in BUDGETS:
             row: dict[str, Any] = {"key": f"{unit} at {budget} by {planner}", "ops": len(graph.ops)}
-            try:
-                plan = plan_graph(graph, budget, planner=planner, **settings)
-            except BudgetError as refusal:
-                yield row | refusal_columns(refusal, planner)
-                continue
-            except PlanError as error:
-                yield row | {"absent": str(error)}
+            make = partial(plan_graph, graph, budget, planner=planner, **settings)
+            plan, refusal = made_or_refused(make, planner)
+            if plan is None:
+                yield row | refusal
                 continue
             check_plan(graph, plan)
             yield row | plan_columns(plan, GRAPH_LIMIT_S, named=True)
@@ -246,8 +251,6 @@ def torch_plan_rows(unit: str) -> Rows:
     """Plans of one torch model, and whether a planned step has the gradients of the plain one."""
     import copy
 
-    from sn_memory import BudgetError, PlanError
-
     model, sample = _torch_net(unit)
     state = copy.deepcopy(model.state_dict())
     plain = _step(model, model, sample, state)
@@ -256,13 +259,10 @@ def torch_plan_rows(unit: str) -> Rows:
     for budget in ("80%", "60%"):
         for planner in ("greedy", "auto"):
             row: dict[str, Any] = {"key": f"{unit} at {budget} by {planner}", "plain": plain}
-            try:
-                planned = _planned(model, sample, budget, planner=planner)
-            except BudgetError as refusal:
-                yield row | refusal_columns(refusal, planner)
-                continue
-            except PlanError as error:
-                yield row | {"absent": str(error)}
+            make = partial(_planned, model, sample, budget, planner=planner)
+            planned, refusal = made_or_refused(make, planner)
+            if planned is None:
+                yield row | refusal
                 continue
             made = planned.sn_memory
             found = _step(planned, model, sample, state)
