@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,11 @@ def rank_script(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Know the setting of pytest-timeout where that is not installed: settings are strict."""
+    """Add our option, and know pytest-timeout's setting where that is not installed."""
+    parser.addoption(
+        "--slow-for", type=float, default=float("inf"), metavar="SECONDS",
+        help="begin no slow test later than so many seconds after the start; skip it",
+    )  # fmt: skip
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds of a test; heeded by pytest-timeout only")
 
@@ -164,6 +169,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Know its marker, too."""
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): heeded by pytest-timeout only")
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a slow test for which there is no time left: machines of CI differ by three times."""
+    limit_s = item.config.getoption("--slow-for")
+    if time.monotonic() - BEGAN > limit_s and item.get_closest_marker("slow"):
+        pytest.skip(f"no slow test begins after {limit_s:.0f} s (--slow-for)")
 
 
 @pytest.hookimpl(optionalhook=True)

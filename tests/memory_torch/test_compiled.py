@@ -110,7 +110,10 @@ def test_hooks_of_the_model_itself_run_once(hook, when):
     assert all(map(torch.equal, step(planned, sample), step(plain, sample)))
 
 
-def test_more_plans_of_a_class_than_dynamo_has_places():
+@pytest.mark.slow
+def test_more_plans_of_a_class_than_dynamo_has_places(monkeypatch):
+    # Each plan compiles for seconds; of eight places, as there are, it would take minutes.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     sample = torch.randn(16, 32)
     models = [mlp(2) for _ in range(torch._dynamo.config.recompile_limit + 2)]
     planned = [plan(it, sample, "100%", **SETTINGS) for it in models]

@@ -383,6 +383,7 @@ def test_a_hash_is_of_the_graphs(residual):
     assert ground == residual.planner.ground.own.program.ground
 
 
+@pytest.mark.slow
 def test_several_plans_are_compared_and_tell_what_is_made_again():
     """torch's own partition with a budget is among them, and so is a plan made from one."""
     torch.manual_seed(0)
@@ -403,6 +404,7 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
     assert any("activation_memory_budget" in it for it in reasons)
 
 
+@pytest.mark.slow
 def test_what_torchs_budget_makes_again_is_made_once(monkeypatch):
     """A plan from such a partition made a chain of blocks anew for each kernel that reads it."""
     torch.manual_seed(0)

@@ -142,8 +142,10 @@ for name, shard in ways.items():
     found[name] = {"plain": trained(shard)}
     for order, backend, budget in (
         ("planned first", "graph", "80%"),
-        ("planned first", "modules", "80%"),
-        ("sharded first", "auto", "80%"),
+        # Modules are chosen by what a step held when it was measured, and on a busy machine Gloo's
+        # thread holds a buffer for longer: 83 % were needed once.
+        ("planned first", "modules", "90%"),
+        ("sharded first", "auto", "90%"),
     ):
         if f"{order}, {backend}" in cases[name]:
             found[name][f"{order}, {backend}"] = trained(shard, order, backend, budget)

@@ -153,6 +153,7 @@ def test_checkpointing_of_a_copy_is_the_models_own():
     assert twin.transformer.h[0].gradient_checkpointing
 
 
+@pytest.mark.slow
 @RENAMED
 def test_by_modules_inside_checkpoints_of_the_model():
     """They run their part again when the forwards put in place are gone."""

@@ -19,6 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 )
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.skipif("SN_TEST_DEVICE" in os.environ, reason="is what runs")
+@pytest.mark.slow
 def test_all_that_runs_on_a_gpu_runs_on_the_stand_in_device():
     """In a process of its own: who has the device has it for good."""
     run = subprocess.run(
