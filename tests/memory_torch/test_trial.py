@@ -136,6 +136,17 @@ def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
     assert "(+2.0 %) as traced" in note
 
 
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_planned_while_the_caller_profiles(profile, backend):
+    model, sample = mlp(3), torch.randn(16, 32)
+    with profile(profile_memory=True) as seen:
+        made = plan(model, sample, "100%", backend=backend)
+        made(sample).sum().backward()
+    assert made.sn_memory.backend == backend
+    assert len(seen.key_averages()) > 0
+
+
 def test_without_a_trial_nothing_runs():
     model, sample = AsksForFakes(lambda x: 1.01 * x), torch.randn(64, 32)
     planned = plan(model, sample, "80%", trial=False, **SETTINGS)

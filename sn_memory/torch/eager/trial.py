@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...base.host import smallest_limit
 from ..device.accelerator import free_bytes, is_apart
 from ..errors import ReplayError, TraceError, fails_on_sample, innermost_line
+from ..model.allocations import is_profiled
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, put_back, run_step, tensors
@@ -133,7 +134,7 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
-    counted = counted and device_of(model).type == "cpu"
+    counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
         expected = _measured(model, model, arguments, counted=counted)
         plain_peak_bytes = expected.peak_bytes if counted else 0

@@ -102,6 +102,11 @@ class AllocationTracker:
             self.peak_bytes, self.peak_op = self.live_bytes, what
 
 
+def is_profiled() -> bool:
+    """Whether the caller profiles this thread; an AllocationTracker would raise RuntimeError."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def measured_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return the scratch of what one run of an op takes, as the device's allocator tells it."""
     if is_apart(device):

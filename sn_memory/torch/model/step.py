@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device.accelerator import in_use, now
 from ..device.resting import working_device
-from .allocations import AllocationTracker
+from .allocations import AllocationTracker, is_profiled
 from .guard import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks
 from .results import ends_of, tensors_of
@@ -132,7 +132,8 @@ def run_step(
     heard, scratch
         As in StorageTracker.
     kernels
-        Count what kernels take for themselves as well; on the CPU, by its allocator.
+        Count what kernels take for themselves as well; on the CPU, by its allocator. Not while the
+        caller profiles: the allocator tells one profiler only.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -147,7 +148,7 @@ def run_step(
         known = [*known, *(it.grad for it in model.parameters() if it.grad is not None)]
     there = [*model.parameters(), *model.buffers(), *inputs, *known]
     tracker: StorageTracker | AllocationTracker
-    if by_allocator or kernels:
+    if by_allocator or (kernels and not is_profiled()):
         tracker = AllocationTracker(there, kernels=kernels)
     else:
         tracker = StorageTracker(
