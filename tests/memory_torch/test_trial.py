@@ -125,6 +125,16 @@ def test_as_far_as_the_model_is_from_itself_is_no_fault(apart, used):
     assert trial._judged({"gradient of a": apart}, {}, seen).failure
 
 
+def test_what_was_not_measured_beside_a_profiler_is_measured_later(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, sample = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 3, 3)), images()
+    with torch.profiler.profile(profile_memory=True):
+        first = plan(model, sample, "100%").sn_memory.plan
+    assert any("by an upper rule" in it for it in first.notes)
+    second = plan(model, sample, "100%").sn_memory.plan
+    assert not any("by an upper rule" in it for it in second.notes)
+
+
 def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
     model, sample = mlp(3), torch.randn(16, 32)
     made = plan(model, sample, "100%").sn_memory

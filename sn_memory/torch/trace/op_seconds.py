@@ -31,7 +31,7 @@ from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from ..device.accelerator import is_apart, module_of, synchronize
 from ..elsewhere.cpu_scratch import rule_bytes
-from ..model.allocations import measured_bytes
+from ..model.allocations import is_profiled, measured_bytes
 from .record import Call, Recording, View, form_of
 from .timeable import timeable
 
@@ -62,6 +62,12 @@ def not_while_training() -> None:
         raise NotMeasured
 
 
+def _may_measure() -> bool:
+    # The CPU's allocator tells one profiler only: what a caller's keeps from being measured would
+    # be kept as what cannot be.
+    return not _TRAINING.get() and not is_profiled()
+
+
 # Seconds and scratch bytes of a call; None where it could not be run.
 Cost = tuple[float, int] | None
 
@@ -90,7 +96,7 @@ def cached_costs(
         for key, (_, measure) in zip(keys, works, strict=True)
         if key not in times.table
     }
-    if not _TRAINING.get():
+    if _may_measure():
         times.table.update(while_time_lasts(missing))
         times.save(device)
     found = [times.table.get(key) for key in keys]
@@ -156,7 +162,7 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
         recording = Recording([call], nbytes, [device] * len(nbytes))
         key = times.key(signature(call))
         by_rule = scratch_of(call, recording, device, None)
-        wanted = profile and (by_rule or is_apart(device)) and not _TRAINING.get()
+        wanted = profile and (by_rule or is_apart(device)) and _may_measure()
         if wanted and key not in times.table:
             with unset_fake_temporarily():
                 times.table[key] = _cost(call, recording, device) if timeable(call) else None
