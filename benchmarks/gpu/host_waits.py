@@ -37,7 +37,7 @@ def planned(section: Section, techniques: tuple[str, ...]) -> str:
         tokens,
         "80%",
         techniques=techniques,
-        planner="greedy",
+        planner="sqrt_n",
         backend="graph",
         profile=False,
     )

@@ -138,11 +138,6 @@ def counts_work() -> bool:
     return _METER.get().counts
 
 
-def spent_units() -> int:
-    """Return the work that was counted so far, whichever of the two `now` tells."""
-    return _METER.get().units
-
-
 def units(seconds: float) -> int:
     """Return the work that stands for so many seconds, 0 at least, 2**62 at most."""
     return int(min(max(seconds, 0.0) * UNITS_PER_S, 2.0**62))

@@ -1,8 +1,8 @@
-"""The `auto` planner: a search of our own, and the plans of all others as candidates.
+"""The `auto` planner: a search of our own, and the plans of the named planners as candidates.
 
-Very small graphs are solved exactly. For the others every planner of the literature has its turn
-first, so that `auto` is not slower than any of them. Exact solving, those planners, the search, and
-what it takes to say no share one deadline: see `Auto.look` for their parts.
+Very small graphs are solved exactly. For the others every named planner has its turn first, so that
+`auto` is not slower than any of them. Exact solving, those planners, the search, and what it takes
+to say no share one deadline: see `Auto.look` for their parts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from .search.search import Search
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
-# Of the time limit: what exact solving may take, and the planners of the literature of the rest;
-# and what is left to find the smallest peak, as long as no plan keeps the budget.
+# Of the time limit: what exact solving may take, and the named planners of the rest; and what is
+# left to find the smallest peak, as long as no plan keeps the budget.
 PART, TO_REFUSE = 0.5, 0.2
-# Above this many ops only those planners of the literature have a turn that take seconds there: the
-# others take minutes, and much memory.
+# Above this many ops SuperNeurons' policies have no turn: they take ten seconds each there.
 MOST_OPS = 20_000
-QUICK = ("sqrt_n", "greedy")
-# In this order, as the time may end before the last: those that find most in a second first. The
-# first has its turn whatever time there is: a tenth of a second for three thousand ops.
-IN_TURN = (*QUICK, "dtr", *(it for it in policies.names() if it not in (*QUICK, "dtr")))
+# The quickest has its turn whatever time there is: a tenth of a second for three thousand ops, one
+# for twenty thousand. So a budget that it keeps is never refused for want of time.
+FIRST = "sqrt_n"
+IN_TURN = (FIRST, *(name for name in policies.names() if name != FIRST))
 
 
 class Auto:
@@ -56,7 +55,7 @@ class Auto:
     time_limit_s
         Seconds of `clock.now` for each budget, of the first one from here on.
     historical
-        Whether the planners of the literature have their turn.
+        Whether the named planners have their turn.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Auto:
         # When the budget that is looked at began, if it has, and when its time is over.
         self.began: float | None = now()
         self.end = self.began + time_limit_s
-        # Whether planners of the literature did not get to their end.
+        # Whether named planners did not get to their end.
         self.cut = False
         self.search = Search(
             holes(graph, lean=True),
@@ -144,18 +143,15 @@ class Auto:
         return True
 
     def from_policies(self, budget_bytes: int, deadline: float) -> None:
-        """Take the plans of the historical planners in, those that keep the budget.
-
-        All of them take seconds for a thousand ops, half a minute for thirteen thousand.
-        """
+        """Take in the plans of the named planners that keep the budget."""
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
             return
         large = len(self.graph.ops) > MOST_OPS
-        for name in QUICK if large else IN_TURN:
+        for name in (FIRST,) if large else IN_TURN:
             say("search", now() - self.search.began, self.limit_s, name)
             try:
-                with cut_at(math.inf if name == IN_TURN[0] else deadline):
+                with cut_at(math.inf if name == FIRST else deadline):
                     plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
             except BudgetError:
                 continue

@@ -1,4 +1,4 @@
-"""Graphs too large for relaxations and for the slow planners of the literature."""
+"""Graphs too large for relaxations and for the slow named planners."""
 
 import math
 
@@ -29,10 +29,10 @@ def test_only_what_is_quick_is_asked_of_a_large_graph(monkeypatch):
     plan = plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=30)
     assert plan.peak_bytes <= budget
     check_plan(graph, plan)
-    assert asked == ["sqrt_n", "greedy"]
-    # What they found is taken where nothing is faster.
-    found = [policy(name)(graph, budget_bytes=budget) for name in asked]
-    assert plan.seconds <= min(it.seconds for it in found if it.peak_bytes <= budget)
+    assert asked == ["sqrt_n"]
+    # Its plan is taken where nothing is faster.
+    found = policy("sqrt_n")(graph, budget_bytes=budget)
+    assert found.peak_bytes > budget or plan.seconds <= found.seconds
     assert plan.lower_bound_seconds == pytest.approx(plan.baseline_seconds)
 
 

@@ -22,7 +22,6 @@ from sn_memory.base import clock, native
 from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.compiled import compiled
-from sn_memory.plan.policies import policy
 from sn_memory.plan.search import greedy
 from sn_memory.plan.search.exact import solve
 from sn_memory.pool.pack import arrange
@@ -346,14 +345,3 @@ def test_the_packer_finds_the_same_in_counted_work(monkeypatch):
     monkeypatch.setattr(clock.time, "perf_counter", lambda: 50 * real())
     assert arrange(rows, time_limit_s=0.03, deterministic=True) == first
     assert first.seconds >= 0.03
-
-
-def test_what_a_policy_remembers_counts_as_if_it_were_found_anew():
-    graph = resnet(2, 50).graph()
-    (budget,) = shares(graph, 0.5)
-    spent = []
-    for _ in range(2):
-        with clock.counting(True):
-            policy("knapsack")(graph, budget_bytes=budget)
-            spent.append(clock.now())
-    assert spent[0] == spent[1] > 0

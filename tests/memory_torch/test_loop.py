@@ -20,7 +20,7 @@ from sn_memory.torch.eager import written
 from sn_memory.torch.errors import ReplayError
 from sn_memory.torch.model import recent
 
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
 
 @pytest.fixture(params=["compiled", "in Python"])

@@ -13,7 +13,7 @@ from torch import nn
 from sn_memory.torch import PlanWarning, StorageTracker, TraceError, plan
 
 STEPS, ROWS = 20, 64
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 BACKENDS = pytest.mark.parametrize("backend", ["graph", "modules"])
 
 
