@@ -63,8 +63,8 @@ def plan_graph(
     deterministic
         Count work in place of seconds: `time_limit_s` is then so many times 20 million units, of
         which an op carried out on paper is one. The same graph gets the same plan on a slow machine
-        and on a fast one, whatever the load, with the same versions of this package and of SciPy
-        and the compiled extension on both or on neither. `solve_s` of the plan is counted as well.
+        and on a fast one, whatever the load, with the same versions of this package and of SciPy.
+        `solve_s` of the plan is counted as well.
     progress
         True writes to standard error how far it is: a bar on a terminal, else lines. None does so
         on a terminal only. A function takes a `Progress` at each attempt. False is silent.

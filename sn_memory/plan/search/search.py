@@ -17,7 +17,6 @@ from ...base.progress import is_heard, say
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
-from ..compiled import compiled
 from ..plan import Plan
 from ..simulate import simulate
 from .anneal import Rules, anneal
@@ -131,7 +130,7 @@ class Search:
             return
         self.archive.add(*fitted, origin)
         part += (self.deadline - began) / 8
-        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part)
+        trimmed = trim(self.shape, fitted[0], budget_bytes, deadline=part)
         self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
 
@@ -201,9 +200,8 @@ class Search:
 
     @property
     def first_tries(self) -> int:
-        """Tries of the first round of annealing; its Python twin is some fifty times slower."""
-        part = 50 if compiled(self.shape) is None else 1
-        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)) // part)
+        """Tries of the first round of annealing."""
+        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)))
 
     def anneal(
         self,
