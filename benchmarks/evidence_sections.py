@@ -46,8 +46,8 @@ SHIPPED = ("alexnet", "resnet50", "transformer12", "unet")
 # Of searches, in seconds that stand for counted work (`deterministic`), so that the plans do not
 # depend on the machine or on what else runs there.
 GRAPH_LIMIT_S, TORCH_LIMIT_S = 4.0, 2.0
-# A search that took no more than this part of its limit was not cut anywhere: the named planners
-# get half of it, an attempt a quarter of what is left.
+# A search that took no more than this part of its limit was not cut anywhere: an attempt gets a
+# quarter of what is left.
 UNCUT = 0.25
 # What works in TensorFlow is equal but for rounding where its kernels add in any order.
 ROUNDING = 1e-4

@@ -69,8 +69,7 @@ def plan_graph(
         True writes to standard error how far it is: a bar on a terminal, else lines. None does so
         on a terminal only. A function takes a `Progress` at each attempt. False is silent.
     historical
-        Whether `auto` also asks every named planner, for half of the time at most; for graphs
-        above 20,000 ops `sqrt_n` alone.
+        Whether `auto` begins from the plan of `sqrt_n`.
 
     Returns
     -------

@@ -1,29 +1,27 @@
-"""The `auto` planner: a search of our own, and the plans of the named planners as candidates.
+"""The `auto` planner: a search of our own that begins from the plan of `sqrt_n`.
 
-Very small graphs are solved exactly. For the others every named planner has its turn first, so that
-`auto` is not slower than any of them. Exact solving, those planners, the search, and what it takes
-to say no share one deadline: see `Auto.look` for their parts.
+Very small graphs are solved exactly. Exact solving, the search, and what it takes to say no share
+one deadline: see `Auto.look` for their parts.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..base.clock import OutOfTime, cut_at, now
+from ..base.clock import now
 from ..base.progress import say
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.holes import holes
 from ..graph.liveness import baseline_seconds, unplanned_bytes
-from . import policies
 from .answers import answers
 from .bound import smallest_peak
 from .buffers import peak_action
 from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
+from .policies.sqrt_n import sqrt_n
 from .refusal import placed, refused
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
@@ -32,15 +30,9 @@ from .search.search import Search
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
-# Of the time limit: what exact solving may take, and the named planners of the rest; and what is
-# left to find the smallest peak, as long as no plan keeps the budget.
+# Of the time limit: what exact solving may take; and what is left to find the smallest peak, as
+# long as no plan keeps the budget.
 PART, TO_REFUSE = 0.5, 0.2
-# Above this many ops SuperNeurons' policies have no turn: they take ten seconds each there.
-MOST_OPS = 20_000
-# The quickest has its turn whatever time there is: a tenth of a second for three thousand ops, one
-# for twenty thousand. So a budget that it keeps is never refused for want of time.
-FIRST = "sqrt_n"
-IN_TURN = (FIRST, *(name for name in policies.names() if name != FIRST))
 
 
 class Auto:
@@ -55,7 +47,7 @@ class Auto:
     time_limit_s
         Seconds of `clock.now` for each budget, of the first one from here on.
     historical
-        Whether the named planners have their turn.
+        Whether the search begins from the plan of `sqrt_n`.
     """
 
     def __init__(
@@ -70,8 +62,6 @@ class Auto:
         # When the budget that is looked at began, if it has, and when its time is over.
         self.began: float | None = now()
         self.end = self.began + time_limit_s
-        # Whether named planners did not get to their end.
-        self.cut = False
         self.search = Search(
             holes(graph, lean=True),
             offload="offload" in techniques,
@@ -95,7 +85,7 @@ class Auto:
             return
         if self.floor[0] > budget_bytes:
             return
-        self.from_policies(budget_bytes, now() + (self.end - now()) * PART)
+        self.from_sqrt_n(budget_bytes)
         within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         best = min(within, key=lambda plan: plan.seconds, default=None)
         known = best is not None or self.search.archive.best(budget_bytes) is not None
@@ -142,24 +132,19 @@ class Auto:
         )
         return True
 
-    def from_policies(self, budget_bytes: int, deadline: float) -> None:
-        """Take in the plans of the named planners that keep the budget."""
+    def from_sqrt_n(self, budget_bytes: int) -> None:
+        """Take the plan of `sqrt_n` in.
+
+        Whatever time there is, so that a budget which it keeps is not refused for want of time: it
+        takes a tenth of a second for three thousand ops, one for twenty thousand.
+        """
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
             return
-        large = len(self.graph.ops) > MOST_OPS
-        for name in (FIRST,) if large else IN_TURN:
-            say("search", now() - self.search.began, self.limit_s, name)
-            try:
-                with cut_at(math.inf if name == FIRST else deadline):
-                    plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
-            except BudgetError:
-                continue
-            except OutOfTime:
-                self.cut = True
-                return
-            if self.allowed(plan):
-                self.plans.append(plan)
+        say("search", now() - self.search.began, self.limit_s, "sqrt_n")
+        plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
+        if self.allowed(plan):
+            self.plans.append(plan)
 
     def allowed(self, plan: Plan) -> bool:
         """Whether a plan does only what this search may do."""
@@ -215,7 +200,7 @@ class Auto:
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         before = len(self.plans)
         if self.search.recompute:
-            self.from_policies(floor, (now() + end) / 2)
+            self.from_sqrt_n(floor)
         # What it names is found again when it is asked for: nothing below depends on this budget,
         # nor on what the search for it has found.
         search = Search(
@@ -225,7 +210,7 @@ class Auto:
             deadline=end,
         )
         search.end = end
-        ended = self.shrink(search, floor) and not self.cut
+        ended = self.shrink(search, floor)
         smallest = search.archive.smallest()
         found = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         self.plans.append(found)

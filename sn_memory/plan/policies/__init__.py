@@ -4,9 +4,8 @@
 
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
-`plan_graph(..., planner="auto")` takes all of them as candidates, so with time for all it is never
-slower than any of them at the same peak. Other planners of the literature are in
-`benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk/`.
+`plan_graph(..., planner="auto")` begins from the plan of `sqrt_n`. Other planners of the literature
+are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk/`.
 """
 
 from __future__ import annotations

@@ -161,8 +161,12 @@ class Search:
             return best
         if not self.recompute and not self.offload:
             return best
+        ways = self._ways(budget_bytes)
+        if len(self.shape.graph.ops) > LARGE:
+            # Before the bound, whose linear program may take all the time there is.
+            ways.pop(0)()
         target = self.bound(budget_bytes) * (1 + ENOUGH)
-        for way in self._ways(budget_bytes):
+        for way in ways:
             way()
             best = self.archive.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
@@ -276,7 +280,8 @@ class Search:
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
         """Return the ways to look, those first that most often end the search.
 
-        On large graphs the chain comes first: it solves equal blocks once.
+        On large graphs greedy fitting comes first, and then the chain, which solves equal blocks
+        once.
         """
         natural = self.shape.natural()
         greedy = partial(self.attempt, natural, budget_bytes, "greedy")
@@ -288,7 +293,7 @@ class Search:
         ways: list[Callable[[], object]] = [lanes] if self.offload else []
         if self.recompute and len(self.shape.graph.ops) > LARGE:
             few = relaxed[:1] if len(self.shape.graph.ops) <= RELAXED else []
-            ways = [chain, greedy, *few, *ways]
+            ways = [greedy, chain, *few, *ways]
         elif self.recompute:
             ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways
