@@ -25,7 +25,7 @@ from .policies.sqrt_n import sqrt_n
 from .refusal import placed, refused
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
-from .search.search import Search
+from .search.search import LARGE, Search
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,9 @@ class Auto:
         known = best is not None or self.search.archive.best(budget_bytes) is not None
         self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
         self.search.end = self.end
-        if best is not None and best.planner != "exact" and self.search.recompute:
+        # On a large graph the search finds more in the time that it takes to improve this plan.
+        worth = self.search.recompute and len(self.graph.ops) <= LARGE
+        if best is not None and best.planner != "exact" and worth:
             self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
         self.search.widened(budget_bytes)
