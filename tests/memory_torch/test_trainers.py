@@ -13,7 +13,7 @@ from torch import nn
 from sn_memory.torch import PlanWarning, StorageTracker, TraceError, plan
 
 STEPS, ROWS = 20, 64
-SETTINGS = {"profile": False, "planner": "sqrt_n"}
+SETTINGS = {"profile": False, "time_limit_s": 1.0}
 BACKENDS = pytest.mark.parametrize("backend", ["graph", "modules"])
 
 
