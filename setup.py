@@ -1,8 +1,9 @@
 """The part of the packaging that needs code: the C++ extensions and the sources they ship.
 
-The C++ back ends are accelerators with Python twins, so an install without a working compiler must
-succeed. pip hides what a build prints; the reason is therefore also left in each package, in
-`_core_missing.txt` or `_placing_missing.txt`, for whoever looks for the library to show.
+sn_compress works without its C++ back end, only slower, so an install without a working compiler
+must succeed; sn_memory's planner is not there then, and says so when it is asked. pip hides what a
+build prints; the reason is therefore also left in each package, in `_core_missing.txt` or
+`_placing_missing.txt`, for whoever looks for the library to show.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def sources(pattern: str, folder: Path = CSRC) -> list[str]:
 # What is lost without each extension.
 LOST = {
     "sn_compress._core": "encoding and decoding on the CPU are several times slower",
-    "sn_memory._core": "planning and packing into an arena are some fifty times slower",
+    "sn_memory._core": "sn_memory's planner and packer are not there: they raise MissingExtra",
     "sn_memory._placing": "sn_memory.torch.use_placing_allocator() raises an error",
 }
 

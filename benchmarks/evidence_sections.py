@@ -42,14 +42,13 @@ Rows = Iterator[dict[str, Any]]
 BUDGETS = ("80%", "60%", "40%")
 PLANNERS = (
     "auto", "liveness", "superneurons", "superneurons_speed", "superneurons_memory", "sqrt_n",
-    "greedy", "offload_conv", "dtr", "knapsack",
 )  # fmt: skip
 SHIPPED = ("alexnet", "resnet50", "transformer12", "unet")
 # Of searches, in seconds that stand for counted work (`deterministic`), so that the plans do not
 # depend on the machine or on what else runs there.
 GRAPH_LIMIT_S, TORCH_LIMIT_S = 4.0, 2.0
-# A search that took no more than this part of its limit was not cut anywhere: the planners of the
-# literature get half of it, an attempt a quarter of what is left.
+# A search that took no more than this part of its limit was not cut anywhere: an attempt gets a
+# quarter of what is left.
 UNCUT = 0.25
 # What works in TensorFlow is equal but for rounding where its kernels add in any order.
 ROUNDING = 1e-4
@@ -257,7 +256,7 @@ def torch_plan_rows(unit: str) -> Rows:
     # Where the plain step itself does not repeat its bits, nothing is promised of a planned one.
     repeats = plain == _step(model, model, sample, state)
     for budget in ("80%", "60%"):
-        for planner in ("greedy", "auto"):
+        for planner in ("sqrt_n", "auto"):
             row: dict[str, Any] = {"key": f"{unit} at {budget} by {planner}", "plain": plain}
             make = partial(_planned, model, sample, budget, planner=planner)
             planned, refusal = made_or_refused(make, planner)

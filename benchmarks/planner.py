@@ -8,8 +8,9 @@ For every network the smallest feasible budget is searched first, then all plann
 same budgets from the unplanned peak down to it, and at a half and a third of what is not resident.
 Seconds come from the roofline of a stated device (graphs/device.py): nothing is measured here but
 the planning itself (`solve_s`), so the measured columns are empty. Every plan is replayed by
-`check_plan`. A planner of the literature that cannot keep a budget gives a row with `kept` false
-and the peak it needs. `auto_recompute` is `auto` without transfers, at the half and the third.
+`check_plan`. The planners of the literature are those of the package and of `rivals`; one that
+cannot keep a budget gives a row with `kept` false and the peak it needs. `auto_recompute` is `auto`
+without transfers, at the half and the third.
 
 A file that is there is gone on with: networks it has are left out, unless `--models` names them.
 """
@@ -40,12 +41,12 @@ from graphs import (
     vgg16,
 )
 from machine import commit, machine
+from rivals.planners import PLANNERS
 from tables import columns
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
 from sn_memory.plan.api import TECHNIQUES
-from sn_memory.plan.policies import names, policy
 
 # What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
 SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}
@@ -69,7 +70,7 @@ RECOMPUTE = ("keep", "recompute")
 
 def smallest(graph: Graph, time_limit_s: float) -> Plan:
     """The plan of least peak that was found by anyone."""
-    found = [policy(name)(graph, budget_bytes=None) for name in names()]
+    found = [planner(graph, budget_bytes=None) for planner in PLANNERS.values()]
     try:
         plan_graph(graph, graph.base_bytes, time_limit_s=time_limit_s)
     except BudgetError as refusal:
@@ -105,10 +106,10 @@ def plans(
         except BudgetError:
             continue
         yield "auto_recompute", budget, plan, plan.solve_s
-    for name in names():
+    for name, planner in PLANNERS.items():
         for budget in budgets:
             began = time.thread_time()
-            plan = policy(name)(graph, budget_bytes=budget)
+            plan = planner(graph, budget_bytes=budget)
             yield name, budget, plan, time.thread_time() - began
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from graphs import resnet
+from rivals.planners import PLANNERS
 
 from sn_memory import Graph, plan_graph
 from sn_memory.cost.caching import AllocatorSettings
 from sn_memory.graph.liveness import peak
-from sn_memory.plan import policies
 from sn_memory.report.report import report
 from sn_memory.run.reserved import within_reserved
 
@@ -43,9 +43,7 @@ def main() -> None:
         lambda live_bytes, _: plan_graph(graph, live_bytes, time_limit_s=30),
         AllocatorSettings(),
     )
-    others = [
-        policies.policy(name)(graph, budget_bytes=plan.budget_bytes) for name in policies.names()
-    ]
+    others = [planner(graph, budget_bytes=plan.budget_bytes) for planner in PLANNERS.values()]
     others += [plan_graph(graph, f"{part}%", time_limit_s=30) for part in (80, 65, 40, 30)]
     made = report(graph, plan, others=others)
     print(made.text(rows=10), end="")

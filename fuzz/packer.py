@@ -1,14 +1,12 @@
 """Packing problems: each is packed without overlap, or refused with a documented error, in time.
 
-A second of time limit each; `twin` is the same without the compiled extension, `tables` are CSV
-files with damage.
+A second of time limit each; `tables` are CSV files with damage.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from mutants import damaged_text
 from runner import Target, main
 
 from sn_memory import CapacityError, PackError
-from sn_memory.base import native
 from sn_memory.check.packing import check_packing
 from sn_memory.pool.csv import read_csv
 from sn_memory.pool.pack import arrange
@@ -84,18 +81,6 @@ def solve(seed: int) -> str:
         return "PackError"
 
 
-@cache
-def without_extension() -> None:
-    """Let this process, which runs one target, take the Python twins."""
-    native.load = lambda: (None, "python: asked for by the fuzz script")
-
-
-def twin(seed: int) -> str:
-    """Do what `solve` does, without the extension."""
-    without_extension()
-    return solve(seed)
-
-
 def table(seed: int) -> str:
     """Read a damaged CSV file, and pack what it says."""
     rng = np.random.default_rng(seed)
@@ -116,7 +101,6 @@ def table(seed: int) -> str:
 
 TARGETS = {
     "problems": Target(solve, full=10_000),
-    "twin": Target(twin, full=1_000),
     "tables": Target(table, full=20_000),
 }
 

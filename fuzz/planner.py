@@ -65,7 +65,8 @@ def plan_text(number: int, planner: str) -> str:
     if planner == "auto":
         with contextlib.suppress(BudgetError):
             return plan_graph(made, budget, time_limit_s=0.1).to_json()
-    return policy("dtr" if planner == "auto" else planner)(made, budget_bytes=budget).to_json()
+        planner = "superneurons"
+    return policy(planner)(made, budget_bytes=budget).to_json()
 
 
 def graphs(seed: int) -> str:

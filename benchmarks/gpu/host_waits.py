@@ -37,10 +37,12 @@ def planned(section: Section, techniques: tuple[str, ...]) -> str:
         tokens,
         "80%",
         techniques=techniques,
-        planner="greedy",
         backend="graph",
         profile=False,
+        time_limit_s=2.0,
     )
+    if not made.sn_memory.plan.decided(techniques[1]):
+        raise RuntimeError(f"the plan has nothing to {techniques[1]}; this proves nothing")
     made(tokens).sum().backward()
     if not section.dry:
         torch.cuda.synchronize()

@@ -78,7 +78,7 @@ def environment(device: str, folder: Path, wheels: Path) -> dict[str, str]:
 def build_extension(timeout_s: float) -> str:
     """Compile the C++ in place with what is there; how it went."""
     if importlib.util.find_spec("setuptools") is None:
-        return "C++ extensions: not built, setuptools is not installed; Python twins are slower"
+        return "C++ extensions: not built, setuptools is not installed; sn_memory plans nothing"
     began = time.monotonic()
     code, said = run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], timeout_s=timeout_s

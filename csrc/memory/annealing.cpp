@@ -12,7 +12,7 @@ namespace {
 // What a hole that is moved is tried with.
 constexpr char kWaits[] = {0, 0, 0, 0, 0, kOut, kBack, kOut | kBack};
 
-// splitmix64 (Steele et al., 2014): the same numbers in C++ and Python.
+// splitmix64 (Steele et al., 2014): the same numbers here and in the oracle.
 class Draw {
  public:
   explicit Draw(uint64_t seed) : state_(seed) {}

@@ -1,5 +1,5 @@
 // Search by simulated annealing over choices and stays on the host: sn_memory/plan/search/anneal.py says what
-// and why; this is the same, decision for decision.
+// and why; tests/oracles/annealing_oracle.py is the same in Python, decision for decision.
 #pragma once
 
 #include "simulation.h"

@@ -1,4 +1,5 @@
-// fit and trim of sn_memory/plan/search/greedy.py: the same decisions in the same order.
+// fit and trim of sn_memory/plan/search/greedy.py; tests/oracles/fitting_oracle.py takes the same decisions in
+// the same order.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// First fit in a given order; its twin is sn_memory/pool/greedy.py.
+// First fit in a given order; tests/oracles/first_fit_oracle.py finds the same offsets.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Depth-first search for a packing within a capacity; its twin is sn_memory/pool/search.py, which
-// says how it works. Both take the same decisions in the same order.
+// Depth-first search for a packing within a capacity; sn_memory/pool/search.py says how it works.
+// tests/oracles/pool_search_oracle.py takes the same decisions in the same order.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/greedy.py say what and why;
-// this is the same, to the last bit of every sum, some fifty times faster. A search carries a choice
+// tests/oracles has the same in Python, to the last bit of every sum. A search carries a choice
 // out thousands of times, so all scratch memory is kept between calls.
 #pragma once
 

@@ -20,17 +20,13 @@ from typing import Final
 UNITS_PER_S: Final = 20_000_000
 
 
-class OutOfTime(Exception):  # noqa: N818 - no error: a search ends by it
-    """What `cut_at` allows has been spent."""
-
-
 class _Meter:
-    """What counts in this context, how much of it was spent, and when `spend` is to raise."""
+    """What counts in this context, and how much of it was spent."""
 
-    __slots__ = ("counts", "end", "units")
+    __slots__ = ("counts", "units")
 
     def __init__(self, *, counts: bool) -> None:
-        self.counts, self.units, self.end = counts, 0, math.inf
+        self.counts, self.units = counts, 0
 
 
 # Per context, so that two threads may plan at once. The first belongs to all, and never ends.
@@ -46,21 +42,6 @@ def counting(work: bool) -> Iterator[None]:
         yield
     finally:
         _METER.reset(token)
-
-
-@contextmanager
-def cut_at(deadline: float) -> Iterator[None]:
-    """Let `spend` raise OutOfTime after a moment of `now`."""
-    if _METER.get() is _OF_ALL:
-        with counting(False), cut_at(deadline):
-            yield
-        return
-    meter = _METER.get()
-    before, meter.end = meter.end, min(meter.end, deadline)
-    try:
-        yield
-    finally:
-        meter.end = before
 
 
 class Shared:
@@ -114,11 +95,8 @@ def now() -> float:
 
 
 def spend(units: int) -> None:
-    """Count work; raises OutOfTime within `cut_at`, after its moment."""
-    meter = _METER.get()
-    meter.units += units
-    if meter.end < math.inf and now() > meter.end:
-        raise OutOfTime
+    """Count work."""
+    _METER.get().units += units
 
 
 def after(deadline: float) -> Callable[[], bool]:
@@ -136,11 +114,6 @@ def late_or_units(deadline: float) -> Callable[[], bool] | int:
 def counts_work() -> bool:
     """Whether `now` tells counted work."""
     return _METER.get().counts
-
-
-def spent_units() -> int:
-    """Return the work that was counted so far, whichever of the two `now` tells."""
-    return _METER.get().units
 
 
 def units(seconds: float) -> int:

@@ -5,7 +5,7 @@
     BudgetError(RuntimeError)   no plan keeps the budget; carries the smallest peak and its op
     PackError(ValueError)       buffers, or their file, that say something impossible
     CapacityError(RuntimeError) no packing within the capacity was found; says whether one exists
-    MissingExtra(ImportError)   an optional library is needed and absent
+    MissingExtra(ImportError)   an optional library, or the compiled extension, is needed and absent
 
 Every message has four parts: what failed, what was got, what was expected, what to do.
 """
@@ -59,7 +59,7 @@ class CapacityError(RuntimeError):
 
 
 class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is missing
-    """An optional library is needed and not installed; the message names the extra."""
+    """An optional library or the compiled extension is absent; the message says how to get it."""
 
 
 def need(library: str, by: str) -> None:

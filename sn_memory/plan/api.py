@@ -51,7 +51,7 @@ def plan_graph(
         The most live bytes, resident storages included: bytes, text as "6GiB", or "60%" of the
         graph's own peak.
     planner
-        `auto`, or the name of a historical planner (`sn_memory.plan.policies.names()`).
+        `auto`, or the name of a planner of the literature (`sn_memory.plan.policies.names()`).
     techniques
         What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
         speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
@@ -63,14 +63,13 @@ def plan_graph(
     deterministic
         Count work in place of seconds: `time_limit_s` is then so many times 20 million units, of
         which an op carried out on paper is one. The same graph gets the same plan on a slow machine
-        and on a fast one, whatever the load, with the same versions of this package and of SciPy
-        and the compiled extension on both or on neither. `solve_s` of the plan is counted as well.
+        and on a fast one, whatever the load, with the same versions of this package and of SciPy.
+        `solve_s` of the plan is counted as well.
     progress
         True writes to standard error how far it is: a bar on a terminal, else lines. None does so
         on a terminal only. A function takes a `Progress` at each attempt. False is silent.
     historical
-        Whether `auto` also asks every planner of the literature, for half of the time at most; of
-        graphs above 20,000 ops `sqrt_n` and `greedy` alone.
+        Whether `auto` begins from the plan of `sqrt_n`.
 
     Returns
     -------
@@ -138,7 +137,7 @@ def plan_front(
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
-    """Return a historical planner's plan; raises BudgetError where it does not keep the budget."""
+    """Return a named planner's plan; raises BudgetError where it does not keep the budget."""
     began = now()
     plan = policies.policy(planner)(graph, budget_bytes=budget_bytes)
     if plan.peak_bytes > budget_bytes:

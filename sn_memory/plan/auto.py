@@ -1,47 +1,38 @@
-"""The `auto` planner: a search of our own, and the plans of all others as candidates.
+"""The `auto` planner: a search of our own that begins from the plan of `sqrt_n`.
 
-Very small graphs are solved exactly. For the others every planner of the literature has its turn
-first, so that `auto` is not slower than any of them. Exact solving, those planners, the search, and
-what it takes to say no share one deadline: see `Auto.look` for their parts.
+Very small graphs are solved exactly. Exact solving, the search, and what it takes to say no share
+one deadline: see `Auto.look` for their parts.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..base.clock import OutOfTime, cut_at, now
+from ..base.clock import now
 from ..base.progress import say
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.holes import holes
 from ..graph.liveness import baseline_seconds, unplanned_bytes
-from . import policies
 from .answers import answers
 from .bound import smallest_peak
 from .buffers import peak_action
 from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
+from .policies.sqrt_n import sqrt_n
 from .refusal import placed, refused
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
-from .search.search import Search
+from .search.search import LARGE, Search
 
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
-# Of the time limit: what exact solving may take, and the planners of the literature of the rest;
-# and what is left to find the smallest peak, as long as no plan keeps the budget.
+# Of the time limit: what exact solving may take; and what is left to find the smallest peak, as
+# long as no plan keeps the budget.
 PART, TO_REFUSE = 0.5, 0.2
-# Above this many ops only those planners of the literature have a turn that take seconds there: the
-# others take minutes, and much memory.
-MOST_OPS = 20_000
-QUICK = ("sqrt_n", "greedy")
-# In this order, as the time may end before the last: those that find most in a second first. The
-# first has its turn whatever time there is: a tenth of a second for three thousand ops.
-IN_TURN = (*QUICK, "dtr", *(it for it in policies.names() if it not in (*QUICK, "dtr")))
 
 
 class Auto:
@@ -56,7 +47,7 @@ class Auto:
     time_limit_s
         Seconds of `clock.now` for each budget, of the first one from here on.
     historical
-        Whether the planners of the literature have their turn.
+        Whether the search begins from the plan of `sqrt_n`.
     """
 
     def __init__(
@@ -71,8 +62,6 @@ class Auto:
         # When the budget that is looked at began, if it has, and when its time is over.
         self.began: float | None = now()
         self.end = self.began + time_limit_s
-        # Whether planners of the literature did not get to their end.
-        self.cut = False
         self.search = Search(
             holes(graph, lean=True),
             offload="offload" in techniques,
@@ -96,13 +85,15 @@ class Auto:
             return
         if self.floor[0] > budget_bytes:
             return
-        self.from_policies(budget_bytes, now() + (self.end - now()) * PART)
+        self.from_sqrt_n(budget_bytes)
         within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         best = min(within, key=lambda plan: plan.seconds, default=None)
         known = best is not None or self.search.archive.best(budget_bytes) is not None
         self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
         self.search.end = self.end
-        if best is not None and best.planner != "exact" and self.search.recompute:
+        # On a large graph the search finds more in the time that it takes to improve this plan.
+        worth = self.search.recompute and len(self.graph.ops) <= LARGE
+        if best is not None and best.planner != "exact" and worth:
             self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
         self.search.widened(budget_bytes)
@@ -143,27 +134,19 @@ class Auto:
         )
         return True
 
-    def from_policies(self, budget_bytes: int, deadline: float) -> None:
-        """Take the plans of the historical planners in, those that keep the budget.
+    def from_sqrt_n(self, budget_bytes: int) -> None:
+        """Take the plan of `sqrt_n` in.
 
-        All of them take seconds for a thousand ops, half a minute for thirteen thousand.
+        Whatever time there is, so that a budget which it keeps is not refused for want of time: it
+        takes a tenth of a second for three thousand ops, one for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
             return
-        large = len(self.graph.ops) > MOST_OPS
-        for name in QUICK if large else IN_TURN:
-            say("search", now() - self.search.began, self.limit_s, name)
-            try:
-                with cut_at(math.inf if name == IN_TURN[0] else deadline):
-                    plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
-            except BudgetError:
-                continue
-            except OutOfTime:
-                self.cut = True
-                return
-            if self.allowed(plan):
-                self.plans.append(plan)
+        say("search", now() - self.search.began, self.limit_s, "sqrt_n")
+        plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
+        if self.allowed(plan):
+            self.plans.append(plan)
 
     def allowed(self, plan: Plan) -> bool:
         """Whether a plan does only what this search may do."""
@@ -219,7 +202,7 @@ class Auto:
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         before = len(self.plans)
         if self.search.recompute:
-            self.from_policies(floor, (now() + end) / 2)
+            self.from_sqrt_n(floor)
         # What it names is found again when it is asked for: nothing below depends on this budget,
         # nor on what the search for it has found.
         search = Search(
@@ -229,7 +212,7 @@ class Auto:
             deadline=end,
         )
         search.end = end
-        ended = self.shrink(search, floor) and not self.cut
+        ended = self.shrink(search, floor)
         smallest = search.archive.smallest()
         found = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         self.plans.append(found)

@@ -1,8 +1,6 @@
-"""The loops of the search in C++: the same answers as their Python twins, some fifty times faster.
+"""The loops of the search in the C++ extension (csrc/memory), called with the holes of a graph.
 
-`simulate.simulate_in_python`, `greedy.fit_in_python`, `greedy.trim_in_python` and the loop of
-`anneal` are the twins: what runs where there is no compiler. The tests compare them with what comes
-from here.
+`tests/oracles` has them in plain Python, some fifty times slower; tests compare the two bit by bit.
 """
 
 from __future__ import annotations
@@ -159,12 +157,11 @@ class Compiled:
         return self._listed(held), away.tolist()
 
 
-def compiled(holes: Holes) -> Compiled | None:
-    """Return holes in the extension, handed over once; None where the Python twins are to run."""
+def compiled(holes: Holes) -> Compiled:
+    """Return holes in the extension, handed over once."""
     if "compiled" not in holes.memo:
-        core = native.core()
-        holes.memo["compiled"] = None if core is None else Compiled(core, holes)
-    found: Compiled | None = holes.memo["compiled"]
+        holes.memo["compiled"] = Compiled(native.core(), holes)
+    found: Compiled = holes.memo["compiled"]
     return found
 
 

@@ -1,7 +1,7 @@
 """From a choice, or from decisions by name, to a finished Plan with its predictions.
 
 Planners that think in holes call `emit`; planners that think in storages ("recompute h3", as the
-historical ones do) call `plan_from_decisions`.
+named ones do) call `plan_from_decisions`.
 """
 
 from __future__ import annotations

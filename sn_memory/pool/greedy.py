@@ -38,38 +38,14 @@ def order_by(problem: Problem, rule: str) -> Ints:
 
 def first_fit(problem: Problem, order: Ints) -> Ints:
     """Put each buffer, in this order, at the lowest aligned offset free for its life: [n] int64."""
-    if core := native.core():
-        offsets = np.zeros(len(problem), np.int64)
-        core.first_fit(
-            problem.first,
-            problem.last,
-            problem.size,
-            problem.align,
-            problem.sections,
-            np.ascontiguousarray(order, np.int64),
-            offsets,
-        )
-        return offsets
-    return first_fit_python(problem, order)
-
-
-def first_fit_python(problem: Problem, order: Ints) -> Ints:
-    """Twin of csrc/memory/pool_greedy.cpp: the same offsets, many times slower."""
     offsets = np.zeros(len(problem), np.int64)
-    # What is placed so far, in order of placing: first, last, offset, end.
-    done = np.zeros((4, len(problem)), np.int64)
-    for count, i in enumerate(order.tolist()):
-        first, last, offset, end = done[:, :count]
-        there = np.flatnonzero((first < problem.last[i]) & (problem.first[i] < last))
-        there = there[np.argsort(offset[there], kind="stable")]
-        tops = np.concatenate([[0], np.maximum.accumulate(end[there])])
-        tops += -tops % problem.align[i]
-        fits = np.append(offset[there] - tops[:-1] >= problem.size[i], True)
-        offsets[i] = tops[fits.argmax()]
-        done[:, count] = (
-            problem.first[i],
-            problem.last[i],
-            offsets[i],
-            offsets[i] + problem.size[i],
-        )
+    native.core().first_fit(
+        problem.first,
+        problem.last,
+        problem.size,
+        problem.align,
+        problem.sections,
+        np.ascontiguousarray(order, np.int64),
+        offsets,
+    )
     return offsets

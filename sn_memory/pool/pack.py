@@ -28,8 +28,7 @@ from .search import UNIT, Rule, Searcher, Verdict
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
-# Decisions, and buffers looked at, between two looks at the clock: a millisecond in C++, a tenth of
-# a second in Python.
+# Decisions, and buffers looked at, between two looks at the clock: a millisecond.
 _SLICE: Final = 64
 _WORK: Final = 20_000
 # Units of work of a decision, and of a buffer that first fit puts somewhere.

@@ -21,6 +21,7 @@ import tensorflow as tf
 from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.malloc import return_freed
+from ..base.native import core
 from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
@@ -180,6 +181,7 @@ def plan(
     check_deterministic(deterministic, profile=profile, backend=backend)
     before: Planned | None = model.__dict__.get(RECORD)
     plain = plain_model(model)
+    core()  # without it there is no plan: said before anything is traced
     check_model(plain)
     return_freed()
     if budget == LIMIT:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..base.clock import sharing
 from ..base.errors import PlanWarning
+from ..base.native import core
 from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
@@ -77,6 +78,7 @@ def plan_step(
     """
     check_techniques(techniques)
     check_deterministic(deterministic, profile=profile, backend="graph")
+    core()  # without it there is no plan: said before anything is traced
     if getattr(step, "_jit_compile", None):
         raise TraceError(
             "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "

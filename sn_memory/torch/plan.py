@@ -20,6 +20,7 @@ import torch
 from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.malloc import return_freed
+from ..base.native import core
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
@@ -199,6 +200,8 @@ def plan(
         If no plan keeps the budget; carries the smallest peak found and its op.
     PlanError
         Without a budget, where nothing says what is free; names what was read.
+    MissingExtra
+        Without the compiled extension; says how to build it.
 
     Notes
     -----
@@ -227,6 +230,7 @@ def plan(
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
+    core()  # without it there is no plan: said before anything is traced
     check_model(model)
     check_optimizer(optimizer)
     speeds(device)  # a name that is none is said before anything is done

@@ -48,7 +48,7 @@ BACKENDS = {
 def test_back_ends_keep_bits_and_budget(device, name):
     model = mlp(6, 32).to(device)
     sample = torch.randn(128, 32, device=device)
-    planner = {} if name == "modules" else {"planner": "greedy"}
+    planner = {} if name == "modules" else {"planner": "sqrt_n"}
     made = plan(model, sample, "80%", profile=False, **planner, **BACKENDS[name])
     found = verify(made, sample)
     assert found.equal, found.different
@@ -60,7 +60,7 @@ def test_back_ends_keep_bits_and_budget(device, name):
 def test_chance_statistics_and_attention(device):
     """Dropout is drawn again from the device's own generator; batch norm counts a batch once."""
     model, sample = Everything().to(device), images().to(device)
-    made = plan(model, sample, "90%", profile=False, planner="greedy")
+    made = plan(model, sample, "90%", profile=False, planner="sqrt_n")
     found = verify(made, sample)
     assert found.equal, found.different
 
@@ -112,7 +112,7 @@ def test_autocast(device, kind):
     model = mlp(4, 64).to(device)
     sample = torch.randn(256, 64, device=device)
     with torch.autocast(device.type, kind):
-        made = plan(model, sample, "90%", profile=False, planner="greedy")
+        made = plan(model, sample, "90%", profile=False, planner="sqrt_n")
         found = verify(made, sample)
     assert found.equal, found.different
 
@@ -120,14 +120,14 @@ def test_autocast(device, kind):
 def test_a_checkpoint_goes_to_the_cpu(device, tmp_path):
     """Weights of a planned model saved on the device load into a plain one, and into a planned."""
     model, sample = mlp(4, 32).to(device), torch.randn(64, 32)
-    made = plan(model, sample.to(device), "80%", profile=False, planner="greedy")
+    made = plan(model, sample.to(device), "80%", profile=False, planner="sqrt_n")
     made(sample.to(device)).square().mean().backward()
     torch.optim.SGD(made.parameters(), lr=0.1).step()
     torch.save(made.state_dict(), tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=True)
     other: nn.Module = mlp(4, 32)
     other.load_state_dict(saved)
-    again = plan(other, sample, "80%", profile=False, planner="greedy")
+    again = plan(other, sample, "80%", profile=False, planner="sqrt_n")
     assert verify(again, sample).equal
     for name, value in made.state_dict().items():
         assert torch.equal(value.cpu(), again.state_dict()[name]), name

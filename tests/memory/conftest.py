@@ -1,10 +1,10 @@
-"""The neighbours a test may import: random graphs beside the tests, networks of the benchmarks."""
+"""The neighbours a test may import: random graphs, oracles, networks of the benchmarks."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # pytest imports test files by path, so folders that are no packages need saying.
-for folder in (HERE, HERE.parent.parent / "benchmarks"):
+for folder in (HERE, HERE.parent / "oracles", HERE.parent.parent / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,10 +1,12 @@
-"""The loops of the search in C++ give what their Python twins give, to the last bit."""
+"""The loops of the search in C++ give what the oracles in Python give, to the last bit."""
 
 import math
 import random
-from dataclasses import replace
 
+import annealing_oracle
+import fitting_oracle
 import pytest
+import simulate_oracle
 from graphs import resnet
 from random_graphs import random_graph
 
@@ -16,11 +18,9 @@ from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.compiled import compiled
 from sn_memory.plan.search.anneal import Rules, anneal
-from sn_memory.plan.search.greedy import fit, fit_in_python, trim, trim_in_python
+from sn_memory.plan.search.greedy import fit, trim
 from sn_memory.plan.search.mixed import all_moved, carried
-from sn_memory.plan.simulate import simulate, simulate_in_python
-
-pytestmark = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
+from sn_memory.plan.simulate import simulate
 
 
 def attempt(function, *args):
@@ -53,17 +53,17 @@ def test_choices_lead_to_the_same_schedules():
         )
         for moves in ({}, {}, random_moves(shape, draw)):
             choice = random_choice(shape, draw)
-            ours, twin = attempt(simulate, shape, choice, moves), None
-            twin = attempt(simulate_in_python, shape, choice, moves)
-            if ours is None or twin is None:
-                assert ours is twin is None, f"seed {seed}"
+            ours = attempt(simulate, shape, choice, moves)
+            oracle = attempt(simulate_oracle.simulate, shape, choice, moves)
+            if ours is None or oracle is None:
+                assert ours is oracle is None, f"seed {seed}"
                 impossible += 1
                 continue
             possible += 1
-            assert ours.live_bytes.tolist() == twin.live_bytes.tolist(), f"seed {seed}"
-            assert ours.intervals.tolist() == twin.intervals.tolist(), f"seed {seed}"
+            assert ours.live_bytes.tolist() == oracle.live_bytes.tolist(), f"seed {seed}"
+            assert ours.intervals.tolist() == oracle.intervals.tolist(), f"seed {seed}"
             for name in ("ops", "at", "host_copies", "run_seconds", "peak_bytes"):
-                assert getattr(ours, name) == getattr(twin, name), f"seed {seed}, {name}"
+                assert getattr(ours, name) == getattr(oracle, name), f"seed {seed}, {name}"
     assert possible > 250
     assert impossible > 60
 
@@ -82,22 +82,20 @@ def test_fitting_and_trimming_decide_the_same():
         budget = base + int((peak(shape.graph).bytes - base) * 0.85)
         settings = {"deadline": math.inf, "factors": factors}
         ours = fit(shape, shape.natural(), budget, **settings)
-        twin = fit_in_python(shape, shape.natural(), budget, **settings)
-        assert (ours is None) == (twin is None), f"graph {number}"
-        if ours is None or twin is None:
+        oracle = fitting_oracle.fit(shape, shape.natural(), budget, **settings)
+        assert (ours is None) == (oracle is None), f"graph {number}"
+        if ours is None or oracle is None:
             continue
         fitted += 1
-        assert ours[0] == twin[0], f"graph {number}"
+        assert ours[0] == oracle[0], f"graph {number}"
         order = [hole for hole, held in enumerate(ours[0]) if held != KEEP]
         draw.shuffle(order)
         for filtered in (False, True):
-            native_loops = compiled(shape)
-            assert native_loops is not None
-            choice = native_loops.trim(
+            choice = compiled(shape).trim(
                 ours[0], order, budget, lambda: False, None, filtered=filtered
             )
-            same, _ = trim_in_python(
-                shape, *twin, order, budget, deadline=math.inf, moves=None, filtered=filtered
+            same, _ = fitting_oracle.trim(
+                shape, *oracle, order, budget, deadline=math.inf, moves=None, filtered=filtered
             )
             assert choice == same, f"graph {number}, filtered {filtered}"
     assert fitted > 15
@@ -110,7 +108,7 @@ def test_a_deadline_ends_both():
     assert fit(shape, shape.natural(), budget, deadline=-1.0) is None
     found = fit(shape, shape.natural(), budget, deadline=math.inf)
     assert found is not None
-    assert trim(shape, *found, budget, deadline=-1.0)[0] == found[0]
+    assert trim(shape, found[0], budget, deadline=-1.0)[0] == found[0]
 
 
 def test_what_does_not_suit_is_refused():
@@ -148,8 +146,6 @@ def test_annealing_makes_the_same_choices(speed):
         link = Device(to_host_bytes_per_s=speed, to_device_bytes_per_s=speed)
         graph = Graph(graph.storages, graph.ops, name=graph.name, device=link)
         shape = holes(graph, lean=True)
-        twin = replace(shape)
-        twin.memo["compiled"] = None
         base = shape.graph.base_bytes
         rules = Rules(
             budget_bytes=base + int((peak(shape.graph).bytes - base) * 0.8),
@@ -157,7 +153,7 @@ def test_annealing_makes_the_same_choices(speed):
         )  # fmt: skip
         start = all_moved(shape) if number % 2 and speed else carried(shape, shape.natural(), {})
         ours = anneal(shape, start, rules, deadline=math.inf)
-        theirs = anneal(twin, start, rules, deadline=math.inf)
+        theirs = annealing_oracle.anneal(shape, start, rules, deadline=math.inf)
         assert (ours.choice, ours.moved) == (theirs.choice, theirs.moved), f"graph {number}"
         assert ours.seconds == theirs.seconds
         changed += (ours.choice, ours.moved) != (start.choice, start.moved)

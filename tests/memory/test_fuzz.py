@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
             ("check: 0", "check: 2", "plan: 0", "plan: 1", "plan: 2", "pack: 2"),
         ),
         ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
-        ("packer", "twin", 40, ("packed, proved", "CapacityError, proved")),
         ("packer", "tables", 200, ("read, packed, proved", "PackError")),
         ("placing", "traces", 3, ("a thousand traces",)),
     ],

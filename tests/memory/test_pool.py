@@ -1,32 +1,28 @@
-"""Packings: the published files, brute force, the Python twins, errors, the file form."""
+"""Packings: the published files, brute force, oracles in Python, errors, the file form."""
 
 import itertools
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import first_fit_oracle
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_search_oracle import Lists, PythonSearch
 
 from sn_cli.main import main
 from sn_memory import CapacityError, PackError, pack
-from sn_memory.base import native
 from sn_memory.check.packing import check_packing
 from sn_memory.pool.csv import read_csv, write_csv
-from sn_memory.pool.greedy import RULES, first_fit, first_fit_python, order_by
+from sn_memory.pool.greedy import RULES, first_fit, order_by
 from sn_memory.pool.pack import arrange
 from sn_memory.pool.problem import read_problem
-from sn_memory.pool.search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
+from sn_memory.pool.search import UNIT, Rule, Searcher, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))
 CAPACITY = 1_048_576
-
-needs_core = pytest.mark.skipif(native.core() is None, reason="the C++ extension is not built")
 
 
 @st.composite
@@ -66,7 +62,6 @@ def brute_force_height(rows):
     return best
 
 
-@needs_core
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name[0])
 def test_published_file_is_packed_at_its_capacity(path):
     rows = read_csv(path).buffers
@@ -80,7 +75,6 @@ def test_all_six_files_are_there():
     assert (FILES[0].parent / "LICENSE").exists()
 
 
-@needs_core
 def test_file_c_reaches_its_lower_bound():
     packing = arrange(read_csv(FILES[2]).buffers, time_limit_s=60)
     assert packing.proved
@@ -119,7 +113,6 @@ def test_many_buffers_are_packed_without_overlap(rows):
     assert live <= packing.lower_bound <= packing.height
 
 
-@needs_core
 def test_random_instances_stay_close_to_the_lower_bound():
     rng = np.random.default_rng(5)
     ratios = []
@@ -134,27 +127,28 @@ def test_random_instances_stay_close_to_the_lower_bound():
     assert np.mean(ratios) < 1.01
 
 
-@needs_core
 @settings(max_examples=150, deadline=None)
 @given(buffers(most=25, times=20, sizes=30))
-def test_first_fit_equals_its_twin(rows):
+def test_first_fit_equals_its_oracle(rows):
     problem = read_problem([row for row in rows if row[2]] or [(0, 1, 1)])
     for rule in RULES:
         order = order_by(problem, rule)
-        assert first_fit(problem, order).tolist() == first_fit_python(problem, order).tolist()
+        assert (
+            first_fit(problem, order).tolist()
+            == first_fit_oracle.first_fit(problem, order).tolist()
+        )
 
 
-@needs_core
-def test_first_fit_equals_its_twin_over_many_blocks():
+def test_first_fit_equals_its_oracle_over_many_blocks():
     rng = np.random.default_rng(1)
     lower = rng.integers(0, 500, 3000)
     rows = np.stack([lower, lower + rng.integers(1, 300, 3000), rng.integers(1, 99, 3000)], 1)
     problem = read_problem(rows)
     order = order_by(problem, "size")
-    assert first_fit(problem, order).tolist() == first_fit_python(problem, order).tolist()
+    expected = first_fit_oracle.first_fit(problem, order)
+    assert first_fit(problem, order).tolist() == expected.tolist()
 
 
-@needs_core
 @settings(max_examples=150, deadline=None)
 @given(
     buffers(most=20, times=12, sizes=12),
@@ -162,7 +156,7 @@ def test_first_fit_equals_its_twin_over_many_blocks():
     st.integers(0, 6),
     st.randoms(use_true_random=False),
 )
-def test_search_takes_the_decisions_of_its_twin(rows, rule, spare, random):
+def test_search_takes_the_decisions_of_its_oracle(rows, rule, spare, random):
     rows = [row for row in rows if row[2]] or [(0, 1, 1)]
     problem = read_problem(rows)
     rank = list(range(len(rows)))
@@ -170,51 +164,30 @@ def test_search_takes_the_decisions_of_its_twin(rows, rule, spare, random):
     rank = np.array(rank, np.int64)
     weights = np.full(problem.sections, UNIT, np.int64)
     capacity = problem.lower_bound + spare
-    native = Searcher(problem).start(capacity, rule, rank, weights)
-    twin = PythonSearch(Lists(problem), capacity, rule, rank, weights)
+    search = Searcher(problem).start(capacity, rule, rank, weights)
+    oracle = PythonSearch(Lists(problem), capacity, rule, rank, weights)
     for _ in range(30):
-        verdict = native.run(7)
-        assert twin.run(7) is verdict
-        assert native.weights().tolist() == twin.weights().tolist()
+        verdict = search.run(7)
+        assert oracle.run(7) is verdict
+        assert search.weights().tolist() == oracle.weights().tolist()
         if verdict is not Verdict.UNFINISHED:
             break
     if verdict is Verdict.FOUND:
-        assert native.offsets().tolist() == twin.offsets().tolist()
-        assert check_packing(rows, native.offsets().tolist(), capacity) <= capacity
+        assert search.offsets().tolist() == oracle.offsets().tolist()
+        assert check_packing(rows, search.offsets().tolist(), capacity) <= capacity
 
 
-@needs_core
-def test_search_equals_its_twin_on_a_published_file():
+def test_search_equals_its_oracle_on_a_published_file():
     problem = read_problem(read_csv(FILES[1]).buffers)
     rank = np.arange(len(problem))
     weights = np.full(problem.sections, UNIT, np.int64)
-    native = Searcher(problem).start(CAPACITY, Rule.WEIGHTED, rank, weights)
-    twin = PythonSearch(Lists(problem), CAPACITY, Rule.WEIGHTED, rank, weights)
-    assert native.run(120) is twin.run(120)
-    assert native.weights().tolist() == twin.weights().tolist()
-    assert native.offsets().tolist() == twin.offsets().tolist()
+    search = Searcher(problem).start(CAPACITY, Rule.WEIGHTED, rank, weights)
+    oracle = PythonSearch(Lists(problem), CAPACITY, Rule.WEIGHTED, rank, weights)
+    assert search.run(120) is oracle.run(120)
+    assert search.weights().tolist() == oracle.weights().tolist()
+    assert search.offsets().tolist() == oracle.offsets().tolist()
 
 
-def test_without_the_extension_packs_the_same():
-    """A fresh interpreter that is told to use the Python twins."""
-    code = (
-        "from sn_memory.pool.pack import arrange\n"
-        "from sn_memory.pool.csv import read_csv\n"
-        f"packing = arrange(read_csv({str(FILES[1])!r}).buffers, {CAPACITY}, time_limit_s=200)\n"
-        "print(packing.height)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "SN_MEMORY_BACKEND": "python", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    assert int(done.stdout) == CAPACITY
-
-
-@needs_core
 def test_greedy_takes_a_hundred_thousand_buffers():
     rng = np.random.default_rng(0)
     count = 100_000
@@ -344,7 +317,6 @@ def test_damaged_files_name_the_line(tmp_path, text, message):
         read_csv(path)
 
 
-@needs_core
 def test_command_packs_a_file(tmp_path, capsys):
     out = tmp_path / "out.csv"
     asked = ["pack", str(FILES[1]), "-o", str(out)]

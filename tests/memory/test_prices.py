@@ -162,7 +162,7 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
         if fitted is None:
             continue
         fitted_any += 1
-        trimmed = trim(shape, *fitted, budget, deadline=late)
+        trimmed = trim(shape, fitted[0], budget, deadline=late)
         start = carried(shape, trimmed[0], {})
         assert start is not None
         for offload in (False, True):

@@ -294,7 +294,7 @@ def test_command_writes_page_and_picture(tmp_path, capsys):
     RECOMPUTE.to_json(tmp_path / "plan.json")
     files = [str(tmp_path / name) for name in ("graph.json", "plan.json", "r.html", "r.png")]
     asked = ["report", files[0], files[1], "-o", files[2], "--png", files[3]]
-    assert main(["memory", *asked, "--against", "liveness,dtr"]) == 0
+    assert main(["memory", *asked, "--against", "liveness,sqrt_n"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("chain: 2.49 KiB")
     assert "liveness" in shown

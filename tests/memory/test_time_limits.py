@@ -1,5 +1,6 @@
-"""Time limits hold: in packer and planner, in both twins, on the wall or in counted work."""
+"""Time limits hold: in packer and planner, on the wall or in counted work."""
 
+import math
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graphs import resnet
+from pool_search_oracle import Lists, PythonSearch
 from random_graphs import training_chain
 
 from sn_memory import BudgetError, Compressed, Graph, Op, Storage, check_plan, plan_graph
@@ -22,12 +24,11 @@ from sn_memory.base import clock, native
 from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.compiled import compiled
-from sn_memory.plan.policies import policy
-from sn_memory.plan.search import greedy
 from sn_memory.plan.search.exact import solve
+from sn_memory.plan.search.greedy import fit
 from sn_memory.pool.pack import arrange
 from sn_memory.pool.problem import read_problem
-from sn_memory.pool.search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
+from sn_memory.pool.search import UNIT, Rule, Searcher, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two buffers rest on each other here, so that their bounds rise byte by byte to 5e11.
@@ -35,12 +36,10 @@ CREEPING = (
     (10, 19, 1, 3), (7, 10, 14, 1), (18, 27, 1, 512), (13, 14, 75, 1), (6, 14, 30, 512),
     (6, 14, 566833903835, 1), (0, 9, 0, 8), (19, 28, 0, 3), (14, 15, 0, 512), (3, 8, 65, 512),
 )  # fmt: skip
-needs_core = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
 
 
-@pytest.mark.parametrize("backend", ["python", pytest.param("cpp", marks=needs_core)])
 @pytest.mark.parametrize("capacity", [None, 566833903944])
-def test_bounds_that_creep_do_not_hang(backend, capacity):
+def test_bounds_that_creep_do_not_hang(capacity):
     """In a process of its own, which can be ended whoever has the interpreter lock."""
     code = (
         "import time\n"
@@ -57,7 +56,7 @@ def test_bounds_that_creep_do_not_hang(backend, capacity):
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "SN_MEMORY_BACKEND": backend, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -78,17 +77,16 @@ def creeping(backend):
     return backend(problem).start(capacity, Rule.LOWEST, rank, weights)
 
 
-@needs_core
-def test_a_search_cut_in_a_decision_goes_on_as_its_twin():
-    native, twin = creeping(Searcher), creeping(PythonSearch)
+def test_a_search_cut_in_a_decision_goes_on_as_its_oracle():
+    search, oracle = creeping(Searcher), creeping(PythonSearch)
     for work in (1, 7, 100, 3, 50_000, 1):
-        assert native.run(50, work) is twin.run(50, work) is Verdict.UNFINISHED
-        assert native.spent == twin.spent
-        assert native.offsets().tolist() == twin.offsets().tolist()
-        assert native.weights().tolist() == twin.weights().tolist()
+        assert search.run(50, work) is oracle.run(50, work) is Verdict.UNFINISHED
+        assert search.spent == oracle.spent
+        assert search.offsets().tolist() == oracle.offsets().tolist()
+        assert search.weights().tolist() == oracle.weights().tolist()
     whole = creeping(PythonSearch)
-    assert whole.run(10**9, twin.work) is Verdict.UNFINISHED
-    assert whole.least == twin.least
+    assert whole.run(10**9, oracle.work) is Verdict.UNFINISHED
+    assert whole.least == oracle.least
 
 
 def test_a_search_notes_each_value_once():
@@ -117,7 +115,6 @@ class Ticks:
         self.thread.join()
 
 
-@needs_core
 def test_other_threads_run_while_the_packer_searches():
     search = creeping(Searcher)
     with Ticks() as ticks:
@@ -145,7 +142,6 @@ def both_at_once(call):
     raise errors[0]
 
 
-@needs_core
 def test_other_threads_run_while_the_planner_anneals():
     shape = holes(resnet(2, 50).graph(), lean=True)
     base = shape.graph.base_bytes
@@ -159,7 +155,6 @@ def test_other_threads_run_while_the_planner_anneals():
     assert ticks.seen > 3
 
 
-@needs_core
 def test_counted_work_in_cpp_can_be_interrupted():
     """It asks no clock, but lets Ctrl-C in."""
     shape = holes(resnet(2, 50).graph(), lean=True)
@@ -221,14 +216,18 @@ def test_what_exact_solving_did_not_finish_is_not_called_proven():
     assert error.floor_bytes < error.peak_bytes
 
 
-def test_fitting_looks_at_the_clock_within_a_round(monkeypatch):
+def test_fitting_ends_within_a_round():
     shape = holes(resnet(2, 50).graph())
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) // 3
-    looks = []
-    monkeypatch.setattr(greedy, "now", lambda: looks.append(0) or len(looks))
-    assert greedy.fit_in_python(shape, shape.natural(), budget, deadline=5, rounds=1) is None
-    assert len(looks) == 6
+
+    def units(deadline):
+        with clock.counting(True):
+            assert fit(shape, shape.natural(), budget, deadline=deadline, rounds=1) is None
+            return clock.now() * clock.UNITS_PER_S
+
+    # 10,000 units of some 80,000 that a round takes.
+    assert units(10_000 / clock.UNITS_PER_S) < units(math.inf) / 4
 
 
 # What it takes beside the search: looks at the clock that are far apart, and the plan written down.
@@ -250,7 +249,6 @@ def shares(graph, *parts):
     return [graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * it) for it in parts]
 
 
-@needs_core
 @pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "recompute", "offload")])
 def test_the_wall_clock_ends_all_stages_together(techniques):
     """Alone, each stage would take longer: the search, the other planners, and saying no."""
@@ -317,7 +315,7 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
 
 
 def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
-    """The twin of the test above: a clock ten million times too fast ends the search at once."""
+    """A clock ten million times too fast ends the search at once."""
     graph = resnet(4, 50).graph()
     (budget,) = shares(graph, 0.4)
     real, began = time.perf_counter, time.perf_counter()
@@ -346,14 +344,3 @@ def test_the_packer_finds_the_same_in_counted_work(monkeypatch):
     monkeypatch.setattr(clock.time, "perf_counter", lambda: 50 * real())
     assert arrange(rows, time_limit_s=0.03, deterministic=True) == first
     assert first.seconds >= 0.03
-
-
-def test_what_a_policy_remembers_counts_as_if_it_were_found_anew():
-    graph = resnet(2, 50).graph()
-    (budget,) = shares(graph, 0.5)
-    spent = []
-    for _ in range(2):
-        with clock.counting(True):
-            policy("knapsack")(graph, budget_bytes=budget)
-            spent.append(clock.now())
-    assert spent[0] == spent[1] > 0

@@ -123,7 +123,7 @@ def test_a_step_of_it_is_planned():
             variable.assign_sub(0.1 * tf.convert_to_tensor(slope))
         return loss
 
-    planned = plan_step(step, tokens, "100%", profile=False, planner="greedy")
+    planned = plan_step(step, tokens, "100%", profile=False, planner="sqrt_n")
     losses = [float(planned(tokens)) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
 

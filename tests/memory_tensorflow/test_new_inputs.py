@@ -16,7 +16,7 @@ from sn_memory.run import at_once
 from sn_memory.tensorflow import planned as records
 from sn_memory.tensorflow import planning
 
-SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+SETTINGS = {"profile": False, "time_limit_s": 1.0, "backend": "graph"}
 WIDTH = 128
 
 

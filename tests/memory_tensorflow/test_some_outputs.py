@@ -12,7 +12,7 @@ import tensorflow as tf
 import sn_memory.tensorflow as rim
 from sn_memory.tensorflow.modules.rerun import run_again
 
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
 
 class Heads(keras.layers.Layer):

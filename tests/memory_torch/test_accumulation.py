@@ -19,7 +19,7 @@ from sn_memory.torch import PlanWarning, ReplayError, StorageTracker, plan, veri
 from sn_memory.torch.accumulation import peak_of_several
 from sn_memory.torch.model.allocations import AllocationTracker
 
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "time_limit_s": 1.0}
 
 
 def wide(layers=6, width=128):

@@ -297,9 +297,9 @@ def differences(before, after):
 
 
 WAYS = {
-    "graph": lambda model, x: plan(model, x, "90%", backend="graph", planner="greedy"),
-    "too little": lambda model, x: plan(model, x, 100, profile=False, planner="greedy"),
-    "auto": lambda model, x: plan(model, x, "90%", profile=False, planner="greedy"),
+    "graph": lambda model, x: plan(model, x, "95%", backend="graph", planner="sqrt_n"),
+    "too little": lambda model, x: plan(model, x, 100, profile=False, planner="sqrt_n"),
+    "auto": lambda model, x: plan(model, x, "95%", profile=False, planner="sqrt_n"),
     "modules": lambda model, x: plan(model, x, "95%", backend="modules"),
     "modules, too little": lambda model, x: plan(model, x, 100, backend="modules"),
     "trace": lambda model, x: trace(model, x, profile=False),

@@ -171,7 +171,7 @@ def test_a_plan_of_it_keeps_its_budget_and_its_numbers():
     chunked = chunk_loss(model, sample, 8)
     whole = run_step(model, model, ((), sample)).peak_bytes
     planned = sn_memory.torch.plan(
-        chunked, sample, int(0.6 * whole), backend="graph", profile=False, planner="greedy"
+        chunked, sample, int(0.6 * whole), backend="graph", profile=False, planner="sqrt_n"
     )
     _, peak = compared(chunked, planned, sample)
     assert peak <= 0.6 * whole

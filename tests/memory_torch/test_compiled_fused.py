@@ -152,7 +152,7 @@ def test_a_program_computes_what_the_partition_does(residual):
 
 def plan_of(planner, share):
     graph = planner.ground.values.graph
-    return plan_graph(graph, f"{share:.0%}", techniques=("keep", "recompute"), planner="greedy")
+    return plan_graph(graph, f"{share:.0%}", techniques=("keep", "recompute"), planner="sqrt_n")
 
 
 def plain(fake):
@@ -280,7 +280,7 @@ def test_what_was_compiled_stays_compiled(way):
         given = torch.compile(given)
     else:
         given.compile()
-    planned = plan(given, sample, "80%", profile=False, planner="greedy", compiler="eager")
+    planned = plan(given, sample, "80%", profile=False, planner="sqrt_n", compiler="eager")
     assert planned.sn_memory.backend == "compile"
     planned(sample).sum().backward()
     model(sample).sum().backward()
@@ -301,7 +301,7 @@ class Asking(nn.Module):
 def test_what_cannot_be_compiled_whole_says_so():
     given = torch.compile(Asking())
     with pytest.warns(PlanWarning, match=r"was compiled and is planned without torch\.compile"):
-        planned = plan(given, torch.randn(64, 32), "80%", profile=False, planner="greedy",
+        planned = plan(given, torch.randn(64, 32), "80%", profile=False, planner="sqrt_n",
                        compiler="eager", trial=False)  # fmt: skip
     assert planned.sn_memory.backend in ("graph", "modules")
 

@@ -40,7 +40,7 @@ def trained(backend=None, overlap=False, **settings):
     if backend:
         given = {"profile": False, "backend": backend}
         if backend == "graph":
-            given |= {"overlap": overlap, "planner": "greedy"}
+            given |= {"overlap": overlap, "planner": "sqrt_n"}
         model = plan(model, rows(rank), "80%", **given)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.004, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -98,7 +98,7 @@ def accelerated(planned):
     torch.manual_seed(0)
     model = WithLoss(False)
     if planned:
-        model = plan(model, rows(rank), "80%", backend="graph", planner="greedy", profile=False)
+        model = plan(model, rows(rank), "80%", backend="graph", planner="sqrt_n", profile=False)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, optimizer = accelerator.prepare(model, optimizer)

@@ -107,7 +107,7 @@ def test_what_a_trace_keeps_of_a_call():
 def test_a_row_compiled_in_parts_does_the_same(monkeypatch):
     sample = torch.randn(64, WIDTH)
     model = deep(8)
-    settings = {"profile": False, "planner": "greedy", "trial": False}
+    settings = {"profile": False, "planner": "sqrt_n", "trial": False}
     whole = plan(model, sample, "70%", **settings)
     in_parts = plan(model, sample, "70%", **settings)
     results = []
@@ -152,13 +152,13 @@ def test_tracing_leaves_the_attributes_of_modules_as_compact_as_they_were():
 def test_what_a_written_step_keeps_and_takes_to_write():
     """A thousand lines compiled at once took 8 MB, at the peak of the step."""
     sample = torch.randn(64, WIDTH)
-    settings = {"profile": False, "planner": "greedy", "trial": False}
+    settings = {"profile": False, "planner": "sqrt_n", "trial": False}
 
     def step(planned):
         planned.zero_grad()
         planned(sample).sum().backward()
 
-    small, planned = (plan(deep(it), sample, "90%", **settings) for it in (2, 240))
+    small, planned = (plan(deep(it), sample, "100%", **settings) for it in (2, 240))
     for _ in range(3):
         step(small)
     step(planned)

@@ -13,7 +13,7 @@ from sn_memory import BudgetError, PlanError
 from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.model.allocations import AllocationTracker
 
-SETTINGS = {"profile": False, "planner": "greedy", "trial": False}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "trial": False}
 
 
 def wide(layers=8, width=128):

@@ -237,7 +237,7 @@ def test_logits_are_told():
 
 
 def test_a_plan_on_paper():
-    planned = plan(mlp(6, 256), torch.zeros(1 << 16, 256), "80%", device="h100", planner="greedy")
+    planned = plan(mlp(6, 256), torch.zeros(1 << 16, 256), "80%", device="h100", planner="sqrt_n")
     record = planned.sn_memory
     assert record.plan.peak_bytes <= 0.8 * record.plan.baseline_peak_bytes
     assert record.trace.graph.device.name == "h100"

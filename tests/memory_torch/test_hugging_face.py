@@ -10,7 +10,7 @@ from sn_memory.torch import PlanWarning, plan, verify
 
 transformers = pytest.importorskip("transformers")
 
-SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
 
 
 def gpt2(**settings):

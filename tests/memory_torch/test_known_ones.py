@@ -25,7 +25,7 @@ from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.planned import Sampled
 
-SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
 BATCH, LENGTH, WIDTH = 4, 8, 16
 
 

@@ -57,7 +57,7 @@ def planned(net, budget):
     torch.manual_seed(0)
     model, sample = make(), torch.randn(shape)
     traced = trace(model, sample, profile=False, device=LINK)
-    return model, traced, sample, plan_graph(traced.graph, budget, planner="greedy")
+    return model, traced, sample, plan_graph(traced.graph, budget, planner="sqrt_n")
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_what_is_on_the_host_is_not_held_when_it_is_made_again():
     norm = next(it for it in traced.graph.ops if it.kind == "native_layer_norm")
     out, mean, _ = norm.outputs
     actions = []
-    for action in plan_graph(traced.graph, "100%", planner="greedy").actions:
+    for action in plan_graph(traced.graph, "100%", planner="liveness").actions:
         ran = action.kind == "run"
         op = traced.graph.ops[traced.graph.op_index[action.target]] if ran else None
         if op is not None and op.phase == "backward" and out in op.inputs:

@@ -20,7 +20,9 @@ from sn_memory import BudgetError, Device, PlanError
 from sn_memory.run import at_once
 from sn_memory.torch import PlanWarning, StorageTracker, plan, planned, planning, trace, verify
 
-SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
+# Where the plan has to follow the budget, which `sqrt_n` does not.
+SEARCHED = {"profile": False, "time_limit_s": 1.0, "backend": "graph"}
 
 
 def rows(count, seed=0):
@@ -101,7 +103,7 @@ def test_a_new_batch_size_takes_the_plan_there_is(quiet, searched, caplog):
 
 def test_what_no_plan_is_small_enough_for_is_planned_at_once(quiet, searched):
     model = mlp(6)
-    budgeted = plan(copy.deepcopy(model), rows(48), "100%", **SETTINGS)
+    budgeted = plan(copy.deepcopy(model), rows(48), "100%", **SEARCHED)
     searched.clear()
     assert kept(model, budgeted, rows(52))
     assert budgeted.sn_memory.kinds[-1].how == "planned at once"
@@ -151,7 +153,7 @@ def test_sequences_of_eight_lengths(samples, quiet, searched):
     random.Random(0).shuffle(lengths)
     losses, gradients, plain = epoch(gpt2(), lengths)
     sample = [tokens(it) for it in samples] if len(samples) > 1 else tokens(*samples)
-    budgeted = plan(gpt2(), sample, "60%", **SETTINGS)
+    budgeted = plan(gpt2(), sample, "60%", **SEARCHED)
     mine = epoch(budgeted, lengths)
     assert mine[0] == losses
     assert all(map(torch.equal, mine[1], gradients))
@@ -254,7 +256,7 @@ def test_where_nothing_wants_a_gradient_nothing_is_planned():
 
 def test_another_dropout_rate(quiet):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(6)))
-    budgeted = plan(copy.deepcopy(model), rows(64), "85%", **SETTINGS)
+    budgeted = plan(copy.deepcopy(model), rows(64), "85%", **SEARCHED)
     for it in (model, budgeted):
         it[2][1].p = 0.2
     assert kept(model, budgeted, rows(64))
@@ -324,7 +326,7 @@ def test_the_safe_step_of_a_model_inside_another(looking):
 def test_torch_compiles_plans_for_new_inputs_too(quiet):
     torch._dynamo.reset()
     model = mlp(4)
-    settings = {"backend": "compile", "compiler": "eager", "profile": False, "planner": "greedy"}
+    settings = {"backend": "compile", "compiler": "eager", "profile": False, "planner": "sqrt_n"}
     budgeted = plan(copy.deepcopy(model), rows(64), "80%", **settings)
     for count, how in ((60, "carried over from the plan of"), (9, "nothing runs again")):
         assert kept(model, budgeted, rows(count))
@@ -333,9 +335,8 @@ def test_torch_compiles_plans_for_new_inputs_too(quiet):
 
 def test_a_plan_that_was_passed_in_is_carried_over(quiet):
     model = mlp(6)
-    settings = {"profile": False, "backend": "graph"}
-    made = plan(mlp(6), rows(64), "75%", planner="greedy", **settings).sn_memory.plan
-    budgeted = plan(copy.deepcopy(model), rows(64), "75%", planner=made, **settings)
+    made = plan(mlp(6), rows(64), "75%", **SEARCHED).sn_memory.plan
+    budgeted = plan(copy.deepcopy(model), rows(64), "75%", planner=made, **SEARCHED)
     assert kept(model, budgeted, rows(60))
     assert budgeted.sn_memory.kinds[-1].how.startswith("carried over")
     # Of another size it is no plan, and another is found.
@@ -408,7 +409,7 @@ def test_larger_inputs_are_measured_again_by_modules(quiet):
 
 def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     model = mlp(6)
-    budgeted = plan(copy.deepcopy(model), rows(64), "100%", **SETTINGS)
+    budgeted = plan(copy.deepcopy(model), rows(64), "100%", **SEARCHED)
     monkeypatch.setattr(at_once, "ALLOWED_S", -100.0)
     with pytest.warns(PlanWarning, match="a tenth of the time"):
         budgeted(rows(66)).sum().backward()

@@ -14,7 +14,7 @@ from small_models import Everything, images, mlp
 from sn_memory.torch import plan, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"profile": False, "planner": "greedy", "overlap": True}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "overlap": True}
 
 
 def trained(model, steps=2):
@@ -87,7 +87,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank
 torch.manual_seed(0)
 model = mlp(6)
 sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-planned = plan(model, sample, "80%", profile=False, planner="greedy", overlap=overlap)
+planned = plan(model, sample, "80%", profile=False, planner="sqrt_n", overlap=overlap)
 sent = []
 def hook(state, bucket):
     ready = sum(it.grad is not None for it in model.parameters())
@@ -164,7 +164,7 @@ torch.manual_seed(0)
 model = mlp(4, 64)
 sample = torch.randn(64, 64, generator=torch.Generator().manual_seed(hvd.rank()))
 if sys.argv[1] != "plain":
-    settings = {"profile": False, "planner": "greedy", "overlap": sys.argv[1] == "overlap"}
+    settings = {"profile": False, "planner": "sqrt_n", "overlap": sys.argv[1] == "overlap"}
     model = plan(model, sample, "85%", **settings)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), FFTCompression)

@@ -17,7 +17,7 @@ from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, trace, v
 from sn_memory.torch.model.allocations import AllocationTracker
 
 # A planner that answers at once: what is tested is that plans are obeyed, not how good they are.
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
 
 def step(model, *args, **kwargs):
@@ -39,7 +39,8 @@ def same(left, right):
 @pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
 def test_bits_and_bytes(budget):
     model, sample = Everything(), images()
-    planned = plan(copy.deepcopy(model), sample, budget, **SETTINGS)
+    planner = "liveness" if budget == "100%" else "sqrt_n"
+    planned = plan(copy.deepcopy(model), sample, budget, profile=False, planner=planner)
     assert same(step(planned, sample), step(model, sample))
     found = verify(planned, sample)
     assert found.measured_peak_bytes == found.predicted_peak_bytes

@@ -10,7 +10,7 @@ from torch import nn
 
 from sn_memory.torch import PlanWarning, TraceError, plan, verify
 
-SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import nn
 
 from sn_memory.torch import PlanWarning, plan
 
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
 
 class Scaled(nn.Module):

@@ -84,7 +84,7 @@ def trained(shard, order=None, backend=None, budget=None, around=False):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if order == "planned first":
-            model = plan(model, rows(apart), budget, planner="greedy", **settings)
+            model = plan(model, rows(apart), budget, planner="sqrt_n", **settings)
         outer = Around(model) if around else model
         shard(model, outer)
         if order == "sharded first":

@@ -14,7 +14,7 @@ from sn_memory.run import at_once
 from sn_memory.torch import PlanWarning, StorageTracker, TraceError, plan
 
 STEPS, ROWS = 20, 64
-SETTINGS = {"profile": False, "planner": "greedy"}
+SETTINGS = {"profile": False, "time_limit_s": 1.0}
 BACKENDS = pytest.mark.parametrize("backend", ["graph", "modules"])
 
 

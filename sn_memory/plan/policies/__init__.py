@@ -1,12 +1,11 @@
-"""The historical planners, by name; each is a function of one module.
+"""SuperNeurons' planners, the liveness it starts from, and sqrt(n), by name.
 
     (graph: Graph, *, budget_bytes: int | None) -> Plan
 
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
-`plan_graph(..., planner="auto")` takes all of them as candidates, so with time for all it is never
-slower than any of them at the same peak. To add one: a module here, its name in `_FUNCTIONS`; what
-they share is in `plan/walk/`.
+`plan_graph(..., planner="auto")` begins from the plan of `sqrt_n`. Other planners of the literature
+are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk/`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ _FUNCTIONS: Final[dict[str, tuple[str, str]]] = {
     "superneurons_speed": ("superneurons", "speed_centric"),
     "superneurons_memory": ("superneurons", "memory_centric"),
     "superneurons": ("superneurons", "cost_aware"),
-    "sqrt_n": ("chen", "sqrt_n"),
-    "greedy": ("chen", "greedy"),
-    "offload_conv": ("vdnn", "offload_conv"),
-    "dtr": ("dtr", "dtr"),
-    "knapsack": ("knapsack", "knapsack"),
+    "sqrt_n": ("sqrt_n", "sqrt_n"),
 }
 
 

@@ -72,7 +72,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
         target = low + (start.peak_bytes - low) * point // points
         fitted = fit(shape, natural, target, deadline=deadline, rounds=30)
         if fitted is not None:
-            choice, _ = trim(shape, *fitted, target, deadline=deadline)
+            choice, _ = trim(shape, fitted[0], target, deadline=deadline)
             _consider(block, choice, found)
     return _best(found)
 

@@ -2,40 +2,21 @@
 
 `fit` lets go what relieves the most over-budget bytes per second of closure (`recompute.py`),
 simulates the choice, looks at the true peak, and repeats; `trim` then takes decisions back. Both
-run in the compiled extension where there is one; their twins here are what it is tested against.
+run in the compiled extension (csrc/memory/fitting.cpp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from ...base.clock import late_or_units, now
-from ...cost.recompute import Presence
-from ...cost.schedule import Impossible, Schedule
+from ...base.clock import late_or_units
+from ...cost.schedule import Schedule
 from ...graph.holes import KEEP, Holes
-from ...graph.numbers import Floats, Ints
 from ..compiled import compiled
 from ..simulate import simulate
 
 # Graphs of up to this many ops are simulated for every decision that `trim` might take back.
 TRY_ALL = 6000
-
-
-def _hole_at(holes: Holes, storage: int, at: int) -> int:
-    """Return the hole of a storage in which op `at` lies, its end included."""
-    for hole in holes.of(storage):
-        if holes.end[hole] >= at:
-            return hole
-    return holes.first[storage + 1] - 1
-
-
-def excess(holes: Holes, schedule: Schedule, budget_bytes: int) -> Ints:
-    """Return how far above the budget each op's moment is, its rebuilds included: [ops] int64."""
-    over = np.zeros(len(holes.graph.ops), np.int64)
-    np.maximum.at(over, np.array(schedule.at), schedule.live_bytes - budget_bytes)
-    return np.maximum(over, 0)
 
 
 def fit(
@@ -53,152 +34,14 @@ def fit(
     `factors`, one per hole, are multiplied to the prices: other factors, another order.
     Returns the choice and its schedule, or None if this way leads nowhere or time is over.
     """
-    native = compiled(holes)
-    if native is None:
-        return fit_in_python(
-            holes, choice, budget_bytes,
-            deadline=deadline, moves=moves, rounds=rounds, factors=factors,
-        )  # fmt: skip
-    found = native.fit(choice, budget_bytes, late_or_units(deadline), moves, rounds, factors)
+    until = late_or_units(deadline)
+    found = compiled(holes).fit(choice, budget_bytes, until, moves, rounds, factors)
     return None if found is None else (found, simulate(holes, found, moves))
-
-
-def fit_in_python(
-    holes: Holes,
-    choice: Sequence[int],
-    budget_bytes: int,
-    *,
-    deadline: float,
-    moves: dict[int, tuple[int, int]] | None = None,
-    rounds: int = 200,
-    factors: Sequence[float] = (),
-) -> tuple[list[int], Schedule] | None:
-    """Do what `fit` does without the compiled extension."""
-    current = list(choice)
-    banned: set[int] = set(moves or ())
-    schedule = _lowered(holes, current, moves)
-    for _ in range(rounds):
-        if schedule is None:
-            return None
-        over = excess(holes, schedule, budget_bytes)
-        if not over.any():
-            return current, schedule
-        if now() > deadline:
-            return None
-        changes = _changes(holes, current, schedule, over, banned, factors, deadline)
-        if not changes:
-            return None
-        trial = list(current)
-        for hole, held in changes:
-            trial[hole] = held
-        after = _lowered(holes, trial, moves)
-        if after is None:
-            # Some of them do not go together; find out which, one by one.
-            trial = list(current)
-            for hole, held in changes:
-                if now() > deadline:
-                    return None
-                before, trial[hole] = trial[hole], held
-                if _lowered(holes, trial, moves) is None:
-                    trial[hole] = before
-                    banned.add(hole)
-            after = _lowered(holes, trial, moves)
-        current, schedule = trial, after
-    return None
-
-
-def _lowered(
-    holes: Holes, choice: Sequence[int], moves: dict[int, tuple[int, int]] | None
-) -> Schedule | None:
-    try:
-        return simulate(holes, choice, moves)
-    except Impossible:
-        return None
-
-
-def _changes(
-    holes: Holes,
-    choice: list[int],
-    schedule: Schedule,
-    over: Ints,
-    banned: set[int],
-    factors: Sequence[float],
-    deadline: float,
-) -> list[tuple[int, int]]:
-    """Pick holes to let go, cheapest per relieved byte first, until nothing is over by estimate.
-
-    Empty if there are none or time is over.
-
-    A storage that is kept can leave at the start of its hole. One that was rebuilt early, for the
-    sake of another, can be dropped after that and rebuilt once more later.
-    """
-    last_over = len(over) - 1 - int((over > 0)[::-1].argmax())
-    total = np.concatenate(([0], np.cumsum(over > 0)))
-    rows: list[tuple[int, int, int]] = []
-    for hole, storage in enumerate(holes.storage):
-        left, right = holes.start[hole] + 1, holes.end[hole]
-        inner = hole + 1 < holes.first[storage + 1]
-        usable = inner and holes.rebuildable[storage] and holes.bytes[storage] > 0
-        if usable and choice[hole] == KEEP and hole not in banned and total[right] > total[left]:
-            rows.append((hole, left, right))
-    for storage, first, last in schedule.intervals.tolist():
-        if not holes.rebuildable[storage] or not holes.bytes[storage]:
-            continue
-        begun = schedule.at[first]
-        if begun == schedule.ops[first]:
-            continue
-        hole = _hole_at(holes, storage, begun)
-        # At the op of the rebuild itself, what is dropped may make room for the rest of it.
-        left, right = begun, min(holes.end[hole], schedule.at[last])
-        early = right > left and not holes.stays[hole] and KEEP < choice[hole] <= begun
-        if early and hole not in banned and total[right] > total[left]:
-            rows.append((hole, left, right))
-    if not rows:
-        return []
-    presence, dear = Presence(holes, schedule), sum(holes.seconds)
-    table = np.array(rows, np.int64)
-    storages = [holes.storage[hole] for hole, _, _ in rows]
-    prices: Floats = np.array(
-        [
-            presence.closure_seconds(storage, right)
-            for storage, (_, _, right) in zip(storages, rows, strict=True)
-        ]
-    )
-    # What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
-    alive = np.isfinite(prices) & (prices <= dear)
-    if factors:
-        prices *= np.array([factors[hole] for hole, _, _ in rows])
-    weight = np.array([holes.bytes[storage] for storage in storages], np.int64)
-    over = over.copy()
-    changes = []
-    while over.any() and alive.any():
-        if now() > deadline:
-            return []
-        # As a whole number this may pass 64 bits.
-        relief = _covered(over, table[:, 1], table[:, 2]).astype(float) * weight.astype(float)
-        score = np.where(alive & (relief > 0), (prices + 1e-12) / np.maximum(relief, 1), np.inf)
-        best = int(score.argmin())
-        if not np.isfinite(score[best]):
-            break
-        alive[best] = False
-        hole, left, right = rows[best]
-        kept = choice[hole] == KEEP
-        changes.append((hole, 0 if kept else min(right, last_over + 1)))
-        over[left:right] = np.maximum(over[left:right] - weight[best], 0)
-    return changes
-
-
-def _covered(over: Ints, left: Ints, right: Ints) -> Ints:
-    """Return for each span how many of its ops are over the budget."""
-    total = np.concatenate(([0], np.cumsum(over > 0)))
-    result: Ints = total[right] - total[left]
-    return result
 
 
 def trim(
     holes: Holes,
     choice: Sequence[int],
-    schedule: Schedule,
     budget_bytes: int,
     *,
     deadline: float,
@@ -211,14 +54,8 @@ def trim(
     """
     filtered = len(holes.graph.ops) > TRY_ALL
     order = _dearest(holes, choice)
-    native = compiled(holes)
-    if native is None:
-        return trim_in_python(
-            holes, choice, schedule, order, budget_bytes,
-            deadline=deadline, moves=moves, filtered=filtered,
-        )  # fmt: skip
     until = late_or_units(deadline)
-    found = native.trim(choice, order, budget_bytes, until, moves, filtered=filtered)
+    found = compiled(holes).trim(choice, order, budget_bytes, until, moves, filtered=filtered)
     return found, simulate(holes, found, moves)
 
 
@@ -235,62 +72,3 @@ def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
         for hole in inner
     }
     return sorted(inner, key=lambda hole: -price[hole])
-
-
-def trim_in_python(
-    holes: Holes,
-    choice: Sequence[int],
-    schedule: Schedule,
-    order: Sequence[int],
-    budget_bytes: int,
-    *,
-    deadline: float,
-    moves: dict[int, tuple[int, int]] | None,
-    filtered: bool,
-) -> tuple[list[int], Schedule]:
-    """Do what `trim` does, holes in this order, without the compiled extension."""
-    current, best = list(choice), schedule
-    room = _room(holes, best, budget_bytes)
-    for hole in order:
-        if now() > deadline:
-            break
-        size = holes.bytes[holes.storage[hole]]
-        until = _back(best, holes, hole)
-        if (
-            filtered
-            and until > holes.start[hole] + 1
-            and room[holes.start[hole] + 1 : until].min() < size
-        ):
-            continue
-        before = current[hole]
-        current[hole] = KEEP
-        trial = _lowered(holes, current, moves)
-        if (
-            trial is not None
-            and trial.peak_bytes <= budget_bytes
-            and trial.run_seconds <= best.run_seconds
-        ):
-            best = trial
-            room = _room(holes, best, budget_bytes)
-        else:
-            current[hole] = before
-    return current, best
-
-
-def _room(holes: Holes, schedule: Schedule, budget_bytes: int) -> Ints:
-    """Return the bytes left under the budget at each op, its rebuilds included: [ops] int64."""
-    most = np.zeros(len(holes.graph.ops), np.int64)
-    np.maximum.at(most, np.array(schedule.at), schedule.live_bytes)
-    return budget_bytes - most
-
-
-def _back(schedule: Schedule, holes: Holes, hole: int) -> int:
-    """Return the op before which a storage that left in a hole is there again."""
-    return min(
-        (
-            schedule.at[first]
-            for first in schedule.starts.get(holes.storage[hole], ())
-            if holes.start[hole] < schedule.at[first] <= holes.end[hole]
-        ),
-        default=holes.end[hole],
-    )

@@ -109,7 +109,7 @@ def _repaired(
     )
     if fitted is None:
         return None
-    trimmed, _ = trim(holes, *fitted, budget_bytes, deadline=deadline, moves=moves)
+    trimmed, _ = trim(holes, fitted[0], budget_bytes, deadline=deadline, moves=moves)
     found = carried(holes, trimmed, moved)
     if found is None or found.schedule.peak_bytes > budget_bytes:
         return None

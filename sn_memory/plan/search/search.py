@@ -17,7 +17,6 @@ from ...base.progress import is_heard, say
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
-from ..compiled import compiled
 from ..plan import Plan
 from ..simulate import simulate
 from .anneal import Rules, anneal
@@ -131,7 +130,7 @@ class Search:
             return
         self.archive.add(*fitted, origin)
         part += (self.deadline - began) / 8
-        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part)
+        trimmed = trim(self.shape, fitted[0], budget_bytes, deadline=part)
         self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
 
@@ -162,8 +161,12 @@ class Search:
             return best
         if not self.recompute and not self.offload:
             return best
+        ways = self._ways(budget_bytes)
+        if len(self.shape.graph.ops) > LARGE:
+            # Before the bound, whose linear program may take all the time there is.
+            ways.pop(0)()
         target = self.bound(budget_bytes) * (1 + ENOUGH)
-        for way in self._ways(budget_bytes):
+        for way in ways:
             way()
             best = self.archive.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
@@ -201,9 +204,8 @@ class Search:
 
     @property
     def first_tries(self) -> int:
-        """Tries of the first round of annealing; its Python twin is some fifty times slower."""
-        part = 50 if compiled(self.shape) is None else 1
-        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)) // part)
+        """Tries of the first round of annealing."""
+        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)))
 
     def anneal(
         self,
@@ -278,7 +280,8 @@ class Search:
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
         """Return the ways to look, those first that most often end the search.
 
-        On large graphs the chain comes first: it solves equal blocks once.
+        On large graphs greedy fitting comes first, and then the chain, which solves equal blocks
+        once.
         """
         natural = self.shape.natural()
         greedy = partial(self.attempt, natural, budget_bytes, "greedy")
@@ -290,7 +293,7 @@ class Search:
         ways: list[Callable[[], object]] = [lanes] if self.offload else []
         if self.recompute and len(self.shape.graph.ops) > LARGE:
             few = relaxed[:1] if len(self.shape.graph.ops) <= RELAXED else []
-            ways = [chain, greedy, *few, *ways]
+            ways = [greedy, chain, *few, *ways]
         elif self.recompute:
             ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways

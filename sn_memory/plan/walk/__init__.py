@@ -1,4 +1,4 @@
-"""What the historical planners share: decisions followed through a graph, and the plan of it.
+"""What the named planners share: decisions followed through a graph, and the plan of it.
 
 It imports `base`, `graph` and `plan/plan.py`.
 """

@@ -28,8 +28,6 @@ class Origins:
         It can be rebuilt just before op t for every t <= expiry; -1 is never.
     droppable
         Whether it may be dropped whenever it is complete and rebuilt for every later use.
-    saved
-        Whether the forward pass makes it, completes it, and the backward pass reads it.
     forward
         Whether forward ops make and complete it.
     """
@@ -40,7 +38,6 @@ class Origins:
     first_backward: list[int]
     expiry: list[int]
     droppable: list[bool]
-    saved: list[bool]
     forward: list[bool]
 
 
@@ -95,7 +92,4 @@ def origins(graph: Graph) -> Origins:
         bool(made) and forward_op[made[0]] and made[-1] <= last_forward[storage]
         for storage, made in enumerate(makers)
     ]
-    saved = [inside and first < end for inside, first in zip(forward, first_backward, strict=True)]
-    return Origins(
-        makers, last_use, last_forward, first_backward, expiry, droppable, saved, forward
-    )
+    return Origins(makers, last_use, last_forward, first_backward, expiry, droppable, forward)

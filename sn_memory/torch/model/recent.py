@@ -99,7 +99,7 @@ class _Seen:
         self._sized = [*self._dicts, *self._slots, *hooks]
         self._lengths = [*map(len, self._sized)]
         self._core = core()
-        self._contents = self._core and self._core.contents(self._sized)
+        self._contents = self._core.contents(self._sized)
         # No name is new as long as there are as many and these are there.
         self._named = [*self._slots, *filter(None, hooks)]
         own = self._own(model)
@@ -121,7 +121,7 @@ class _Seen:
         self._own_told = [*map(_told, own.values())]
         # What its own attributes are, unless one may hold something else and be the same object.
         fixed = all(_lasts(name, value) for name, value in own.items())
-        self._own_contents = self._core and fixed and self._core.contents([model.__dict__])
+        self._own_contents = self._core.contents([model.__dict__]) if fixed else None
         self._own_lasting = [*own.values()] if fixed else []
         # Of each module most of the three are empty, and stay so while there are as many.
         self._full = [*filter(None, self._slots)]

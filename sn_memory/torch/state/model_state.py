@@ -1,4 +1,7 @@
-"""All of the state of a planned model: what moves, how it is planned, who carries it out."""
+"""All of the state of a planned model: what moves, how it is planned, who carries it out.
+
+Over 300 lines: one object, and what each part of a step asks of it.
+"""
 
 from __future__ import annotations
 

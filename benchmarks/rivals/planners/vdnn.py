@@ -1,4 +1,4 @@
-"""The policy `offload_conv`, after vDNN (Rhu et al., MICRO 2016): inputs of convolutions leave.
+"""`offload_conv`, after vDNN (Rhu et al., MICRO 2016): inputs of convolutions leave.
 
 The input of a convolution is copied out while the convolution runs, which waits for the copy before
 the next layer starts, and comes back one convolution ahead of its use. Nothing is recomputed. With
@@ -7,13 +7,13 @@ a budget only as many leave as it takes, oldest first, which vDNN leaves to a ch
 
 from __future__ import annotations
 
-from ...graph.graph import Graph
-from ..plan import Plan
-from ..walk.carry import carry_out
-from ..walk.follow import follow, offloadable
-from ..walk.kinds import is_conv
-from ..walk.menu import from_menu
-from ..walk.origins import origins
+from sn_memory import Graph, Plan
+from sn_memory.plan.walk.carry import carry_out
+from sn_memory.plan.walk.follow import follow, offloadable
+from sn_memory.plan.walk.kinds import is_conv
+from sn_memory.plan.walk.origins import origins
+
+from .sweep import best_of_sweep
 
 _SHARES = 8
 
@@ -46,4 +46,4 @@ def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
     if budget_bytes is None:
         return draft(len(movable))
     counts = [len(movable) * share // _SHARES for share in range(_SHARES + 1)]
-    return from_menu(graph, "offload_conv", lambda: counts, draft, budget_bytes)
+    return best_of_sweep(graph, "offload_conv", lambda: counts, draft, budget_bytes)

@@ -1,4 +1,4 @@
-"""The policy `dtr`: dynamic tensor rematerialisation (Kirisame et al., ICLR 2021), simulated.
+"""`dtr`: dynamic tensor rematerialisation (Kirisame et al., ICLR 2021), simulated.
 
 Nothing is decided in advance. Ops run in order; when an allocation would pass the budget, the
 storage of least h = (c + n) / (m * s) goes: c the seconds of its makers, n the seconds of the
@@ -17,12 +17,11 @@ from contextlib import suppress
 
 import numpy as np
 
-from ...base.clock import spend
-from ...graph.graph import Graph
-from ..plan import Plan
-from ..walk.carry import carry_out, choose
-from ..walk.origins import Origins
-from ..walk.walk import Event, Walk
+from sn_memory import Graph, Plan
+from sn_memory.plan.walk.carry import carry_out, choose
+from sn_memory.plan.walk.origins import Origins
+from sn_memory.plan.walk.walk import Event, Walk
+
 from .union_find import Groups
 
 # Candidates whose neighbourhood is looked at afresh; the others, if there are more, are ranked by
@@ -30,8 +29,6 @@ from .union_find import Groups
 _EXACT = 2000
 # Beyond this many runs per op DTR thrashes, and the budget counts as too small for it.
 _MOST_RUNS = 10
-# Units of work to look for what to evict, and to run an op.
-EVICTION, RUN = 4000, 100
 
 
 def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
@@ -116,7 +113,6 @@ class _Online:
     def execute(self, op: int, target: int | None) -> None:
         """Make room and run."""
         arrays = self.graph.arrays
-        spend(RUN)
         self.runs += 1
         fresh = tuple(s for s in arrays.outputs[op] if not self.held[s])
         wanted = sum(self.sizes[s] for s in arrays.outputs[op]) + arrays.workspace_bytes[op][0]
@@ -140,7 +136,6 @@ class _Online:
 
     def least(self) -> int:
         """Return the candidate of least h."""
-        spend(EVICTION)
         ready = self.held & self.droppable & (self.pins == 0) & (self.complete_after < self.at)
         free = np.flatnonzero(ready)
         if not free.size:

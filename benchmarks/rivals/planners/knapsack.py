@@ -1,4 +1,4 @@
-"""The policy `knapsack`: what torch.compile's `activation_memory_budget` decides by.
+"""`knapsack`: what torch.compile's `activation_memory_budget` decides by.
 
 Items are the storages saved for the backward pass; saving one costs its bytes and is worth the
 seconds of making it. Two things are left out, as they are there: rebuilding one may need others to
@@ -12,13 +12,12 @@ import math
 
 import numpy as np
 
-from ...base.clock import spend
-from ...graph.graph import Graph
-from ..plan import Plan
-from ..walk.carry import carry_out
-from ..walk.follow import follow
-from ..walk.menu import from_menu
-from ..walk.origins import Origins, origins
+from sn_memory import Graph, Plan
+from sn_memory.plan.walk.carry import carry_out
+from sn_memory.plan.walk.follow import follow
+from sn_memory.plan.walk.origins import Origins, origins
+
+from .sweep import best_of_sweep
 
 # Capacities tried with a budget, as shares of all that is saved; and the grain of the knapsack.
 _SHARES = 16
@@ -27,7 +26,7 @@ _GRAINS = 1000
 
 def knapsack(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Save the set worth most within a capacity; search the capacity against the true peak."""
-    return from_menu(
+    return best_of_sweep(
         graph,
         "knapsack",
         lambda: _best_sets(graph, origins(graph)),
@@ -48,7 +47,13 @@ def saved_within(graph: Graph, share: float) -> Plan:
 def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
     """Per capacity, from all down to nothing, the storages to save: a 0/1 knapsack by table."""
     arrays = graph.arrays
-    items = [s for s, saved in enumerate(origin.saved) if saved and origin.droppable[s]]
+    items = [
+        storage
+        for storage, made in enumerate(origin.forward)
+        if made
+        and origin.droppable[storage]
+        and origin.first_backward[storage] < len(graph.ops)  # the backward pass reads it
+    ]
     worth = [sum(arrays.seconds[op][0] for op in origin.makers[s]) for s in items]
     total = int(sum(arrays.bytes[s] for s in items))
     # Rounded up, so that no set is heavier than it seems.
@@ -57,7 +62,6 @@ def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
     best = np.zeros(capacity + 1)
     taken = np.zeros((len(items), capacity + 1), bool)
     for row, (grains, seconds) in enumerate(zip(weight, worth, strict=True)):
-        spend(capacity)
         with_it = best[: capacity + 1 - grains] + seconds
         taken[row, grains:] = with_it > best[grains:]
         best[grains:] = np.maximum(best[grains:], with_it)
