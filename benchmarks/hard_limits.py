@@ -7,8 +7,9 @@ Each trial is a process of its own. It imports, makes a network and a sample, no
 (base), plans at 70 % (or the smallest budget above that keeps), sets the limit to base, less what
 of the step is there already, plus budget, plus `process_bytes`, plus --scratch; then it trains 20
 steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned trial and
-never planned. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: its limit
-is set instead, and the trial moves into it. Rows in FILE are kept; more --trials add to them.
+never planned. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: the trial
+begins in it, and the limit is set there, beyond what it then holds (resident pages). Rows in FILE
+are kept; more --trials add to them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +37,32 @@ from sn_memory import BudgetError
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
+_MOST_V1 = "memory.max_usage_in_bytes"
 STARVED = ("allocate memory", "MemoryError", "bad_alloc", "could not create", "out of memory")
 
 
-def limit_process(most: int, base: int, cgroup: str) -> None:
-    """Let the kernel refuse what is beyond; of a cgroup, what is resident."""
+def held(cgroup: str) -> int:
+    """What the kernel counts of this process: VmData, or what is resident in its cgroup."""
     if not cgroup:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return status()["VmData"]
+    new = Path(cgroup, "memory.current")
+    return int((new if new.exists() else Path(cgroup, "memory.usage_in_bytes")).read_text())
+
+
+def limit(most: int | None, cgroup: str) -> None:
+    """Let the kernel refuse what is beyond; None lifts the limit of a cgroup."""
+    if not cgroup:
+        if most is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         return
-    folder = Path(cgroup)
-    file = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
-    # Pages touched before were counted elsewhere: only what is new counts here.
-    (folder / file).write_text(str(most - base))
+    new = Path(cgroup, "memory.max")
+    if new.exists():
+        new.write_text("max" if most is None else str(most))
+    else:
+        Path(cgroup, "memory.limit_in_bytes").write_text(str(-1 if most is None else most))
+    # From here on; of version 2 a kernel may not let it be set back.
+    with suppress(OSError):
+        Path(cgroup, "memory.peak" if new.exists() else _MOST_V1).write_text("0")
 
 
 def trial(asked: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +70,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
     warm()
     model, sample = made(asked["net"])
     there = held_bytes(model, sample)
-    base = status()["VmData"]
+    base = held(asked["cgroup"])
     row: dict[str, Any] = {"base_bytes": base, "there_bytes": there}
     run = model
     if asked["way"] == "planned":
@@ -74,7 +89,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
         row["limit_bytes"] = asked["limit_bytes"]
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     watch = Watch()
-    limit_process(base + row["limit_bytes"], base, asked["cgroup"])
+    limit(base + row["limit_bytes"], asked["cgroup"])
     steps, began = 0, time.perf_counter()
     try:
         for _ in range(STEPS):
@@ -87,16 +102,27 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             raise
         row["error"] = str(error).splitlines()[0][:160]
     row |= {"steps": steps, "step_s": (time.perf_counter() - began) / max(steps, 1)}
-    row["most_bytes"] = watch.end()["VmData"] - base
+    most = watch.end()["VmData"]
+    # Of a cgroup the kernel has counted it.
+    row["most_bytes"] = (most_in(asked["cgroup"]) if asked["cgroup"] else most) - base
     return row
 
 
+def most_in(cgroup: str) -> int:
+    """The most that a cgroup held since its limit was lifted."""
+    new = Path(cgroup, "memory.peak")
+    return int((new if new.exists() else Path(cgroup, _MOST_V1)).read_text())
+
+
 def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial in a process of its own."""
+    """Run a trial in a process of its own, from its first page on in the cgroup."""
+    limit(None, asked["cgroup"])
+    procs = Path(asked["cgroup"], "cgroup.procs")
+    enter = (lambda: procs.write_text(str(os.getpid()))) if asked["cgroup"] else None
     done = subprocess.run(
         [sys.executable, __file__, "--one", json.dumps(asked)],
         env=os.environ | {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, preexec_fn=enter,
     )  # fmt: skip
     if done.returncode == 0:
         return asked | json.loads(done.stdout.splitlines()[-1])
