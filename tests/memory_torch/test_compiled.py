@@ -112,9 +112,9 @@ def test_hooks_of_the_model_itself_run_once(hook, when):
 
 
 @pytest.mark.slow
-def test_more_plans_of_a_class_than_dynamo_has_places(monkeypatch):
-    # Each plan compiles for seconds; of eight places, as there are, it would take minutes.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+# Each plan compiles for seconds; with eight places, as there are, it would take minutes.
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_plans_of_a_class_than_dynamo_has_places():
     sample = torch.randn(16, 32)
     models = [mlp(2) for _ in range(torch._dynamo.config.recompile_limit + 2)]
     planned = [plan(it, sample, "100%", **SETTINGS) for it in models]
