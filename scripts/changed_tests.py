@@ -59,7 +59,9 @@ def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list
     here = path.parent.relative_to(ROOT).as_posix()
     for node in architecture.parsed(path):
         if isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
-            found.update(by_file.get(Path(str(node.value)).name, ()))
+            # Of a conftest.py, which each folder may have, the name says not which one.
+            named = Path(str(node.value)).name
+            found.update(by_file.get(named, ()) if named != "conftest.py" else ())
         bare: list[str] = []
         if isinstance(node, ast.Import):
             bare = [alias.name for alias in node.names]
