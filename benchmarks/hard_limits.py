@@ -37,16 +37,21 @@ from sn_memory import BudgetError
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
-_MOST_V1 = "memory.max_usage_in_bytes"
+_MOST = "memory.peak", "memory.max_usage_in_bytes"
 STARVED = ("allocate memory", "MemoryError", "bad_alloc", "could not create", "out of memory")
+
+
+def file_of(cgroup: str, new: str, old: str) -> Path:
+    """A file of a cgroup: by its name in version 2, else by that in version 1."""
+    path = Path(cgroup, new)
+    return path if path.exists() else Path(cgroup, old)
 
 
 def held(cgroup: str) -> int:
     """What the kernel counts of this process: VmData, or what is resident in its cgroup."""
     if not cgroup:
         return status()["VmData"]
-    new = Path(cgroup, "memory.current")
-    return int((new if new.exists() else Path(cgroup, "memory.usage_in_bytes")).read_text())
+    return int(file_of(cgroup, "memory.current", "memory.usage_in_bytes").read_text())
 
 
 def limit(most: int | None, cgroup: str) -> None:
@@ -55,14 +60,12 @@ def limit(most: int | None, cgroup: str) -> None:
         if most is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         return
-    new = Path(cgroup, "memory.max")
-    if new.exists():
-        new.write_text("max" if most is None else str(most))
-    else:
-        Path(cgroup, "memory.limit_in_bytes").write_text(str(-1 if most is None else most))
+    file = file_of(cgroup, "memory.max", "memory.limit_in_bytes")
+    none = "max" if file.name == "memory.max" else "-1"
+    file.write_text(none if most is None else str(most))
     # From here on; of version 2 a kernel may not let it be set back.
     with suppress(OSError):
-        Path(cgroup, "memory.peak" if new.exists() else _MOST_V1).write_text("0")
+        file_of(cgroup, *_MOST).write_text("0")
 
 
 def trial(asked: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +113,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
 
 def most_in(cgroup: str) -> int:
     """The most that a cgroup held since its limit was lifted."""
-    new = Path(cgroup, "memory.peak")
-    return int((new if new.exists() else Path(cgroup, _MOST_V1)).read_text())
+    return int(file_of(cgroup, *_MOST).read_text())
 
 
 def run_trial(asked: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list
         if isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
             # Of a conftest.py, which each folder may have, the name says not which one.
             named = Path(str(node.value)).name
-            found.update(by_file.get(named, ()) if named != "conftest.py" else ())
+            found.update(by_file.get(named, ()) if named != f"{FIXTURES}.py" else ())
         bare: list[str] = []
         if isinstance(node, ast.Import):
             bare = [alias.name for alias in node.names]

@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:benchmarks python -m gpu.runner [--device cpu] [--minutes 10] [--out DIR]
                                 [--wheels DIR] [--required 0] [--no-build] [--sections NAME ...]
+                                [--without NAME ...]
 
 Needs the standard library only, to say what is missing: torch, a device, a compiler. Each section
 (sections.py) is a program of its own with a share of the time; what one leaves is the next ones'.
@@ -160,6 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--required", type=int, choices=(0, 1), default=1, help="0: a GPU is not")
     parser.add_argument("--no-build", action="store_true", help="the C++ lies built in place")
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
+    parser.add_argument("--without", nargs="+", choices=names, default=[], help="of these none")
     return parser.parse_args(argv)
 
 
@@ -167,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections, print the table, return the exit status."""
     args = parse(argv)
     ends = time.monotonic() + 60 * args.minutes
-    wanted = [plan for plan in SECTIONS if plan.name in args.sections]
+    wanted = [plan for plan in SECTIONS if plan.name in {*args.sections} - {*args.without}]
     if args.device == "cuda":
         code, said = run([sys.executable, "-c", FIND_DEVICE], timeout_s=120)
         if code:

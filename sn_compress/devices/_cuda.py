@@ -221,7 +221,7 @@ def current(device: int, framework: str | None) -> CudaDevice:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A stream by CUDA's stream protocol; torch's own have that since 2.9."""
+    """A stream by CUDA's stream protocol; those of newer versions of torch have it themselves."""
 
     address: int
 

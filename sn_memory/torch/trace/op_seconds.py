@@ -62,10 +62,10 @@ def not_while_training() -> None:
         raise NotMeasured
 
 
-def _may_measure() -> bool:
+def _may_measure(device: torch.device) -> bool:
     # The CPU's allocator tells one profiler only: what a caller's keeps from being measured would
-    # be kept as what cannot be.
-    return not _TRAINING.get() and not is_profiled()
+    # be kept as what cannot be. Other devices have statistics.
+    return not _TRAINING.get() and (is_apart(device) or not is_profiled())
 
 
 # Seconds and scratch bytes of a call; None where it could not be run.
@@ -96,7 +96,7 @@ def cached_costs(
         for key, (_, measure) in zip(keys, works, strict=True)
         if key not in times.table
     }
-    if _may_measure():
+    if _may_measure(device):
         times.table.update(while_time_lasts(missing))
         times.save(device)
     found = [times.table.get(key) for key in keys]
@@ -162,7 +162,7 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
         recording = Recording([call], nbytes, [device] * len(nbytes))
         key = times.key(signature(call))
         by_rule = scratch_of(call, recording, device, None)
-        wanted = profile and (by_rule or is_apart(device)) and _may_measure()
+        wanted = profile and (by_rule or is_apart(device)) and _may_measure(device)
         if wanted and key not in times.table:
             with unset_fake_temporarily():
                 times.table[key] = _cost(call, recording, device) if timeable(call) else None
