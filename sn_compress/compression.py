@@ -6,8 +6,6 @@ object is passed. What is returned gets all-reduced, and nothing says which para
 to. So `compress` sends what it makes by collectives of its own and gives Horovod one zero to
 reduce; the rim finds out the parameter from its caller
 (`docs/decisions/0004-finding-the-parameter.md`).
-
-Over 300 lines: what users import, and half of it is docstrings and messages.
 """
 
 from __future__ import annotations

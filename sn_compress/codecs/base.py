@@ -4,8 +4,6 @@ A payload is 32 bytes of header and a body. The size of the body follows from th
 settings and the number of elements alone, never from the data: Horovod's response cache and
 NCCL's all-gather both punish sizes that change from step to step. `docs/format.md` lists the
 bytes; `tests/golden/` keeps old ones readable.
-
-Over 300 lines: most say what a codec promises, and check what comes from a file or a peer.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ What lies between a rim and the wire is written once, over the array namespace o
 `to_host` and `Later.read`, which are for what happens between steps. No library is imported: an
 array brings its own along, or a rim hands one in (`register`), as for TensorFlow, whose tensors
 stand for values of a graph and are never changed: what is done in place is used by what it returns.
-
-Over 300 lines: the one place that may name a library, so that no other file has to.
 """
 
 from __future__ import annotations

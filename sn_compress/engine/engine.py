@@ -7,8 +7,6 @@
 A rim brings gradients as vectors, does the collectives it is asked for, and knows nothing of what
 they carry. Steps are told apart by names: one that comes again begins the next step. What ranks
 have to decide alike is decided here, from sums that the rim's `total` brings.
-
-Over 300 lines: what happens in a step hangs on what the steps before it left in one object.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A sparsifier without memory loses the small coefficients for good. With it, they add up until
 they are large enough to travel, and any contraction converges (Stich, Cordonnier, Jaggi 2018;
 Karimireddy et al. 2019).
-
-Over 300 lines: of each memory, how it is used, taken back, scaled, saved, loaded and averaged.
 """
 
 from __future__ import annotations

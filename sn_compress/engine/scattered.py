@@ -10,8 +10,6 @@ What the second encoding drops is remembered, too (as in DoubleSqueeze, Tang et 
 1905.05957): by the owner, in the same memory as what it drops of its own gradient. In the mean over
 the ranks, what is sent and what all remember is what there was; a saved state stays what it is with
 a gather.
-
-Over 300 lines: how a bucket is divided, and the two collectives that follow from it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ of two resources, the link and the codec, beside the backward pass. docs/cost.md
 formulas.
 
 Pure arithmetic: what is measured comes in as numbers, `predict.py` and `tuning.py` bring it.
-
-Over 300 lines: one model, of which every part needs the others; a third of it is docstrings.
 """
 
 from __future__ import annotations

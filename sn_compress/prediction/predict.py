@@ -7,8 +7,6 @@
     (1.0, 100)
 
 Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
-
-Over 300 lines: how each method travels, and a table of it, a third of it docstrings.
 """
 
 from __future__ import annotations

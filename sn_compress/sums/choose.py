@@ -5,8 +5,6 @@ of rank one as on one whose is not. Directions are bought here one by one, alway
 catches the largest share of its tensor's energy per word, until the budget is spent. A matrix
 whose energy lies in few rows, as that of an embedding does, sells rows in place of directions; a
 convolution's tensor whose energy lies in few frequencies of its kernels, directions of these.
-
-Over 300 lines: what a direction of each way is worth, and the one choice between all of them.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ computes from floats may differ in the last bit, and then word counts would. A d
 rarely, carries the memories along, and the choice is made anew. A tensor that has shown nothing but
 zeros, as where a loss starts late, travels whole until it shows more; then its dense steps begin.
 One that was given little, and of which ever more is left to send, has a dense step before its time.
-
-Over 300 lines: what happens to one tensor in a step hangs on what it was at in the one before.
 """
 
 from __future__ import annotations

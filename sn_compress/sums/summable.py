@@ -4,8 +4,6 @@ Two buffers take turns: the memory, and what gradient and memory are added into,
 sent is then subtracted. So the memory before the last step is still there when that step turns out
 to be lost, or is aborted, and nothing is copied for it. Where gradients accumulate over several
 exchanges there is a third: the memory before the first of them.
-
-Over 300 lines: a step and what takes it back hang on one set of buffers.
 """
 
 from __future__ import annotations

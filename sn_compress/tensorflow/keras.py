@@ -5,8 +5,6 @@ an error and without averaging. Wrapping an optimizer in another one would hide 
 variables. So the optimizer that is passed changes its class, to a subclass of its own class that
 averages where Keras is about to clip: after accumulation, after unscaling, before clipping,
 weight decay and update. All else, and what is saved, stays as it was.
-
-Over 300 lines: all that Keras users import is here, and a third of it is docstrings and messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has.
-
-Over 300 lines: graphs come in three forms, and each reads and writes the same state.
-"""
+"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has."""
 
 from __future__ import annotations
 

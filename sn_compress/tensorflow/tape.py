@@ -3,8 +3,6 @@
 Horovod calls `compress` while it traces, never per step, and tensor by tensor. So the first call
 builds a graph for all gradients of the tape, in buckets (`buckets.py`, `sized.py`), and Horovod's
 own all-reduces get one zero each.
-
-Over 300 lines: what Horovod hands over, in all its forms, and what is done once in a step.
 """
 
 from __future__ import annotations

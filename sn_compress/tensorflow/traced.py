@@ -2,8 +2,6 @@
 
 TensorFlow runs these from threads of its own, several buckets at a time, each bucket's in order. A
 gradient is known by a name, or by the slot of its variable.
-
-Over 300 lines: what travels in payloads and what in sums, and what is saved of both.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ each parameter by name, as DDP makes new buckets after the first step. Of each b
 
 Every rank reads the same bytes in the same order, so all end with the same bits. All of it runs
 where the tensors are; with the extra [cuda] the payloads of FFTCompression are made by kernels.
-
-Over 300 lines: the state and its hook know each other's every step.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 

@@ -3,8 +3,6 @@
 It keeps the plainest state there is (what is on the device in which version, what is on the host,
 when each lane is free again) and follows `docs/graph_format.md` to the letter; that page and this
 file say the same thing twice, once for people.
-
-Over 300 lines: it is complete, nothing that decides whether a plan is right lies elsewhere.
 """
 
 from __future__ import annotations

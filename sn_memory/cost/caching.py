@@ -8,8 +8,6 @@ expandable segments each of the two pools is one segment that grows by 2 or 20 M
 
 Left out: more than one stream, and `garbage_collection_threshold`, which gives cached segments back
 earlier than they are needed elsewhere and acts only where a process has a memory fraction set.
-
-Over 300 lines: its settings, its two kinds of segments, and what a step makes it reserve.
 """
 
 from __future__ import annotations

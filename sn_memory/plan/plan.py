@@ -3,8 +3,6 @@
 A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
 So a plan *is* its actions: run, free, offload, prefetch, compress, decompress, in order. The
 decisions beside them say why, for people and for back ends that only take hints.
-
-Over 300 lines: a plan, its file, and the error that there is none.
 """
 
 from __future__ import annotations

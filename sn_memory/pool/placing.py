@@ -5,8 +5,6 @@ and recordings are packed. One in a process, since what it serves are allocation
 Rules: the first step of a kind is recorded, and again where the next one differs, three times at
 most; from then on the n-th allocation of the step has its place, as long as its size is as recorded
 and nothing lies there. What outlives its step, and all else, lies in size classes.
-
-Over 300 lines: each call of the library is a line of its table and a documented method.
 """
 
 from __future__ import annotations

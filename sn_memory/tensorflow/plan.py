@@ -2,8 +2,6 @@
 
 What changes is its `call` (planned.py). The model passed in stays as it is; both share layers and
 variables.
-
-Over 300 lines: half of them are what `plan` says of its arguments.
 """
 
 from __future__ import annotations

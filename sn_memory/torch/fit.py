@@ -2,8 +2,6 @@
 
 Plain steps are run without values at each batch that is looked at. Plans are made on the graph of
 the step at that batch, which follows from two traces (`graph/batches.py`). Nothing is measured.
-
-Over 300 lines: one question, of which each way to train takes up what another found out.
 """
 
 from __future__ import annotations

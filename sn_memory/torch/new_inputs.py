@@ -5,8 +5,6 @@ plans there are the fastest that keeps the budget on it is carried over; ops hav
 any size. Where none does, a short search plans it. Where that fails too, modules run again, chosen
 by steps measured on this very input. No collective is issued, but in the
 first step after parameters were sharded: other ranks may see other inputs.
-
-Over 300 lines: one way from an input to a step, whose parts share all that is known of the input.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 What changes is its forward (planned_forward.py). The model passed in stays as it is; both share
 parameters, buffers and modules. How it is planned for an input is in planning.py.
-
-Over 300 lines: half of them are what `plan` says of its arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a planned model carries as `model.sn_memory`: its steps, and what is known of them.
-
-Over 300 lines: one record; half of them say what its fields are.
-"""
+"""What a planned model carries as `model.sn_memory`: its steps, and what is known of them."""
 
 from __future__ import annotations
 

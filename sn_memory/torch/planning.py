@@ -1,8 +1,6 @@
 """How a model is planned for an input: everything `plan` was told, kept for inputs to come.
 
 The planned model keeps it, so that it can be planned once more when an input of another kind comes.
-
-Over 300 lines: one method a back end, and what they share of the settings.
 """
 
 from __future__ import annotations

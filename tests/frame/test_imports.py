@@ -19,8 +19,6 @@ CUPY_FILES = {"sn_compress/devices/_cuda.py"}
 PACKAGES = [name for name in ("sn_cli", "sn_compress", "sn_memory") if (ROOT / name).is_dir()]
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 START_LIMIT_S = 0.3
-MOST_FILES = 15  # of a room
-MOST_LINES = 300  # of a file that does not say why
 
 # Arrows point one way: a module may import from its own layer or from a lower one. What an import
 # for type checkers or inside a function names counts as well. The rooms of sn_compress, as
@@ -368,7 +366,6 @@ def test_every_room_says_what_it_is_for(package):
     for room in sorted({path.parent for path in FILES if path.is_relative_to(ROOT / package)}):
         said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
         assert said, room
-        assert len(list(room.glob("*.py"))) <= MOST_FILES, f"{room}: a new room?"
 
 
 def test_the_judges_share_nothing_with_the_planner():
@@ -447,14 +444,6 @@ def test_imports_in_functions_and_for_type_checkers_are_seen(tmp_path, monkeypat
     assert set(circle(for_checkers=True)) == set(paths)
     paths["made.two"].write_text("")
     assert floors("made.") == ["made.one", "made.two"]
-
-
-def test_long_files_say_why():
-    for path in FILES:
-        source = path.read_text(encoding="utf-8")
-        if len(source.splitlines()) > MOST_LINES:
-            said = ast.get_docstring(ast.parse(source)) or ""
-            assert f"Over {MOST_LINES} lines: " in said, path
 
 
 def test_no_utils_drawer():

@@ -7,9 +7,6 @@ The same bytes as FFTCodec.encode's. Blocks of all tensors that have one layout 
 function together, so launches do not grow with the number of tensors. No value is read, no shape
 hangs on one, and nothing that is handed over is changed: the same code runs in NumPy, in torch on
 any device, under a capture, and in a graph of TensorFlow.
-
-Over 300 lines: both ways share where the blocks of each tensor are, among those of a layout and on
-the wire.
 """
 
 from __future__ import annotations

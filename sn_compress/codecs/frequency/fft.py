@@ -9,8 +9,6 @@ their own FFTs. A fixed FFT is right for smooth gradients only, so the transform
 
 The memory of what was dropped is kept in coefficients. The transforms are linear, so adding
 there is adding the values, and encoding needs no inverse transform.
-
-Over 300 lines: the one codec, whose methods share its cut of a vector into sections.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ used once, so what matters is that no error is large and that errors average out
 4 or 8 bits per element, on a grid of each group's own, rounded at random and thus unbiased;
 "paper" is what the paper on compressed activations does (Jin et al., arXiv 2011.09017): rounded to
 nearest, predicted, entropy-coded; smaller, but biased and of a size that depends on the data.
-
-Over 300 lines: two forms under one codec id, each with its way out and back.
 """
 
 from __future__ import annotations

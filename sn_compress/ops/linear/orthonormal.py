@@ -7,8 +7,6 @@ has an order to choose. The transform is rounded to whole numbers times a power 
 product with the rows is exact again, and the result is rounded once.
 
 Gram-Schmidt in this form loses what rows have in common, squared: rows of digits have few bits.
-
-Over 300 lines: one computation, whose steps have no meaning apart.
 """
 
 from __future__ import annotations

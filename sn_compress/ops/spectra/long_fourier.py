@@ -14,8 +14,6 @@ are real, so two make one complex one, and half of the rows are enough.
 `csrc/compress/long_fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle
 and its stand-in: the same operations in the same order. Between the halves lies the `plane`,
 the rows that are needed in the order of the extension, see long_fourier.h.
-
-Over 300 lines: the calls of the extension, and all of its oracle.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The rules of sn_compress.torch.gossip: what is mixed with what, and when it is sent.
-
-Over 300 lines: the rules for weights and for gradients, exact averages and checkpoints
-share what is under way in a step.
-"""
+"""The rules of sn_compress.torch.gossip: what is mixed with what, and when it is sent."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
 the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
 improved by annealing (`anneal.py`) and by ruin and repair (`repair.py`).
-
-Over 300 lines: the ways share one clock, one archive and one state of what was solved.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The sample is run: seconds and bytes of each layer are measured, layers next to 
 together, and each choice is counted by the allocator's trace of a step. So the budget is kept on
 the sample, or refused. Keras' own RematScope does the running again only for layers that are called
 without keyword arguments, chooses by size of the output, and nobody checks what comes of it.
-
-Over 300 lines: what is watched, cut, measured and run again are one search over one model's layers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Between steps a controller chooses bits and, under a budget, modules that run again (rerun.py); in
 each forward pass all that is saved is compressed (saving.py), and in some of them watched.
-
-Over 300 lines: one object, what it is asked for, and the state between steps.
 """
 
 from __future__ import annotations

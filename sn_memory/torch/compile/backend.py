@@ -5,8 +5,6 @@ are live. So this takes the other hook, the partition function, and writes forwa
 graph in the order of a plan. With `compiler="eager"` they run call by call. Inductor fuses and
 reorders what they hold; there the plan is one of its fused kernels (fused.py), and its peak that of
 what Inductor makes of it.
-
-Over 300 lines: both compilers, which differ in a few hooks of torch's.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The graph that is planned has Inductor's kernels of torch's own partition as ops
 with the partition, so each plan is lowered, without compiling a kernel, and run on paper: that peak
 is the promise. Where it is not the one the plan was made for, the plan is made anew with so much
 more or less.
-
-Over 300 lines: the loop of plans and what each is lowered from.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 First the step is lowered and planned, with no kernel compiled (fused.py). Then it is compiled with
 torch's own caches on: the partition function is plain data, and its hash is that of the plan. A
 later process finds the plan by the hash of the traced model, and torch finds what it compiled.
-
-Over 300 lines: planning and compiling, which hand over one program.
 """
 
 from __future__ import annotations

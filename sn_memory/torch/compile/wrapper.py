@@ -4,8 +4,6 @@ The wrapper is straight-line Python that allocates buffers, calls kernels and de
 fake tensors, with kernels that do nothing, Python itself frees each storage when the real run
 would. So aliases, reuse of buffers and early releases are those of the compiled step, not a model
 of them.
-
-Over 300 lines: each call that a wrapper may make is named once, with what it does here.
 """
 
 from __future__ import annotations

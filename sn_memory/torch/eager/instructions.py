@@ -3,8 +3,6 @@
 Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
 which results are kept. What is left for the step is to fill in and call. As they stand here calls
 are checked for how their results lie; `written.py` has what runs once that is known.
-
-Over 300 lines: the memory that instructions run on, and each kind of instruction.
 """
 
 from __future__ import annotations

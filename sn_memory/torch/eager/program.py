@@ -3,8 +3,6 @@
 Checkpointing wrappers and graph partitioners decide what is saved and leave order and lifetimes to
 autograd. Here each action of the plan is one instruction: run a call (again), give a storage back,
 move one to the host or back. Nothing else holds a tensor, so what is live is what the plan says.
-
-Over 300 lines: when a gradient is handed over depends on all that is written.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ ready. The inputs of a node are the parameters whose gradients it makes, and a t
 next section follows. So gradients are accumulated as they are made, one at a time, as torch does
 it, hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and `torch.autograd.grad`
 sees the parameters. One node for all would hold all gradients beside those of earlier steps.
-
-Over 300 lines: the nodes of autograd and what they run know each other.
 """
 
 from __future__ import annotations

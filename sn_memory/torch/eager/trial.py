@@ -3,8 +3,6 @@
 What is planned was seen under fake tensors. Their rules may lay results out otherwise than kernels
 do; a model may ask whether its tensors are fake and take another course. Neither can be told from
 a trace, both from one real step. The model is left as it was.
-
-Over 300 lines: one trial, and all that may come out of it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ rows at a time are multiplied, their losses taken and, as the gradient of a sum 
 to one factor, their gradients too; then their logits are dropped. The backward pass multiplies by
 the factor that arrives. Nothing runs twice; what is held is the logits of one chunk, the gradient
 of the rows and that of the weight, which the step makes anyway.
-
-Over 300 lines: one function, its backward pass, and what both refuse.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Assigned attributes are easily told. But a forward may as well append to a list, note something in
 an object it was given (a cache), or register a hook in its first run; a hook may keep what it sees.
-
-Over 300 lines: all that a forward can write to, each kind with how it is seen and put back.
 """
 
 from __future__ import annotations

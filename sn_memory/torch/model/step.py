@@ -2,8 +2,6 @@
 
 Whoever compares (verify) or chooses by measurement (modules) runs steps that must leave no mark:
 parameters, gradients, buffers, attributes and all states of chance are as before.
-
-Over 300 lines: a step and its putting back know the same tensors.
 """
 
 from __future__ import annotations

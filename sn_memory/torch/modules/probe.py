@@ -4,8 +4,6 @@ The sample runs once with gradients on, but what autograd would save is only cou
 the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
 Python's or NumPy's random numbers, changes its input in place, or is given an object (a cache) that
 changes then or later, would not do the same when run again; it is told apart.
-
-Over 300 lines: what one pass shows of modules is counted in one place.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 With a sample that fits: a plain step, cuts of the model at three depths, then as many modules kept
 as the budget allows, by bisection; each choice is a step that is run and counted. With an input
 that may not fit: no step but those in which most runs again.
-
-Over 300 lines: each way to choose measures by the same courses of the same step.
 """
 
 from __future__ import annotations

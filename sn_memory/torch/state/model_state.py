@@ -1,7 +1,4 @@
-"""All of the state of a planned model: what moves, how it is planned, who carries it out.
-
-Over 300 lines: one object, and what each part of a step asks of it.
-"""
+"""All of the state of a planned model: what moves, how it is planned, who carries it out."""
 
 from __future__ import annotations
 

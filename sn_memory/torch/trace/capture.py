@@ -4,8 +4,6 @@ The model's parameters and buffers are swapped for fake ones while its forward r
 walks back through it as in the real run; the recorder notes each call. Whatever happens, the model
 is put back as it was. A forward that does more than compute from its inputs (keeps a count, draws
 from Python's random numbers, looks at values) cannot be replayed from its calls and is refused.
-
-Over 300 lines: one capture from the first fake to the last check, and what it refuses, in words.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Who reads a storage in the backward pass decides. Where the pass is linear in it
 convolutions and matrix products), values rounded at random make gradients that are right on
 average. A ReLU asks for the sign, a pooling layer for the shape: one bit, and exact. What is read
 for value and sign keeps the sign beside the rounded value, so that no ReLU's mask is ever wrong.
-
-Over 300 lines: which forms there are, who reads them, and the two calls that make and undo one have
-to agree in every field of `Form`.
 """
 
 from __future__ import annotations

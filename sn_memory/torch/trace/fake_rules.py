@@ -16,8 +16,6 @@ all but bfloat16, and where torch is built without CUDA it pads no rows.
 
 A backward kernel computes the gradients that its `output_mask` asks for and returns None for the
 rest. The rules for batch norm return a tensor for the gradient of the input in any case.
-
-Over 300 lines: what differs between torch's rules and its kernels is looked for in one place.
 """
 
 from __future__ import annotations

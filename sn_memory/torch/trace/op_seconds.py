@@ -4,8 +4,6 @@ A signature is the op, and of each tensor its shape, strides and type. Tensors o
 anew, so that one op's working set is all the memory needed; a model too large to run can be timed.
 What may not be timed so (timeable.py) or cannot (an op that checks its values) is left to the
 roofline, and the plan says how many ops are.
-
-Over 300 lines: what is measured of an op, of a device, and what either depends on.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ FX graphs name tensors, and make_fx or AOTAutograd turn in-place ops into others
 neither the memory nor the bits are those of the eager run. Here a dispatch mode notes each call as
 it reaches the kernels, forward and backward alike, and each tensor as a *view*: which storage, and
 how it is looked at. View ops cost nothing and are not calls; whoever needs a view takes it anew.
-
-Over 300 lines: the three records that everything else reads, and the one mode that writes them.
 """
 
 from __future__ import annotations

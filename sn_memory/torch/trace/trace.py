@@ -2,8 +2,6 @@
 
 Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
 how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
-
-Over 300 lines: half of them are what `trace` says of its arguments.
 """
 
 from __future__ import annotations
