@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/search": (("plan/search",), 2042, 1700),
     "plan/policies": (("plan/policies",), 267, 300),
     "activations": (("activations",), 1082, 800),
-    "apoptosis": (("apoptosis",), 3691, 2600),
+    "apoptosis": (("apoptosis",), 3206, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: loss": (("torch/loss",), 911, 0),
     "tensorflow": (("tensorflow",), 6927, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (49_520, 28_000)
+MOST_FILES = (321, 170)
 
 
 def lines(path: Path) -> int:
