@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies",), 267, 300),
     "activations": (("activations",), 1082, 800),
     "apoptosis": (("apoptosis",), 3691, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3311, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
     "torch: trace": (("torch/trace",), 3853, 2300),
@@ -32,11 +32,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
-    "torch: loss": (("torch/loss",), 911, 0),
-    "tensorflow": (("tensorflow",), 6927, 4200),
+    "tensorflow": (("tensorflow",), 6839, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (49_068, 28_000)
+MOST_FILES = (334, 170)
 
 
 def lines(path: Path) -> int:
