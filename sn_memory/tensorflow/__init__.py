@@ -10,10 +10,9 @@ from ..activations import Peaks
 from ..run.estimate import Estimate
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, compress_activations
+from .chunked_loss import chunked_cross_entropy
 from .errors import TraceError
 from .estimate import estimate
-from .loss.function import chunked_cross_entropy
-from .loss.model import LossInChunks, chunk_loss
 from .model.allocations import Allocations
 from .model.memory import AllocatorPeak
 from .plan import plan
@@ -28,7 +27,6 @@ __all__ = [
     "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
-    "LossInChunks",
     "Peaks",
     "PlanWarning",
     "Planned",
@@ -36,7 +34,6 @@ __all__ = [
     "Trace",
     "TraceError",
     "Verification",
-    "chunk_loss",
     "chunked_cross_entropy",
     "compress_activations",
     "estimate",

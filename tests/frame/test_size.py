@@ -22,21 +22,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies",), 267, 300),
     "activations": (("activations",), 1082, 800),
     "apoptosis": (("apoptosis",), 3206, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3311, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
     "torch: trace": (("torch/trace",), 3853, 2300),
     "torch: eager": (("torch/eager",), 2469, 1500),
-    "torch: host": (("torch/state",), 1841, 1300),
+    "torch: host": (("torch/state",), 1840, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
-    "torch: loss": (("torch/loss",), 911, 0),
-    "tensorflow": (("tensorflow",), 6927, 4200),
+    "tensorflow": (("tensorflow",), 6839, 4200),
 }
-TOTAL = (49_520, 28_000)
-MOST_FILES = (321, 170)
+TOTAL = (48_583, 28_000)
+MOST_FILES = (315, 170)
 
 
 def lines(path: Path) -> int:
