@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..base.lines import decided_line, peak_line, seconds_line
-from ..base.sizes import show_bytes
+from ..base.sizes import decided_line, peak_line, seconds_line, show_bytes
 from ..plan.plan import BudgetError, Plan, budget_line, percent_kept
 
 

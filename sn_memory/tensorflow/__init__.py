@@ -8,7 +8,7 @@ need("tensorflow", "sn_memory.tensorflow")
 
 from ..activations import Peaks
 from ..run.estimate import Estimate
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .activations.compress import CompressedActivations, compress_activations
 from .errors import TraceError
 from .estimate import estimate

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ...base.limits import is_count
+from ...base.fields import is_count
 from ...cost.devices import NOMINAL
 from ...cost.measured import is_seconds
 from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
