@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.limits import LARGEST, LONGEST_S
+from ..base.fields import LARGEST, LONGEST_S
 from .records import ALLOCATORS, ROLES, Op, Records, check_device, check_op, check_storages, twice
 
 Ints = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final
 
 from ..base.errors import GraphError
-from ..base.limits import is_amount, is_count
+from ..base.fields import is_amount, is_count
 
 PHASES: Final = ("forward", "backward", "update")
 ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
