@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph.numbers import Ints, Ints32
+from ..graph.graph import Ints, Ints32
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,8 @@ class Batches:
         def storage_at(it: Storage) -> Storage:
             return replace(it, bytes=size(self._storages[it.name].bytes, it.bytes))
 
-        graph = self._graph
-        return Graph(
-            [storage_at(it) for it in graph.storages],
-            [op_at(it) for it in graph.ops],
-            name=graph.name,
-            device=graph.device,
-            allocator=graph.allocator,
-            aliases=graph.aliases,
+        return replace(
+            self._graph,
+            storages=tuple(storage_at(it) for it in self._graph.storages),
+            ops=tuple(op_at(it) for it in self._graph.ops),
         )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .graph import Graph
-from .numbers import Ints
+from .graph import Graph, Ints
 
 
 @dataclass(frozen=True)

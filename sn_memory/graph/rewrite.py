@@ -120,11 +120,7 @@ def with_compressed(graph: Graph, names: Iterable[str]) -> Graph:
         if op.phase == "backward":
             op = replace(op, inputs=tuple(instead.get(name, name) for name in op.inputs))
         ops += [op, *after.get(at, [])]
-    return Graph(
-        storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator,
-        aliases=graph.aliases,
-        unplanned_peak_bytes=graph.unplanned_peak_bytes,
-    )  # fmt: skip
+    return replace(graph, storages=tuple(storages), ops=tuple(ops))
 
 
 def as_run(graph: Graph, targets: Iterable[str]) -> Graph:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from sn_memory.base.clock import now
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
+from sn_memory.graph.graph import Ints
 from sn_memory.graph.holes import KEEP, Holes
-from sn_memory.graph.numbers import Ints
 from sn_memory.plan.search.anneal import COLD, Rules
 from sn_memory.plan.search.mixed import Mixed, carried
 

@@ -9,8 +9,8 @@ import numpy as np
 from sn_memory.base.clock import now
 from sn_memory.cost.recompute import Presence
 from sn_memory.cost.schedule import Impossible, Schedule
+from sn_memory.graph.graph import Floats, Ints
 from sn_memory.graph.holes import KEEP, Holes
-from sn_memory.graph.numbers import Floats, Ints
 from sn_memory.plan.simulate import simulate
 
 
