@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ...base.fields import is_count
 from ...cost.devices import NOMINAL
-from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
+from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from ..device.accelerator import is_apart, module_of, synchronize
 from ..elsewhere.cpu_scratch import rule_bytes
