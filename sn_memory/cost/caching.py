@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final
 
+from ..graph.liveness import most_together
 from .blocks import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 
 _MIB = 1 << 20
@@ -124,7 +123,7 @@ class AllocatorSettings:
             base.allocate(number, size)
         best = Reserved(self._steps(step, 0))
         if not self.expandable and self.max_split_bytes == UNLIMITED:
-            large = _most(row for row in step if self.rounded(row[2]) > SMALL)
+            large = most_together(row for row in step if self.rounded(row[2]) > SMALL)
             for hundredths in _MORE if large else ():
                 first = -(-large * (100 + hundredths) // 100 // ROUND_LARGE) * ROUND_LARGE
                 if first >= best.peak_bytes:
@@ -186,15 +185,6 @@ def _divisions(text: str) -> tuple[int, ...]:
             found[:last] = [int(value)] * last
         found[last] = int(value)
     return tuple(found)
-
-
-def _most(rows: Iterable[tuple[int, int, int]]) -> int:
-    """Return the largest sum of sizes that are there together."""
-    change: dict[int, int] = {}
-    for lower, upper, size in rows:
-        change[lower] = change.get(lower, 0) + size
-        change[upper] = change.get(upper, 0) - size
-    return max(accumulate(change[at] for at in sorted(change)), default=0)
 
 
 class CachingAllocator(BlockAllocator):

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 from ..graph.holes import Holes
+from ..graph.liveness import most_together
 from .schedule import Schedule
 
 # For which copies of a stay on the host the ops wait: neither, the one out, the one back, or both.
@@ -129,16 +130,6 @@ def seconds_of_runs(holes: Holes, schedule: Schedule) -> list[float]:
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
     """Return the most bytes that a schedule has on the host at any one time."""
-    events = [
-        (host_copy.left, 1, holes.bytes[host_copy.storage]) for host_copy in schedule.host_copies
-    ]
     # A fetch before run n comes before a copy out after run n.
-    events += [
-        (host_copy.fetched, 0, -holes.bytes[host_copy.storage])
-        for host_copy in schedule.host_copies
-    ]
-    held = most = 0
-    for _, _, size in sorted(events):
-        held += size
-        most = max(most, held)
-    return most
+    copies = schedule.host_copies
+    return most_together((it.left, it.fetched, holes.bytes[it.storage]) for it in copies)
