@@ -177,7 +177,7 @@ def choose_again(
         for name in candidates:
             if is_inside(f"{name}/", chosen):
                 continue
-            other = frozenset(it for it in chosen if not is_inside(f"{it}/", {name})) | {name}
+            other = frozenset(name for name in chosen if not is_inside(f"{name}/", {name})) | {name}
             left = held(other)
             freed = min(now - left, now - budget_bytes)
             more = cost(other) - cost(chosen)
@@ -186,7 +186,7 @@ def choose_again(
         if best is None:
             break
         _, chosen, now = best
-    for name in sorted(chosen, key=lambda it: (-cost([it]), it)):
+    for name in sorted(chosen, key=lambda name: (-cost([name]), name)):
         if held(chosen - {name}) <= budget_bytes:
             chosen -= {name}
     return chosen

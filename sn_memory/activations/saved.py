@@ -214,12 +214,12 @@ class Observed:
 
     def held_at(self, again: frozenset[str], bits: Mapping[str, int | None]) -> int:
         """Bytes kept if these units run again, at bits by key."""
-        rows = [it for it in self.rows.values() if it.unit is None or it.unit in again]
+        rows = [row for row in self.rows.values() if row.unit is None or row.unit in again]
         return self._bytes(rows, bits, lambda key: not is_inside(key, again))
 
     def inside(self, name: str, linear_bits: int, nonlinear_bits: int) -> int:
         """Bytes of what a unit saves, while it runs again."""
-        rows = [it for it in self.rows.values() if it.unit is None]
+        rows = [row for row in self.rows.values() if row.unit is None]
         bits: dict[str, int | None] = {
             row.key: (linear_bits if row.linear else nonlinear_bits) if self.is_free(row) else None
             for row in rows

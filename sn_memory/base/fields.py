@@ -128,13 +128,13 @@ class Fields:
         return self._take(key, default, is_text, "a string")
 
     def integer(self, key: str, default: object = _MISSING) -> Any:
-        value = self._take(key, default, lambda it: type(it) is int, "a whole number")
+        value = self._take(key, default, lambda value: type(value) is int, "a whole number")
         if value is not default and abs(value) > LARGEST:
             raise self.fail(key, value, "a whole number of 2**62 at most")
         return value
 
     def number(self, key: str, default: object = _MISSING) -> Any:
-        value = self._take(key, default, lambda it: type(it) in (int, float), "a number")
+        value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
         if not abs(value) <= LARGEST_FLOAT:
@@ -142,10 +142,10 @@ class Fields:
         return float(value)
 
     def flag(self, key: str) -> bool:
-        return bool(self._take(key, False, lambda it: isinstance(it, bool), "true or false"))
+        return bool(self._take(key, False, lambda value: isinstance(value, bool), "true or false"))
 
     def items(self, key: str, default: object = _MISSING) -> list[Any]:
-        return list(self._take(key, default, lambda it: isinstance(it, list), "a list [...]"))
+        return list(self._take(key, default, lambda value: isinstance(value, list), "a list [...]"))
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.items(key, ())
@@ -155,14 +155,14 @@ class Fields:
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self._take(key, {}, lambda it: isinstance(it, dict), "an object {...}")
+        value = self._take(key, {}, lambda value: isinstance(value, dict), "an object {...}")
         for name in value:
             if not is_text(name):
                 raise self.fail(key, name, "keys that are strings")
         return dict(value)
 
     def child(self, key: str) -> Fields | None:
-        value = self._take(key, None, lambda it: True, "")
+        value = self._take(key, None, lambda value: True, "")
         return None if value is None else Fields(value, f"{self.path}.{key}", self.error)
 
     def done(self) -> None:

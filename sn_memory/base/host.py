@@ -77,7 +77,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
 
 def smallest_limit() -> Limit | None:
     """Return the limit that leaves least; None where none is known."""
-    return min(limits(), key=lambda it: it.free_bytes, default=None)
+    return min(limits(), key=lambda limit: limit.free_bytes, default=None)
 
 
 def _by_rlimits(root: Path) -> Iterator[Limit]:
@@ -134,7 +134,7 @@ def _number(path: Path) -> int | None:
 def _kib(path: Path) -> dict[str, int]:
     """Return lines as "VmData: 12 kB", in bytes."""
     lines = (line.split() for line in (_text(path) or "").splitlines())
-    return {it[0].rstrip(":"): int(it[1]) << 10 for it in lines if it[2:] == ["kB"]}
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
 
 
 def _text(path: Path) -> str | None:

@@ -108,19 +108,25 @@ class _Bar:
         self.kind, self.stage = kind, ""
         self.bar: Any = None
 
-    def show(self, it: Progress) -> None:
-        if it.stage != self.stage or self.bar is None:
+    def show(self, progress: Progress) -> None:
+        if progress.stage != self.stage or self.bar is None:
             self.close()
-            self.stage = it.stage
+            self.stage = progress.stage
             # Of seconds and of ops alike; what has no parts shows how long it takes.
             parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
-            form = "sn_memory {desc}: " + (parts if it.total != 1 else "{bar} {elapsed}{postfix}")
-            self.bar = self.kind(
-                total=it.total, desc=it.stage, file=sys.stderr, leave=False, bar_format=form
+            form = "sn_memory {desc}: " + (
+                parts if progress.total != 1 else "{bar} {elapsed}{postfix}"
             )
-        self.bar.total = it.total
-        self.bar.n = min(it.done, it.total)
-        self.bar.set_postfix_str(it.note, refresh=True)
+            self.bar = self.kind(
+                total=progress.total,
+                desc=progress.stage,
+                file=sys.stderr,
+                leave=False,
+                bar_format=form,
+            )
+        self.bar.total = progress.total
+        self.bar.n = min(progress.done, progress.total)
+        self.bar.set_postfix_str(progress.note, refresh=True)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -135,27 +141,27 @@ class _Lines:
         self.first, self.stage, self.last, self.began = first, "", 0.0, 0.0
         self.unsaid: Progress | None = None
 
-    def show(self, it: Progress) -> None:
-        if it.stage == self.stage and it.seconds - self.last < BETWEEN_S:
-            self.unsaid = it
+    def show(self, progress: Progress) -> None:
+        if progress.stage == self.stage and progress.seconds - self.last < BETWEEN_S:
+            self.unsaid = progress
             return
-        if it.stage != self.stage:
+        if progress.stage != self.stage:
             self.close()
-            self.began = it.seconds
+            self.began = progress.seconds
         if self.first:
             sys.stderr.write(f"{self.first}\n")
-        self.first, self.stage, self.last, self.unsaid = "", it.stage, it.seconds, None
-        self.write(it)
+        self.first, self.stage, self.last, self.unsaid = "", progress.stage, progress.seconds, None
+        self.write(progress)
 
-    def write(self, it: Progress) -> None:
-        note = f": {it.note}" if it.note else ""
-        far = self.far(it) if it.total != 1 else ""
-        done = f"{it.stage} {it.done:.3g} of {it.total:.3g}{far}"
-        sys.stderr.write(f"sn_memory: {it.seconds:.1f} s, {done}{note}\n")
+    def write(self, progress: Progress) -> None:
+        note = f": {progress.note}" if progress.note else ""
+        far = self.far(progress) if progress.total != 1 else ""
+        done = f"{progress.stage} {progress.done:.3g} of {progress.total:.3g}{far}"
+        sys.stderr.write(f"sn_memory: {progress.seconds:.1f} s, {done}{note}\n")
 
-    def far(self, it: Progress) -> str:
+    def far(self, progress: Progress) -> str:
         """How much of the stage is done, and the time that the rest takes at this rate."""
-        done, spent = min(it.done / it.total, 1.0), it.seconds - self.began
+        done, spent = min(progress.done / progress.total, 1.0), progress.seconds - self.began
         # Of a stage that has just begun nothing is known.
         left = f", {spent * (1 - done) / done:.0f} s left" if done > 0 and spent > 0 else ""
         return f" ({done:.0%}{left})"

@@ -87,7 +87,7 @@ class NamedDevice:
     def device(self) -> Device:
         """Return it as a graph has it: what is expected of peaks."""
         peaks = dict(self.flops_per_s)
-        matrix = {it: peaks[it] * MATRIX_SHARE for it in peaks}
+        matrix = {dtype: peaks[dtype] * MATRIX_SHARE for dtype in peaks}
         link = self.link_bytes_per_s * LINK_SHARE
         return Device(
             self.name,

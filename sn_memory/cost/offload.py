@@ -55,7 +55,7 @@ def windows(
     out: dict[int, int] = {}
     # When the lane is free; by how much the ops have been put off by waits.
     lane = late = 0.0
-    for hole in sorted(chosen, key=lambda it: (holes.start[it], it)):
+    for hole in sorted(chosen, key=lambda hole: (holes.start[hole], hole)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
         left = ends[holes.start[hole]]
@@ -69,7 +69,7 @@ def windows(
     result: dict[int, tuple[int, int]] = {}
     # The same from the end backwards: by how much the ops are put forward.
     lane, early = float("inf"), 0.0
-    for hole in sorted(chosen, key=lambda it: (-ending[it], it)):
+    for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
         need = starts[ending[hole]] if ending[hole] < len(starts) else clock
@@ -132,4 +132,4 @@ def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
     """Return the most bytes that a schedule has on the host at any one time."""
     # A fetch before run n comes before a copy out after run n.
     copies = schedule.host_copies
-    return most_together((it.left, it.fetched, holes.bytes[it.storage]) for it in copies)
+    return most_together((copy.left, copy.fetched, holes.bytes[copy.storage]) for copy in copies)

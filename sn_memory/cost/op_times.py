@@ -16,11 +16,10 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,22 +100,16 @@ class TimesFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.parent):
-                self._replace({**self.read(), **entries})
+                text = json.dumps({**self.read(), **entries}, allow_nan=False)
+                # In one go: a reader, who takes no lock, must find a whole file.
+                part = self.path.with_suffix(f".{os.getpid()}.part")
+                try:
+                    part.write_text(text, encoding="utf-8")
+                    os.replace(part, self.path)
+                finally:
+                    part.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             self._tell("cannot be written, so times are measured again next time", error)
-
-    def _replace(self, table: Mapping[str, Any]) -> None:
-        """Write in one go: a reader, who takes no lock, must find a whole file."""
-        assert self.path is not None
-        handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(table, file, allow_nan=False)
-            os.replace(name, self.path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
 
     def _tell(self, what: str, why: object) -> None:
         if not self._told:

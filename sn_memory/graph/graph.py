@@ -262,7 +262,7 @@ class Graph:
             head["unplanned_peak_bytes"] = self.unplanned_peak_bytes
         parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, records in (("storages", self.storages), ("ops", self.ops)):
-            body = ",\n".join(json.dumps(data_of(it)) for it in records)
+            body = ",\n".join(json.dumps(data_of(record)) for record in records)
             parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
         text = "{\n" + ",\n".join(parts) + "\n}\n"
         if path is not None:
@@ -303,70 +303,70 @@ def _numbered(graph: Graph) -> Arrays:
         changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
         freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
-        for it in (*needed, *freed):
+        for number in (*needed, *freed):
+            name = storages[number].name
             # An op may release what it makes itself.
-            there = producer[it] >= 0 or storages[it].resident or (it in freed and it in made)
-            if not there:
+            own = number in freed and number in made
+            if producer[number] < 0 and not storages[number].resident and not own:
                 raise GraphError(
-                    f"{where}: uses {storages[it].name!r}, which no op has made yet. Put its op "
-                    "first, or give it a resident role."
+                    f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
+                    "it a resident role."
                 )
-            if released[it] >= 0:
+            if released[number] >= 0:
                 raise GraphError(
-                    f"{where}: uses {storages[it].name!r}, which "
-                    f"{graph.ops[released[it]].name!r} released. Move the release."
+                    f"{where}: uses {name!r}, which {graph.ops[released[number]].name!r} released. "
+                    "Move the release."
                 )
         reads.append(needed)
-        version.append(tuple(written[it] for it in needed))
-        for it in made:
-            if storages[it].resident:
+        version.append(tuple(written[number] for number in needed))
+        for number in made:
+            name, role = storages[number].name, storages[number].role
+            if storages[number].resident:
                 raise GraphError(
-                    f"{where}.outputs: {storages[it].name!r} is resident ({storages[it].role}); an "
-                    "op that changes it names it under writes."
+                    f"{where}.outputs: {name!r} is resident ({role}); an op that changes it names "
+                    "it under writes."
                 )
-            if producer[it] >= 0:
+            if producer[number] >= 0:
                 raise GraphError(
-                    f"{where}.outputs: {storages[it].name!r} is made by "
-                    f"{graph.ops[producer[it]].name!r} already; name it under writes, or give the "
-                    "second one a storage of its own."
+                    f"{where}.outputs: {name!r} is made by "
+                    f"{graph.ops[producer[number]].name!r} already; name it under writes, or give "
+                    "the second one a storage of its own."
                 )
-            if it in needed:
+            if number in needed:
+                raise GraphError(f"{where}: {name!r} is both read and made; use writes.")
+            producer[number] = at
+        for number in changed:
+            written[number] += 1
+        for number in freed:
+            if storages[number].resident or storages[number].keep:
                 raise GraphError(
-                    f"{where}: {storages[it].name!r} is both read and made; use writes."
+                    f"{where}.releases: {storages[number].name!r} is resident or kept to the end; "
+                    "it cannot be released."
                 )
-            producer[it] = at
-        for it in changed:
-            written[it] += 1
-        for it in freed:
-            if storages[it].resident or storages[it].keep:
-                raise GraphError(
-                    f"{where}.releases: {storages[it].name!r} is resident or kept to the end; it "
-                    "cannot be released."
-                )
-            released[it] = at
+            released[number] = at
         outputs.append(made)
         writes.append(changed)
         releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
-        traffic = sum(storages[it].bytes for it in (*needed, *made))
+        traffic = sum(storages[number].bytes for number in (*needed, *made))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
         source.append(origin)
-    for at, storage in enumerate(storages):
-        if producer[at] < 0 and not storage.resident:
+    for at, record in enumerate(storages):
+        if producer[at] < 0 and not record.resident:
             raise GraphError(
-                f"storages[{at}] ({storage.name}): no op makes it. Give it a resident role "
+                f"storages[{at}] ({record.name}): no op makes it. Give it a resident role "
                 f"({', '.join(RESIDENT_ROLES)}), or remove it."
             )
     flat = rounded(np.array([size for ways in spaces for size in ways], np.int64), graph.allocator)
-    held = rounded(np.array([it.bytes for it in storages], np.int64), graph.allocator)
+    held = rounded(np.array([storage.bytes for storage in storages], np.int64), graph.allocator)
     _check_sums(graph, held.tolist(), flat.tolist(), map(max, seconds))
     sizes = iter(flat.tolist())
     return Arrays(
         bytes=held,
-        resident=np.array([it.resident for it in storages], bool),
-        keep=np.array([it.keep for it in storages], bool),
-        held=np.array([it.held for it in storages], bool),
+        resident=np.array([storage.resident for storage in storages], bool),
+        keep=np.array([storage.keep for storage in storages], bool),
+        held=np.array([storage.held for storage in storages], bool),
         producer=np.array(producer, np.int64),
         reads=reads,
         outputs=outputs,
@@ -387,7 +387,7 @@ def _check_records(graph: Graph) -> None:
     for at, storage in enumerate(graph.storages):
         check_storage(storage, f"storages[{at}] ({storage.name})")
     for kind, records in (("storages", graph.storages), ("ops", graph.ops)):
-        for name, count in Counter(it.name for it in records).items():
+        for name, count in Counter(record.name for record in records).items():
             if count > 1:
                 raise GraphError(f"{kind}: the name {name!r} is there twice.")
 
@@ -438,8 +438,12 @@ def module_of(graph: Graph, op: str) -> str:
         record = graph.storages[storage]
         if record.role == "parameter" and "." in record.name:
             return record.name.rpartition(".")[0]
-    makers = sorted((int(arrays.producer[it]) for it in reads), reverse=True)
-    forward = [graph.ops[it].name for it in makers if it >= 0 and graph.ops[it].phase == "forward"]
+    makers = sorted((int(arrays.producer[index]) for index in reads), reverse=True)
+    forward = [
+        graph.ops[index].name
+        for index in makers
+        if index >= 0 and graph.ops[index].phase == "forward"
+    ]
     return next((found for name in forward if (found := _path(name))), "")
 
 

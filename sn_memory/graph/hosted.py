@@ -141,7 +141,9 @@ def with_state(
     maker = _Maker(graph, units, places, update, updaters or {})
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
-        homes = tuple(it + HOME for it in dict.fromkeys(op.inputs) if maker.place.get(it) == "host")
+        homes = tuple(
+            name + HOME for name in dict.fromkeys(op.inputs) if maker.place.get(name) == "host"
+        )
         here = replace(op, inputs=(*op.inputs, *homes)) if homes else op
         ops += [*maker.before.get(at, ()), here, *maker.after.get(at, ())]
     return replace(graph, storages=tuple(maker.storages()), ops=(*ops, *maker.brought))
@@ -160,7 +162,7 @@ class _Maker:
             raise GraphError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
         self.graph, self.units, self.inside = graph, units, update == "backward"
         self.place = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
-        self.by = {it.parameter: updaters.get(it.parameter, "device") for it in units}
+        self.by = {unit.parameter: updaters.get(unit.parameter, "device") for unit in units}
         self.check(places)
         self.uses: dict[int, tuple[int, int]] = {}
         for at, (reads, outputs) in enumerate(

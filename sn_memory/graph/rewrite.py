@@ -48,8 +48,8 @@ def waits(graph: Graph) -> dict[str, Wait]:
     found: dict[str, Wait] = {}
     arrays = graph.arrays
     early, late = _uses(graph)
-    changed = {it for at, op in enumerate(graph.ops) if op.phase == "backward"
-               for it in (*arrays.writes[at], *arrays.outputs[at])}  # fmt: skip
+    changed = {storage for at, op in enumerate(graph.ops) if op.phase == "backward"
+               for storage in (*arrays.writes[at], *arrays.outputs[at])}  # fmt: skip
     changed |= {storage for released in arrays.releases for storage in released}
     for number, storage in enumerate(graph.storages):
         ours = not (storage.resident or storage.keep or storage.held)

@@ -140,7 +140,7 @@ def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:
         by_name.setdefault(other.planner, []).append(other)
     fronts: dict[tuple[tuple[int, int], ...], tuple[list[str], list[Plan]]] = {}
     for name, plans in by_name.items():
-        place = tuple(_place(report, it) for it in plans)
+        place = tuple(_place(report, plan) for plan in plans)
         fronts.setdefault(place, ([], plans))[0].append(name)
     return [(",\n".join(names), plans) for names, plans in fronts.values()]
 
@@ -157,13 +157,13 @@ def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> Non
     plan = report.plan
     same_as_none: list[str] = []
     for number, (name, plans) in enumerate(_fronts(report)):
-        if all(_place(report, it) == _place(report, None) for it in plans):
+        if all(_place(report, other) == _place(report, None) for other in plans):
             same_as_none.append(name)
             continue
-        front = sorted(plans, key=lambda it: it.peak_bytes)
+        front = sorted(plans, key=lambda other: other.peak_bytes)
         axes.plot(
-            [it.peak_bytes / scale for it in front],
-            [it.overhead * 100 for it in front],
+            [other.peak_bytes / scale for other in front],
+            [other.overhead * 100 for other in front],
             marker=_MARKS[number % len(_MARKS)],
             color=AFTER if name == plan.planner else _OTHERS[number % len(_OTHERS)],
             linewidth=1.2 if len(front) > 1 else 0,

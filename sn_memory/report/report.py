@@ -197,19 +197,19 @@ def _sections(report: Report, rows: int, owners: int) -> Iterator[_Section]:
 
 def _decisions(report: Report, rows: int) -> _Section:
     kinds: list[Row] = [("technique", "storages", "bytes", "time")]
-    for technique in sorted({it.technique for it in report.decisions}):
-        chosen = [it for it in report.decisions if it.technique == technique]
-        size, cost_s = sum(it.bytes for it in chosen), sum(it.cost_s for it in chosen)
-        kinds.append((technique, str(len(chosen)), show_bytes(size), show_seconds(cost_s)))
-    each: list[Row] = [("what", "bytes", "technique", "time", "why")]
-    each += [
-        (it.storage, show_bytes(it.bytes), it.technique, show_seconds(it.cost_s), it.reason)
-        for it in report.decisions[:rows]
-    ]
+    for technique in sorted({decision.technique for decision in report.decisions}):
+        chosen = [decision for decision in report.decisions if decision.technique == technique]
+        size = show_bytes(sum(decision.bytes for decision in chosen))
+        cost = show_seconds(sum(decision.cost_s for decision in chosen))
+        kinds.append((technique, str(len(chosen)), size, cost))
+    largest: list[Row] = [("what", "bytes", "technique", "time", "why")]
+    for decision in report.decisions[:rows]:
+        size, cost = show_bytes(decision.bytes), show_seconds(decision.cost_s)
+        largest.append((decision.storage, size, decision.technique, cost, decision.reason))
     hidden = report.decisions[rows:]
-    total = show_bytes(sum(it.bytes for it in hidden))
+    total = show_bytes(sum(decision.bytes for decision in hidden))
     after = f"and {len(hidden)} smaller ones, {total} together" if hidden else ""
-    return _Section("decisions", [kinds, each], after)
+    return _Section("decisions", [kinds, largest], after)
 
 
 def _compared(plan: Plan) -> Row:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from ..base.sizes import show_bytes, table
 from ..report.figure import blank
 from .estimate import Estimate
 
 PLAIN = "plain"
-_COLOURS: Final = (
-    "#0b6e99", "#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d",
-    "#3b7dd8", "#d35d9e", "#7f8c8d", "#17a398", "#c9a227",
-)  # fmt: skip
 _ROOM: Final = "#c0392b"
 
 
@@ -79,39 +77,37 @@ class Fit:
         data = asdict(self)
         return {"sequence" if key == "length" else key: value for key, value in data.items()}
 
+    def shown_batch(self, way: Way) -> str:
+        """The largest batch of a way as text; with a plus where no larger one was asked for."""
+        return f"{way.batch}{'+' if way.batch == self.most else ''}" if way.batch else "none"
+
     def __str__(self) -> str:
         head = f"{self.device}, room {show_bytes(self.room_bytes)}"
         if self.length is not None:
             head += f", sequence {self.length}"
-        per = "tokens/s" if any(it.tokens_per_s for it in self.ways) else "samples/s"
+        per = "tokens/s" if any(way.tokens_per_s for way in self.ways) else "samples/s"
         rows: list[tuple[str, ...]] = [
             ("way", "batch", "step, s", per, "allocated", "reserved", "pinned")
         ]
-        for it in self.ways:
-            more = "+" if it.batch == self.most else ""
-            rate = it.tokens_per_s if per == "tokens/s" else it.samples_per_s
+        for way in self.ways:
+            rate = way.tokens_per_s if per == "tokens/s" else way.samples_per_s
+            sizes = (way.allocated_bytes, way.reserved_bytes, way.pinned_bytes)
             rows.append(
                 (
-                    it.name,
-                    f"{it.batch}{more}" if it.batch else "none",
-                    "" if it.seconds is None else f"{it.seconds:.3g}",
+                    way.name,
+                    self.shown_batch(way),
+                    "" if way.seconds is None else f"{way.seconds:.3g}",
                     "" if rate is None else f"{rate:,.0f}",
-                    *(
-                        "" if size is None else show_bytes(size)
-                        for size in (it.allocated_bytes, it.reserved_bytes, it.pinned_bytes)
-                    ),
+                    *("" if size is None else show_bytes(size) for size in sizes),
                 )
             )
-        lines = table(rows, right=True)
+        lines = [head, *table(rows, right=True)]
         plain = self.ways[0]
         held = ", ".join(f"{name} {show_bytes(size)}" for name, size in plain.bytes.items() if size)
-        notes = dict.fromkeys(
-            [*(f"{it.name}: {it.note}" for it in self.ways if it.note), *self.notes]
-        )
-        return "\n".join(
-            [head, *lines, *([f"{plain.name} holds: {held}"] if held else [])]
-            + [f"note: {it}" for it in notes]
-        )
+        if held:
+            lines.append(f"{plain.name} holds: {held}")
+        notes = [f"{way.name}: {way.note}" for way in self.ways if way.note] + list(self.notes)
+        return "\n".join(lines + [f"note: {note}" for note in dict.fromkeys(notes)])
 
 
 def categories(found: Estimate) -> dict[str, int]:
@@ -251,36 +247,27 @@ def save_fits(fits: Sequence[Fit], path: str) -> None:
 
 def _by_way(axes: Any, fit: Fit) -> None:
     ways = fit.ways[::-1]
-    axes.barh([it.name for it in ways], [it.batch for it in ways], color=_COLOURS[0])
-    for at, it in enumerate(ways):
-        rate = it.tokens_per_s or it.samples_per_s
-        unit = "tokens/s" if it.tokens_per_s else "samples/s"
-        more = "+" if it.batch == fit.most else ""
-        said = f" {it.batch}{more}" if it.batch else " none"
-        axes.text(it.batch, at, said + (f", {rate:,.0f} {unit}" if rate else ""), va="center")
-    axes.set_xlim(0, max([1, *(it.batch for it in ways)]) * 2.1)
+    axes.barh([way.name for way in ways], [way.batch for way in ways])
+    for at, way in enumerate(ways):
+        rate = way.tokens_per_s or way.samples_per_s
+        unit = "tokens/s" if way.tokens_per_s else "samples/s"
+        text = f" {fit.shown_batch(way)}" + (f", {rate:,.0f} {unit}" if rate else "")
+        axes.text(way.batch, at, text, va="center")
+    axes.set_xlim(0, max(1, *(way.batch for way in ways)) * 2.1)
     at_length = "" if fit.length is None else f", sequence {fit.length}"
     axes.set_xlabel(f"largest batch per card{at_length}")
 
 
 def _by_length(axes: Any, fits: Sequence[Fit]) -> None:
-    names = list(dict.fromkeys(it.name for fit in fits for it in fit.ways))
-    for number, name in enumerate(names):
-        points = [
-            (fit.length, it.batch)
-            for fit in fits
-            for it in fit.ways
-            if it.name == name and it.batch
-        ]
-        if points:
-            # Lines that coincide are told apart by their marks: later ones are smaller.
-            axes.plot(
-                *zip(*points, strict=True),
-                "--o" if name.endswith("FSDP2") else "-o",
-                color=_COLOURS[number % len(_COLOURS)],
-                markersize=max(3, 11 - number),
-                label=name,
-            )
+    lines: dict[str, list[tuple[int | None, int]]] = {}
+    for fit in fits:
+        for way in fit.ways:
+            lines.setdefault(way.name, []).extend([(fit.length, way.batch)] if way.batch else [])
+    for number, (name, points) in enumerate(lines.items()):
+        style = "--o" if name.endswith("FSDP2") else "-o"
+        # Lines that coincide are told apart by their marks: later ones are smaller.
+        axes.plot(*np.array(points).reshape(-1, 2).T, style, markersize=max(3, 11 - number),
+                  label=name if points else None)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
@@ -293,26 +280,20 @@ def _by_length(axes: Any, fits: Sequence[Fit]) -> None:
 
 def _bytes(axes: Any, fits: Sequence[Fit]) -> None:
     """Stack what the ways hold whose bytes are told by category."""
-    told = [
-        (it, fit)
-        for fit in fits
-        for it in fit.ways
-        if it.bytes and (len(fits) == 1 or it.cards == 1)
-    ]
-    scale, unit = float(1 << 30), "GiB"
-    kinds = list(dict.fromkeys(key for it, _ in told for key, size in it.bytes.items() if size))
-    labels = [
-        f"{it.name}\nbatch {it.batch}" + (f"\nlength {fit.length}" if len(fits) > 1 else "")
-        for it, fit in told
-    ]
-    below = [0.0] * len(told)
-    for number, kind in enumerate(kinds):
-        sizes = [it.bytes.get(kind, 0) / scale for it, _ in told]
-        colour = _COLOURS[number % len(_COLOURS)]
-        axes.bar(range(len(told)), sizes, bottom=below, label=kind, color=colour, width=0.6)
-        below = [a + b for a, b in zip(below, sizes, strict=True)]
-    axes.axhline(fits[0].room_bytes / scale, color=_ROOM, linestyle="--", label="room")
-    axes.set_xticks(range(len(told)), labels, fontsize=8)
-    axes.set_ylabel(f"allocated on a card, {unit}")
-    axes.set_ylim(0, fits[0].room_bytes / scale * 1.1)
+    bars: dict[str, Mapping[str, int]] = {}
+    for fit in fits:
+        for way in fit.ways:
+            if way.bytes and (len(fits) == 1 or way.cards == 1):
+                length = f"\nlength {fit.length}" if len(fits) > 1 else ""
+                bars[f"{way.name}\nbatch {way.batch}{length}"] = way.bytes
+    room, gib = fits[0].room_bytes / (1 << 30), float(1 << 30)
+    below = np.zeros(len(bars))
+    for kind in dict.fromkeys(kind for held in bars.values() for kind in held if held[kind]):
+        sizes = np.array([held.get(kind, 0) / gib for held in bars.values()])
+        axes.bar(range(len(bars)), sizes, bottom=below, label=kind, width=0.6)
+        below += sizes
+    axes.axhline(room, color=_ROOM, linestyle="--", label="room")
+    axes.set_xticks(range(len(bars)), bars, fontsize=8)
+    axes.set_ylabel("allocated on a card, GiB")
+    axes.set_ylim(0, room * 1.1)
     axes.legend(fontsize=8, bbox_to_anchor=(1.0, 1.0), loc="upper left")

@@ -112,7 +112,7 @@ class PlannedRecord(ABC, Generic[T]):
     @property
     def planned_inputs(self) -> list[str]:
         """The kinds of input that have a plan: names and shapes of their tensors."""
-        return [it.inputs for it in self.kinds]
+        return [kind.inputs for kind in self.kinds]
 
     def __repr__(self) -> str:
         inputs = self.planned_inputs
