@@ -8,7 +8,7 @@ need("tensorflow", "sn_memory.tensorflow")
 
 from ..activations import Peaks
 from ..run.estimate import Estimate
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .activations.compress import CompressedActivations, compress_activations
 from .chunked_loss import chunked_cross_entropy
 from .errors import TraceError

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..base.errors import PlanError
 from ..check.replay import check_plan
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .eager.trial import as_tensor, asked, compute_dtypes
 from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
 from .model.variables import variables_of

@@ -7,8 +7,7 @@ from ..base.errors import PlanWarning, need
 need("torch", "sn_memory.torch")
 
 from ..run.estimate import Estimate
-from ..run.planned import PlannedKind
-from ..run.verification import Verification
+from ..run.planned import PlannedKind, Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError

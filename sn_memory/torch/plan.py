@@ -17,7 +17,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
-from ..base.malloc import return_freed
+from ..base.host import return_freed
 from ..base.native import core
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes

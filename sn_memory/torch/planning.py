@@ -15,7 +15,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
-from ..base.malloc import return_freed
+from ..base.host import return_freed
 from ..base.progress import say
 from ..base.sizes import parse_bytes, show_bytes
 from ..check.replay import carry_out, check_plan

@@ -22,10 +22,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ...base.limits import is_count
+from ...base.fields import is_count
 from ...cost.devices import NOMINAL
-from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
+from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from ..chunked_loss import chunked_scratch, is_chunked_loss, no_values
 from ..device.accelerator import is_apart, module_of, synchronize
