@@ -11,16 +11,16 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders, its cap today, its line budget. A folder within a folder that has a row of its
 # own does not count for the outer one.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 1026, 650),
-    "graph": (("graph",), 1657, 1150),
-    "cost": (("cost",), 1709, 800),
+    "base": (("base",), 951, 650),
+    "graph": (("graph",), 1553, 1150),
+    "cost": (("cost",), 1510, 800),
     "check": (("check",), 426, 430),
-    "run, report": (("run", "report"), 2270, 1350),
-    "pool": (("pool",), 1005, 800),
+    "run, report": (("run", "report"), 2077, 1350),
+    "pool": (("pool",), 982, 800),
     "plan": (("plan",), 3258, 1500),
     "plan/search": (("plan/search",), 2042, 1700),
     "plan/policies": (("plan/policies",), 267, 300),
-    "activations": (("activations",), 1082, 800),
+    "activations": (("activations",), 1012, 800),
     "apoptosis": (("apoptosis",), 3691, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: loss": (("torch/loss",), 911, 0),
     "tensorflow": (("tensorflow",), 6927, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (49_300, 28_000)
+MOST_FILES = (321, 170)
 
 
 def lines(path: Path) -> int:
