@@ -3,20 +3,16 @@
 from ..base.errors import AccuracyWarning
 from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller
-from .peaks import Peaks
 from .policy import Treatment, treatment
-from .rerun import Unit
-from .rows import Row
+from .saved import Row
 from .theory import coverage, error_tolerance, gradient_sd, paper_sd
 
 __all__ = [
     "AccuracyWarning",
     "BatchSuggestion",
     "Controller",
-    "Peaks",
     "Row",
     "Treatment",
-    "Unit",
     "coverage",
     "error_tolerance",
     "gradient_sd",

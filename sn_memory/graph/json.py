@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..base.errors import GraphError
 from ..base.fields import Fields, is_text, load, show
-from .records import Compressed, Device, Op, Records, Storage, Workspace
+from .records import Device, Op, Records, Storage, Workspace
 
 FORMAT: Final = "sn_memory.graph.v1"
 _BY_DTYPE: Final = "flops_per_s_by_dtype"
@@ -16,21 +16,11 @@ _BY_DTYPE: Final = "flops_per_s_by_dtype"
 
 def _read_storage(data: object, where: str) -> Storage:
     row = Fields(data, where, GraphError)
-    small = row.child("compressed")
-    compressed = None
-    if small is not None:
-        compressed = Compressed(
-            small.integer("bytes"),
-            small.number("compress_s"),
-            small.number("decompress_s", None),
-        )
-        small.done()
     storage = Storage(
         row.text("name"),
         row.integer("bytes"),
         row.text("role", "activation"),
         row.flag("keep"),
-        compressed,
         row.flag("held"),
     )
     row.done()
@@ -124,16 +114,14 @@ def read(source: str | os.PathLike[str]) -> Records:
     return graph
 
 
-def _record(value: Storage | Op | Device | Workspace | Compressed) -> dict[str, Any]:
+def _record(value: Storage | Op | Device | Workspace) -> dict[str, Any]:
     """Return a record as a JSON object without the fields that have their default."""
     result: dict[str, Any] = {}
     for key, spec in type(value).__dataclass_fields__.items():
         item = getattr(value, key)
         if item == spec.default and key not in ("name", "bytes"):
             continue
-        if isinstance(item, Compressed):
-            item = _record(item)
-        elif key == _BY_DTYPE:
+        if key == _BY_DTYPE:
             item = dict(item)
         elif isinstance(item, tuple):
             item = [_record(part) if isinstance(part, Workspace) else part for part in item]

@@ -23,18 +23,6 @@ RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
-    """What a storage becomes when held compressed: bytes, and seconds to get there and back.
-
-    `decompress_s=None`: the ops of the backward pass read the compressed form as it is.
-    """
-
-    bytes: int
-    compress_s: float
-    decompress_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
     """One block of memory.
 
@@ -49,8 +37,6 @@ class Storage:
         after the last. `activation`, `gradient` and `temporary` are made by exactly one op.
     keep
         It must be on the device, in its last version, when the last op has run.
-    compressed
-        The lossy form it may be held in, where the graph's owner allows one.
     held
         Somebody outside holds it too (an output, the gradient of one): moved to the host, nothing
         would be free.
@@ -60,7 +46,6 @@ class Storage:
     bytes: int
     role: str = "activation"
     keep: bool = False
-    compressed: Compressed | None = None
     held: bool = False
 
     @property
@@ -240,13 +225,6 @@ def check_storages(graph: Records) -> None:
             raise GraphError(
                 f"{where}.role: got {storage.role!r}, expected one of {', '.join(ROLES)}."
             )
-        small = storage.compressed
-        if small is not None and not (
-            is_count(small.bytes)
-            and is_amount(small.compress_s)
-            and (small.decompress_s is None or is_amount(small.decompress_s))
-        ):
-            raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
     if len({storage.name for storage in graph.storages}) != len(graph.storages):
         raise GraphError(
             f"storages: the name {twice(s.name for s in graph.storages)!r} is there twice."

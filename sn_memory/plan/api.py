@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 from ..base.clock import counting, now, stage
 from ..base.errors import PlanError
@@ -22,12 +21,10 @@ from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from . import policies
 from .auto import Auto
-from .compress import Compressing
 from .plan import Plan
 from .refusal import over_budget
 
 TECHNIQUES = ("keep", "recompute", "offload")
-ALL_TECHNIQUES = (*TECHNIQUES, "compress")
 
 
 def plan_graph(
@@ -53,9 +50,8 @@ def plan_graph(
     planner
         `auto`, or the name of a planner of the literature (`sn_memory.plan.policies.names()`).
     techniques
-        What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
-        speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
-        form). The search without it has half of the time then.
+        What `auto` may do: `keep` always, `recompute`, and `offload` (where the device states
+        transfer speeds).
     time_limit_s
         After this many seconds on the wall `auto` answers with the best it has, to a tenth of
         them: all its stages share them. A search that ends by itself is the same on any machine;
@@ -83,7 +79,7 @@ def plan_graph(
         and plan, and the floor that no plan can go below; its message says whether the search
         ended by itself, which does not depend on the machine, or by `time_limit_s`.
     PlanError
-        For an unknown planner or technique, and `compress` for a graph without compressed forms.
+        For an unknown planner or technique.
     """
     return plan_front(
         graph,
@@ -112,11 +108,7 @@ def plan_front(
 
     Parameters are those of `plan_graph`; `time_limit_s` is for each budget.
     """
-    for technique in techniques:
-        if technique not in ALL_TECHNIQUES:
-            raise PlanError(
-                f"got technique {technique!r}, expected some of {', '.join(ALL_TECHNIQUES)}."
-            )
+    check_techniques(techniques)
     if planner != "auto" and planner not in policies.names():
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
@@ -130,10 +122,23 @@ def plan_front(
             time_limit_s = min(time_limit_s, left_s)
         if planner != "auto":
             return [_named(graph, planner, size) for size in sizes]
-        auto = partial(Auto, historical=historical)
-        if "compress" in techniques:
-            return Compressing(auto, graph, techniques, time_limit_s).front(sizes)
-        return auto(graph, techniques, time_limit_s).front(sizes)
+        return Auto(graph, techniques, time_limit_s, historical=historical).front(sizes)
+
+
+def check_techniques(techniques: Sequence[str]) -> None:
+    """Raise PlanError for a technique that no plan has."""
+    for technique in techniques:
+        if technique == "compress":
+            raise PlanError(
+                "got technique 'compress': plans keep, recompute and offload whole storages. To "
+                "keep what is saved for the backward pass in few bits, call "
+                "`sn_memory.torch.compress_activations(model, bits=4)` instead of planning (for "
+                "Keras that of `sn_memory.tensorflow`)."
+            )
+        if technique not in TECHNIQUES:
+            raise PlanError(
+                f"got technique {technique!r}, expected some of {', '.join(TECHNIQUES)}."
+            )
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:

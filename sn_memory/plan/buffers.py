@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from ..base.errors import PlanError
 from ..graph.graph import Graph
-from ..graph.rewrite import as_run
 from .plan import Plan
 
 
@@ -18,8 +17,8 @@ class PlanBuffers:
     Parameters
     ----------
     names
-        The storage of each; `NAME (compressed)` for a compressed form, `NAME (second copy)` for an
-        output that a rerun makes again while it is there, and `workspace of OP`.
+        The storage of each; `NAME (second copy)` for an output that a rerun makes again while it is
+        there, and `workspace of OP`.
     buffers
         (lower, upper, size), half-open in numbers of actions.
     """
@@ -49,7 +48,7 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    walk = _Walk(as_run(graph, (action.target for action in plan.actions if action.kind == "run")))
+    walk = _Walk(graph)
     for at, action in enumerate(plan.actions):
         walk.act(at, action.kind, action.target, action.way)
     return walk.result(max(len(plan.actions), 1))
@@ -100,17 +99,11 @@ class _Walk:
         if kind == "run":
             self.run(at, self.graph.op_index[target], way)
             return
-        record = self.graph.storages[self.graph.storage_index[target]]
-        name, small = record.name, f"{record.name} (compressed)"
+        name = self.graph.storages[self.graph.storage_index[target]].name
         if kind == "free":
             self.close(name, at)
-        elif kind in ("prefetch", "decompress"):
+        elif kind == "prefetch":
             self.open(name, at, self.size(name))
-        if kind == "compress" and record.compressed is not None:
-            self.open(small, at, record.compressed.bytes)
-            self.close(name, at + 1)
-        if kind == "decompress":
-            self.close(small, at + 1)
 
     def run(self, at: int, op: int, way: int) -> None:
         for storage in self.graph.arrays.outputs[op]:

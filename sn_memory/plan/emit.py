@@ -90,7 +90,7 @@ def plan_from_decisions(
     for name, technique in decisions.items():
         if name not in graph.storage_index:
             raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
-        if technique not in DECISIONS or technique == "compress":
+        if technique not in DECISIONS:
             raise PlanError(
                 f"decisions[{name!r}]: got {technique!r}, expected keep, recompute, recompute_each "
                 "or offload."

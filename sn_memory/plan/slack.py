@@ -25,7 +25,7 @@ def with_slack(graph: Graph, actions: Sequence[Action], room_bytes: int) -> tupl
     Actions of other kinds than run, free, offload and prefetch: returned as they are.
     """
     device = graph.device
-    if not device.can_offload or any(it.kind in ("compress", "decompress") for it in actions):
+    if not device.can_offload:
         return tuple(actions)
     row = _Row(graph, list(actions), room_bytes)
     if row.most > room_bytes:

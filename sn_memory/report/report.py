@@ -18,7 +18,6 @@ import numpy.typing as npt
 from ..check.replay import Replay, check_plan
 from ..graph.graph import Graph
 from ..graph.liveness import lifetimes
-from ..graph.rewrite import as_run
 from ..plan.buffers import plan_buffers
 from ..plan.plan import Plan
 from .figure import figure
@@ -26,7 +25,6 @@ from .page import page, picture
 from .tables import (
     LAYERS,
     SECOND,
-    SMALL,
     Curve,
     Floats,
     Replayed,
@@ -105,7 +103,6 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
     replay = check_plan(graph, plan)
-    graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
     moved = [item for item in plan.decisions if item.technique != "keep"]
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
     return Report(
@@ -143,7 +140,7 @@ def _on_compute(plan: Plan) -> npt.NDArray[np.bool_]:
 
 def _layer(graph: Graph, name: str) -> int:
     """Return which of LAYERS a buffer of this name is part of."""
-    at = graph.storage_index.get(name.removesuffix(SECOND).removesuffix(SMALL))
+    at = graph.storage_index.get(name.removesuffix(SECOND))
     if at is None:
         return LAYERS.index("scratch")
     storage = graph.storages[at]

@@ -16,7 +16,6 @@ from ..plan.plan import Decision, Plan
 
 _OWNERS: Final = 6
 SECOND: Final = " (second copy)"
-SMALL: Final = " (compressed)"
 # Memory by what it is for, bottom first: what is resident, what a step makes, what kernels take.
 LAYERS: Final = ("weights, inputs, state", "activations", "gradients", "scratch")
 
@@ -123,7 +122,7 @@ def owner_groups(report: Replayed, curve: Curve, most: int = _OWNERS) -> list[tu
     graph = report.graph
     sums: dict[str, tuple[int, int]] = {}
     for name, size in curve.owners:
-        at = graph.storage_index.get(name.removesuffix(SECOND).removesuffix(SMALL))
+        at = graph.storage_index.get(name.removesuffix(SECOND))
         if at is None:
             group = name
         elif graph.storages[at].role == "gradient":

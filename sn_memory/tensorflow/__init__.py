@@ -6,7 +6,6 @@ from ..base.errors import PlanWarning, need
 
 need("tensorflow", "sn_memory.tensorflow")
 
-from ..activations import Peaks
 from ..run.estimate import Estimate
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, compress_activations
@@ -29,7 +28,6 @@ __all__ = [
     "CompressedActivations",
     "Estimate",
     "LossInChunks",
-    "Peaks",
     "PlanWarning",
     "Planned",
     "PlannedStep",

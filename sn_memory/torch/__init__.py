@@ -9,7 +9,8 @@ need("torch", "sn_memory.torch")
 from ..run.estimate import Estimate
 from ..run.planned import PlannedKind
 from ..run.verification import Verification
-from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
+from .activations.compress import CompressedActivations, compress_activations
+from .activations.saving import Saved
 from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
@@ -30,7 +31,6 @@ __all__ = [
     "CompressedActivations",
     "Estimate",
     "HostState",
-    "Peaks",
     "PinnedState",
     "PlanWarning",
     "Planned",

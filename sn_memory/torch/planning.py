@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.malloc import return_freed
 from ..base.progress import say
@@ -30,7 +29,6 @@ from ..run.measured_choice import MeasuredPlan
 from ..run.reserved import within_reserved
 from .compile.backend import CompiledStep, Settings
 from .device.caching import planned_settings
-from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
 from .elsewhere.gpu import gpu_of
@@ -166,7 +164,6 @@ class Planning:
     compiler: str
     overlap: bool
     workspaces: bool | Measure
-    bits: int | Controller
     trial: bool
     plan_graph: Callable[..., Plan]
     accumulate: bool = False
@@ -180,12 +177,6 @@ class Planning:
     after_first: bool = False
     # Where the backward pass begins, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
-
-    @property
-    def compresses(self) -> bool:
-        """Whether values may be kept in few bits, so that gradients are right on average only."""
-        given = isinstance(self.planner, Plan) and self.planner.decided("compress")
-        return "compress" in self.techniques or bool(given)
 
     def at_once(self, budget_bytes: int, device: Device | None) -> Planning:
         """Return how to plan while training: a short search, no op timed, no trial.
@@ -230,7 +221,7 @@ class Planning:
                     # Where it sets the same in each step, that is the reason, as at first.
                     error = failure if isinstance(second, SetsStateError) else second
             # Modules are chosen by what was measured.
-            if self.backend != "auto" or self.compresses or self.deterministic or self.state:
+            if self.backend != "auto" or self.deterministic or self.state:
                 if error is failure:
                     raise
                 raise error from failure
@@ -259,7 +250,7 @@ class Planning:
     @property
     def may_run_first(self) -> bool:
         """Whether a first forward pass may set what it keeps: a trial compares then."""
-        return self.trial and self.state is None and not self.compresses and not self.after_first
+        return self.trial and self.state is None and not self.after_first
 
     def made_after_first(self, model: torch.nn.Module, given: Arguments) -> Made:
         """Plan by graph what steps do after the first, which sets what it keeps.
@@ -448,7 +439,6 @@ class Planning:
                 optimizer=None if self.state else self.optimizer,
                 workspaces=self.workspaces,
                 overlap=self.overlap,
-                bits=self.bits if self.compresses else None,
                 layouts=layouts,
                 accumulate=self.accumulate,
                 update=self.update,
@@ -469,7 +459,7 @@ class Planning:
                 model, traced, self.budget, self.planned_state, measured=measured
             )
         made = planned(traced)
-        return Replay(as_planned(traced, made), made)
+        return Replay(traced, made)
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
@@ -497,10 +487,7 @@ class Planning:
             need = step.plan.baseline_peak_bytes
             # Beside an optimizer's state and earlier gradients the step itself is not all of it.
             counted = self.profile and self.optimizer is None and not self.accumulate
-            return tried(
-                step, model, given,
-                plain_bytes=need, gradients=not self.compresses, counted=counted,
-            )  # fmt: skip
+            return tried(step, model, given, plain_bytes=need, counted=counted)
 
         result = found()
         otherwise = bool(result.layouts)

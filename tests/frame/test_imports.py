@@ -113,7 +113,6 @@ MEMORY_LAYERS = (
     # The rim of tensorflow.
     ("sn_memory.tensorflow.errors",),
     ("sn_memory.tensorflow.model",),
-    ("sn_memory.tensorflow.compress",),
     ("sn_memory.tensorflow.trace",),
     ("sn_memory.tensorflow.eager",),
     ("sn_memory.tensorflow.loss",),
@@ -125,7 +124,6 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.device",),
     ("sn_memory.torch.model",),
     ("sn_memory.torch.ones",),
-    ("sn_memory.torch.compress",),
     ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),
     ("sn_memory.torch.eager",),

@@ -11,32 +11,32 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders, its cap today, its line budget. A folder within a folder that has a row of its
 # own does not count for the outer one.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 1026, 650),
-    "graph": (("graph",), 1657, 1150),
+    "base": (("base",), 1025, 650),
+    "graph": (("graph",), 1485, 1150),
     "cost": (("cost",), 1709, 800),
     "check": (("check",), 426, 430),
-    "run, report": (("run", "report"), 2270, 1350),
+    "run, report": (("run", "report"), 2264, 1350),
     "pool": (("pool",), 1005, 800),
-    "plan": (("plan",), 3258, 1500),
+    "plan": (("plan",), 2970, 1500),
     "plan/search": (("plan/search",), 2042, 1700),
     "plan/policies": (("plan/policies",), 267, 300),
-    "activations": (("activations",), 1082, 800),
+    "activations": (("activations",), 800, 800),
     "apoptosis": (("apoptosis",), 3691, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3199, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
-    "torch: trace": (("torch/trace",), 3853, 2300),
-    "torch: eager": (("torch/eager",), 2469, 1500),
-    "torch: host": (("torch/state",), 1841, 1300),
+    "torch: trace": (("torch/trace",), 3407, 2300),
+    "torch: eager": (("torch/eager",), 2359, 1500),
+    "torch: host": (("torch/state",), 1840, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
-    "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
+    "torch: activations": (("torch/activations",), 1200, 1200),
     "torch: loss": (("torch/loss",), 911, 0),
-    "tensorflow": (("tensorflow",), 6927, 4200),
+    "tensorflow": (("tensorflow",), 6680, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (47_671, 28_000)
+MOST_FILES = (322, 170)
 
 
 def lines(path: Path) -> int:
