@@ -1,13 +1,18 @@
-"""The buffers of a plan: who needs how many bytes from which action to which, for `pack`."""
+"""The memory of a plan: who needs how many bytes from which action to which, and the sums of it.
+
+`pack` takes the buffers. Whatever asks for live bytes of actions takes them from here, but for
+`check/replay.py`, which shares nothing with the planner.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..base.errors import PlanError
 from ..graph.graph import Graph
-from .plan import Plan
+from .plan import Action, Plan
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,34 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    walk = _Walk(graph)
-    for at, action in enumerate(plan.actions):
-        walk.act(at, action.kind, action.target, action.way)
-    return walk.result(max(len(plan.actions), 1))
+    return _walked(graph, plan.actions).result(max(len(plan.actions), 1))
+
+
+def live_bytes(graph: Graph, actions: Sequence[Action]) -> list[int]:
+    """Return the bytes live during each action; during a free, those before it."""
+    change = [0] * (len(actions) + 2)
+    for lower, upper, size in _walked(graph, actions).result(max(len(actions), 1)).buffers:
+        change[lower] += size
+        change[upper] -= size
+    live = list(accumulate(change))[: len(actions)]
+    sizes, names = graph.arrays.bytes, graph.storage_index
+    for at, action in enumerate(actions):
+        if action.kind == "free":
+            live[at] += int(sizes[names[action.target]])
+    return live
 
 
 def peak_action(graph: Graph, plan: Plan) -> int:
     """Return the first action at which a plan has the most live bytes; 0 for no actions."""
-    change = [0] * (len(plan.actions) + 2)
-    for lower, upper, size in plan_buffers(graph, plan).buffers:
-        change[lower] += size
-        change[upper] -= size
-    live = list(accumulate(change))
-    return live.index(max(live))
+    live = live_bytes(graph, plan.actions)
+    return live.index(max(live)) if live else 0
+
+
+def _walked(graph: Graph, actions: Sequence[Action]) -> _Walk:
+    walk = _Walk(graph)
+    for at, action in enumerate(actions):
+        walk.act(at, action.kind, action.target, action.way)
+    return walk
 
 
 class _Walk:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,24 @@ from ..base.sizes import show_bytes
 
 FORMAT: Final = "sn_memory.plan.v1"
 KINDS: Final = ("run", "free", "offload", "prefetch")
+TECHNIQUES: Final = ("keep", "recompute", "offload")
 DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
+
+
+def check_techniques(techniques: Sequence[str]) -> None:
+    """Raise PlanError for a technique that no plan has."""
+    for technique in techniques:
+        if technique == "compress":
+            raise PlanError(
+                "got technique 'compress': plans keep, recompute and offload whole storages. To "
+                "keep what is saved for the backward pass in few bits, call "
+                "`sn_memory.torch.compress_activations(model, bits=4)` instead of planning (for "
+                "Keras that of `sn_memory.tensorflow`)."
+            )
+        if technique not in TECHNIQUES:
+            raise PlanError(
+                f"got technique {technique!r}, expected some of {', '.join(TECHNIQUES)}."
+            )
 
 
 class Action(NamedTuple):

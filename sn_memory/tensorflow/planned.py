@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan import api
+from ..plan import plan as plans
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.program import Program
@@ -143,7 +143,7 @@ def plain_model(model: Any) -> Any:
 
 def check_techniques(techniques: Sequence[str]) -> None:
     """Raise PlanError for techniques there are not, ValueError for those not carried out here."""
-    api.check_techniques(techniques)
+    plans.check_techniques(techniques)
     if "offload" in techniques:
         raise ValueError(
             'got the technique "offload", expected "keep" and "recompute": under TensorFlow '

@@ -23,8 +23,8 @@ from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
 from ..graph.hosted import UPDATES
 from ..graph.records import Device
-from ..plan.api import check_techniques, plan_graph
-from ..plan.plan import Plan
+from ..plan.api import plan_graph
+from ..plan.plan import Plan, check_techniques
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.process import LIMIT

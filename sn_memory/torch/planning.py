@@ -22,8 +22,8 @@ from ..cost.devices import speeds
 from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device, Storage
+from ..plan.copies import WIDE, spread_copies
 from ..plan.plan import BudgetError, Plan
-from ..plan.slack import with_slack
 from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
 from ..run.reserved import within_reserved
@@ -169,7 +169,7 @@ class Planning:
     accumulate: bool = False
     deterministic: bool = False
     share: float | str = ""
-    historical: bool = True
+    from_sqrt_n: bool = True
     was_compiled: bool = False
     state: StateOnHost | None = None
     update: str = "step"
@@ -192,7 +192,7 @@ class Planning:
             time_limit_s=SEARCH_S,
             workspaces=False,
             trial=False,
-            historical=False,
+            from_sqrt_n=False,
         )
 
     def made(self, model: torch.nn.Module, given: Arguments) -> Made:
@@ -381,7 +381,9 @@ class Planning:
         def search(live_bytes: int, seconds: float | None) -> Plan:
             if seconds is None:
                 return self.searched(graph, live_bytes)
-            return replace(self, time_limit_s=seconds, historical=False).searched(graph, live_bytes)
+            return replace(self, time_limit_s=seconds, from_sqrt_n=False).searched(
+                graph, live_bytes
+            )
 
         return within_reserved(graph, allowed, search, planned_settings())
 
@@ -396,12 +398,11 @@ class Planning:
             techniques=self.techniques,
             time_limit_s=self.time_limit_s,
             deterministic=self.deterministic,
-            historical=self.historical,
+            from_sqrt_n=self.from_sqrt_n,
         )
         if made.decided("offload"):
-            actions = with_slack(
-                graph, made.actions, parse_bytes(budget, whole=unplanned_bytes(graph))
-            )
+            room = parse_bytes(budget, whole=unplanned_bytes(graph))
+            actions = spread_copies(graph, made.actions, room, times=WIDE)
             found = carry_out(graph, replace(made, actions=actions))
             made = replace(
                 made, actions=actions, peak_bytes=found.peak_bytes, seconds=found.seconds
@@ -443,7 +444,7 @@ class Planning:
                 accumulate=self.accumulate,
                 update=self.update,
                 # Not while training, when seconds count and the budget is in bytes.
-                unplanned=self.historical,
+                unplanned=self.from_sqrt_n,
                 ends=self.ends,
             )
 

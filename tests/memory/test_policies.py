@@ -15,8 +15,7 @@ from rivals.planners import PLANNERS
 from sn_memory import Graph, Op, Storage, check_plan
 from sn_memory.graph.liveness import baseline_seconds, peak
 from sn_memory.plan.policies import names, policy
-from sn_memory.plan.walk.kinds import is_checkpoint, is_conv
-from sn_memory.plan.walk.origins import origins
+from sn_memory.plan.walk import is_checkpoint, is_conv, origins
 
 
 def regulated(graph: Graph) -> Graph:

@@ -22,9 +22,9 @@ from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.base import clock, native
 from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
-from sn_memory.plan.compiled import compiled
 from sn_memory.plan.search.exact import solve
-from sn_memory.plan.search.greedy import fit
+from sn_memory.plan.search.fit import fit
+from sn_memory.plan.simulate import compiled
 from sn_memory.pool.pack import arrange
 from sn_memory.pool.problem import read_problem
 from sn_memory.pool.search import UNIT, Rule, Searcher, Verdict

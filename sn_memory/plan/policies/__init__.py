@@ -5,7 +5,7 @@
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
 `plan_graph(..., planner="auto")` begins from the plan of `sqrt_n`. Other planners of the literature
-are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk/`.
+are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
 # Public name to module of this package and function there.
 _FUNCTIONS: Final[dict[str, tuple[str, str]]] = {
-    "liveness": ("liveness", "plan"),
+    "liveness": ("superneurons", "liveness"),
     "superneurons_speed": ("superneurons", "speed_centric"),
     "superneurons_memory": ("superneurons", "memory_centric"),
     "superneurons": ("superneurons", "cost_aware"),

@@ -1,5 +1,8 @@
 """SuperNeurons' policies (Wang et al., PPoPP 2018, sections 3.2 to 3.4).
 
+`liveness` is their first stage: every storage leaves after its last use, and nothing else happens,
+as in a framework that frees by reference counts.
+
 Outputs of checkpoint layers (CONV, FC, JOIN, FORK, CONCAT) stay, those between two of them are
 dropped in the forward pass and rebuilt from the checkpoint in the backward pass:
 
@@ -18,14 +21,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...graph.graph import Graph
+from ..emit import plan_from_decisions
 from ..plan import Plan
-from ..walk.carry import carry_out, choose
-from ..walk.follow import follow, offloadable
-from ..walk.kinds import is_checkpoint, is_conv
-from ..walk.origins import Origins, origins
+from ..walk import (
+    Origins,
+    carry_out,
+    choose,
+    follow,
+    is_checkpoint,
+    is_conv,
+    offloadable,
+    origins,
+)
 
 # How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
 _CACHE_SIZES = 8
+
+
+def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
+    """Keep each storage to its last use; the budget changes nothing."""
+    return plan_from_decisions(graph, {}, planner="liveness")
 
 
 def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
