@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "pool": (("pool",), 1005, 800),
     "plan": (("plan",), 2714, 1500),
     "plan/search": (("plan/search",), 1981, 1700),
-    "plan/policies": (("plan/policies",), 300, 300),
+    "plan/policies": (("plan/policies",), 267, 300),
     "activations": (("activations",), 800, 800),
     "apoptosis": (("apoptosis",), 3691, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3200, 1700),

@@ -175,6 +175,17 @@ def test_sqrt_n_memory_grows_with_the_root():
 # What the rules stand on.
 
 
+def test_sqrt_n_cuts_by_bytes_where_layers_differ_and_the_budget_asks_for_it():
+    """A ResNet's first stage has maps many times as large as its last."""
+    graph = resnet(16, 152).graph()
+    by_number = policy("sqrt_n")(graph, budget_bytes=None)
+    kept = policy("sqrt_n")(graph, budget_bytes=by_number.peak_bytes)
+    assert kept.actions == by_number.actions
+    budget = graph.base_bytes + int(0.95 * (by_number.peak_bytes - graph.base_bytes))
+    by_bytes = policy("sqrt_n")(graph, budget_bytes=budget)
+    assert check_plan(graph, by_bytes).peak_bytes <= budget
+
+
 def test_kinds_in_many_words():
     def graph(kind: str, flops: float = 0.0) -> Graph:
         return Graph(

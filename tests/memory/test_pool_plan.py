@@ -17,7 +17,7 @@ from sn_memory import (
     pack,
 )
 from sn_memory.plan import policies
-from sn_memory.plan.buffers import peak_action, plan_buffers
+from sn_memory.plan.buffers import live_bytes, peak_action, plan_buffers
 from sn_memory.pool.problem import read_problem
 
 from .random_graphs import random_graph
@@ -79,4 +79,6 @@ def test_live_sum_is_the_checked_peak_whatever_the_plan(seed, name):
     assert read_problem(found.buffers).lower_bound == plan.peak_bytes
     offsets = pack(found.buffers, time_limit_s=0.5)
     assert check_packing(found.buffers, offsets) >= plan.peak_bytes
-    assert peak_action(graph, plan) == check_plan(graph, plan).peak_action
+    replay = check_plan(graph, plan)
+    assert live_bytes(graph, plan.actions) == replay.live_bytes.tolist()
+    assert peak_action(graph, plan) == replay.peak_action

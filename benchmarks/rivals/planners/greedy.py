@@ -20,11 +20,14 @@ def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Cut whenever a segment has made so many bytes; the size is searched."""
     origin = origins(graph)
     crossing = crossing_bytes(graph, origin)
+    forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
     total = sum(int(graph.arrays.bytes[s]) for s, made in enumerate(origin.forward) if made)
     return best_of_sweep(
         graph,
         "greedy",
-        lambda: (tuple(cuts_by_bytes(graph, crossing, total / 2**n)) for n in range(_SIZES)),
+        lambda: (
+            tuple(cuts_by_bytes(graph, forward, crossing, total / 2**n)) for n in range(_SIZES)
+        ),
         lambda cuts: plan_of_cuts(graph, origin, cuts, "greedy"),
         budget_bytes,
     )

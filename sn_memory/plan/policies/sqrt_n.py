@@ -36,7 +36,7 @@ def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
     if budget_bytes is not None and plans[0].peak_bytes > budget_bytes:
         total = sum(int(graph.arrays.bytes[it]) for it, made in enumerate(origin.forward) if made)
         size = math.sqrt(total * float(crossing[forward].mean())) if forward else 0.0
-        cuts = cuts_by_bytes(graph, crossing, size)
+        cuts = cuts_by_bytes(graph, forward, crossing, size)
         plans.append(plan_of_cuts(graph, origin, cuts, "sqrt_n"))
     return choose(plans, budget_bytes)
 
@@ -57,14 +57,10 @@ def narrowest(crossing: Ints, window: Sequence[int]) -> int:
     return min(reversed(window), key=lambda op: int(crossing[op]))
 
 
-def cuts_by_bytes(graph: Graph, crossing: Ints, size: float) -> list[int]:
+def cuts_by_bytes(graph: Graph, forward: Sequence[int], crossing: Ints, size: float) -> list[int]:
     """Return where to cut so that each segment makes so many bytes: algorithm 3 of the paper."""
-    cuts: list[int] = []
-    window: list[int] = []
-    held = 0
-    for op, record in enumerate(graph.ops):
-        if record.phase != "forward":
-            continue
+    cuts, window, held = list[int](), list[int](), 0
+    for op in forward:
         held += sum(int(graph.arrays.bytes[it]) for it in graph.arrays.outputs[op])
         # The cut may fall anywhere in the second half of the segment.
         if held > size / 2:

@@ -1,8 +1,5 @@
 """SuperNeurons' policies (Wang et al., PPoPP 2018, sections 3.2 to 3.4).
 
-`liveness` is their first stage: every storage leaves after its last use, and nothing else happens,
-as in a framework that frees by reference counts.
-
 Outputs of checkpoint layers (CONV, FC, JOIN, FORK, CONCAT) stay, those between two of them are
 dropped in the forward pass and rebuilt from the checkpoint in the backward pass:
 
@@ -19,27 +16,19 @@ algorithm whose workspace fits then. A storage read by two forward ops counts as
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from ...graph.graph import Graph
 from ..emit import plan_from_decisions
 from ..plan import Plan
-from ..walk import (
-    Origins,
-    carry_out,
-    choose,
-    follow,
-    is_checkpoint,
-    is_conv,
-    offloadable,
-    origins,
-)
+from ..walk import Origins, carry_out, choose, follow, is_checkpoint, is_conv, offloadable, origins
 
 # How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
 _CACHE_SIZES = 8
 
 
 def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
-    """Keep each storage to its last use; the budget changes nothing."""
+    """Keep each storage to its last use, as their first stage does, and reference counts do."""
     return plan_from_decisions(graph, {}, planner="liveness")
 
 
@@ -123,23 +112,20 @@ def _held_by_speed(graph: Graph, origin: Origins, segment: set[int]) -> int:
 def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) -> Plan:
     origin = origins(graph)
     kept = checkpoints(graph, origin)
+    keeps = partial(is_checkpoint, graph)
     reasons = {
         storage: "between checkpoint layers; rebuilt "
         + ("for each backward layer" if storage in each else "once")
         for storage in range(len(graph.storages))
     }
 
-    def at_checkpoint(op: int) -> bool:
-        return is_checkpoint(graph, op)
-
     def draft(offloaded: list[int]) -> Plan:
         reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
-        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=at_checkpoint)
+        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=keeps)
         return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
 
     convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}
-    plain = follow(graph, kept=kept, each=each)
-    movable = offloadable(graph, plain, convolutions)
+    movable = offloadable(graph, follow(graph, kept=kept, each=each), convolutions)
     if budget_bytes is None:
         return choose([draft([]), draft(movable)], None)
     drafts = []
