@@ -89,7 +89,7 @@ class _Walk:
         self.names: list[str] = []
         # [lower, upper, size]; the upper end is not known while a buffer is there.
         self.rows: list[tuple[int, int | None, int]] = []
-        self.there: dict[str, int] = {}
+        self.present: dict[str, int] = {}
         for storage in graph.storages:
             if storage.resident:
                 self.open(storage.name, 0, self.size(storage.name))
@@ -98,16 +98,16 @@ class _Walk:
         return int(self.sizes[self.graph.storage_index[storage]])
 
     def open(self, name: str, at: int, size: int) -> None:
-        self.there[name] = len(self.rows)
+        self.present[name] = len(self.rows)
         self.names.append(name)
         self.rows.append((at, None, size))
 
     def close(self, name: str, at: int) -> None:
-        if name not in self.there:
+        if name not in self.present:
             raise PlanError(
                 f"action {at}: frees {name!r}, which is not there; check the plan first."
             )
-        row = self.there.pop(name)
+        row = self.present.pop(name)
         self.rows[row] = (self.rows[row][0], at, self.rows[row][2])
 
     def once(self, name: str, at: int, size: int) -> None:
@@ -127,7 +127,7 @@ class _Walk:
     def run(self, at: int, op: int, way: int) -> None:
         for storage in self.graph.arrays.outputs[op]:
             name, size = self.graph.storages[storage].name, self.sizes[storage]
-            if name in self.there:
+            if name in self.present:
                 self.once(f"{name} (second copy)", at, size)
             else:
                 self.open(name, at, size)

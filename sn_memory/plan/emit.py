@@ -163,7 +163,7 @@ def decisions_of(
     arrays, device = graph.arrays, graph.device
     made: Counter[int] = Counter()
     cost: dict[int, float] = {}
-    there: set[int] = set()
+    present: set[int] = set()
     unread: set[int] = set()
     offloaded: set[int] = set()
     ran: set[int] = set()
@@ -171,18 +171,18 @@ def decisions_of(
         if kind != "run":
             storage = graph.storage_index[target]
             if kind == "free":
-                there.discard(storage)
+                present.discard(storage)
                 if storage in unread and made[storage] > 1:
                     made[storage] -= 1
             elif kind == "offload":
                 offloaded.add(storage)
             else:
-                there.add(storage)
+                present.add(storage)
             continue
         op = graph.op_index[target]
         unread.difference_update(arrays.reads[op], arrays.releases[op])
-        fresh = [storage for storage in arrays.outputs[op] if storage not in there]
-        there.update(fresh)
+        fresh = [storage for storage in arrays.outputs[op] if storage not in present]
+        present.update(fresh)
         unread.update(fresh)
         made.update(fresh)
         if op in ran:

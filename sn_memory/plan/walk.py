@@ -138,7 +138,7 @@ class Walk:
 
     Attributes
     ----------
-    there
+    present
         Storages that can be read: on the device, as far as the policy knows.
     host
         Storages whose only copy is on the host.
@@ -147,19 +147,19 @@ class Walk:
     graph: Graph
     origin: Origins = field(init=False)
     events: list[Event] = field(default_factory=list)
-    there: set[int] = field(default_factory=set)
+    present: set[int] = field(default_factory=set)
     host: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.origin = origins(self.graph)
-        self.there.update(s for s, resident in enumerate(self.graph.arrays.resident) if resident)
+        self.present.update(s for s, resident in enumerate(self.graph.arrays.resident) if resident)
 
     def run(self, op: int) -> None:
         """Run an op of the graph for the first time; what it reads must be there."""
         spend(RUN)
         outputs = self.graph.arrays.outputs[op]
         self.events.append(Event("run", op, outputs))
-        self.there.update(outputs)
+        self.present.update(outputs)
 
     def bring(self, storages: Iterable[int]) -> list[int]:
         """Make storages readable by prefetching or rebuilding; return what was rebuilt on the way.
@@ -171,7 +171,7 @@ class Walk:
         tasks: list[tuple[int, int | None]] = [(s, None) for s in reversed(list(storages))]
         while tasks:
             storage, op = tasks.pop()
-            if storage in self.there:
+            if storage in self.present:
                 continue
             if storage in self.host:
                 self.prefetch(storage)
@@ -180,7 +180,7 @@ class Walk:
                     tasks.append((storage, maker))
                     tasks.extend((s, None) for s in reversed(arrays.reads[maker]) if s != storage)
             else:
-                made += self._again(storage, op)
+                made += self._rerun(storage, op)
         return made
 
     def offload(self, storage: int) -> None:
@@ -189,34 +189,34 @@ class Walk:
 
     def leave(self, storage: int) -> None:
         """Read an offloaded storage no more before it is prefetched."""
-        self.there.discard(storage)
+        self.present.discard(storage)
         self.host.add(storage)
 
     def prefetch(self, storage: int) -> None:
         """Start copying a storage back."""
         self.events.append(Event("prefetch", storage))
         self.host.discard(storage)
-        self.there.add(storage)
+        self.present.add(storage)
 
     def settle(self, storage: int) -> None:
         """Wait here, at the latest, until an offloaded storage has left."""
         self.events.append(Event("settle", storage))
 
-    def _again(self, storage: int, op: int) -> list[int]:
+    def _rerun(self, storage: int, op: int) -> list[int]:
         spend(RUN)
         outputs = self.graph.arrays.outputs[op]
         for other in outputs:
             # Making what is on the host a second time would leave two versions of the truth.
             if other in self.host:
                 self.prefetch(other)
-        fresh = tuple(s for s in outputs if s not in self.there)
+        fresh = tuple(s for s in outputs if s not in self.present)
         self.events.append(Event("run", op, fresh))
         makers = self.origin.makers
         # A storage is there once the last op that changes it has run.
         complete = [s for s in fresh if makers[s] == (op,)]
         if op == makers[storage][-1] and storage not in complete:
             complete.append(storage)
-        self.there.update(complete)
+        self.present.update(complete)
         return complete
 
 
@@ -256,12 +256,12 @@ def follow(
             starts.setdefault(makers[-1], []).append(storage)
         elif storage not in kept and origin.droppable[storage]:
             leaves.setdefault(origin.last_forward[storage], []).append(storage)
-    under_way: list[int] = []
+    pending_copies: list[int] = []
     for op in range(len(graph.ops)):
-        if checkpoint is not None and under_way and checkpoint(op):
-            for storage in under_way:
+        if checkpoint is not None and pending_copies and checkpoint(op):
+            for storage in pending_copies:
                 walk.settle(storage)
-            under_way.clear()
+            pending_copies.clear()
         made = walk.bring(
             s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
         )
@@ -275,9 +275,9 @@ def follow(
         for storage in leaves.get(op, ()):
             if storage in offloaded:
                 walk.leave(storage)
-                under_way.append(storage)
+                pending_copies.append(storage)
             else:
-                walk.there.discard(storage)
+                walk.present.discard(storage)
     return walk.events if checkpoint is None else fetch_ahead(graph, walk.events, checkpoint)
 
 
@@ -294,10 +294,10 @@ def _forget(
     waiting: dict[int, None] = {}
     for storage in made:
         if storage in each and storage in stepping:
-            walk.there.discard(storage)
+            walk.present.discard(storage)
             if origin.last_use[storage] > op:
                 waiting.update(dict.fromkeys(x for x in sources[storage] if x in offloaded))
-    return [storage for storage in waiting if storage in walk.there]
+    return [storage for storage in waiting if storage in walk.present]
 
 
 def fetch_ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Event]:
@@ -347,7 +347,7 @@ class Meter:
         self.graph, self.within_bytes = graph, within_bytes
         self.sizes: list[int] = graph.arrays.bytes.tolist()
         self.actions: list[Action] = []
-        self.there: set[int] = set()
+        self.present: set[int] = set()
         self.dead: set[int] = set()
         # When a storage can be read; when its copy on the host is, or will be, complete.
         self.ready: dict[int, float] = {}
@@ -359,9 +359,9 @@ class Meter:
     def run(self, op: int) -> list[int]:
         """Run an op; return the outputs that had to be allocated."""
         arrays = self.graph.arrays
-        made = [s for s in arrays.outputs[op] if s not in self.there]
-        twice = sum(self.sizes[s] for s in arrays.outputs[op] if s in self.there)
-        self.there.update(made)
+        made = [s for s in arrays.outputs[op] if s not in self.present]
+        twice = sum(self.sizes[s] for s in arrays.outputs[op] if s in self.present)
+        self.present.update(made)
         self.live += sum(self.sizes[s] for s in made)
         way = self._way(op, twice)
         self.actions.append(Action("run", self.graph.ops[op].name, way))
@@ -385,7 +385,7 @@ class Meter:
     def free(self, storage: int) -> None:
         """Give the memory back; waits for a copy under way."""
         self._note("free", storage)
-        self.there.discard(storage)
+        self.present.discard(storage)
         self.dead.discard(storage)
         self.live -= self.sizes[storage]
         copied, ready = self.leaving.pop(storage, 0.0), self.ready.pop(storage, 0.0)
@@ -418,10 +418,10 @@ class Meter:
         """Start copying back, into memory that is allocated now."""
         device = self.graph.device
         assert device.to_device_bytes_per_s is not None
-        if storage in self.there:
+        if storage in self.present:
             self.free(storage)
         self._note("prefetch", storage)
-        self.there.add(storage)
+        self.present.add(storage)
         self.live += self.sizes[storage]
         self._reach(self.live)
         start = max(self.up, self.copied.pop(storage), self.compute)
