@@ -46,7 +46,7 @@ from tables import columns
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
-from sn_memory.plan.api import TECHNIQUES
+from sn_memory.plan.plan import TECHNIQUES
 
 # What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
 SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}

@@ -23,10 +23,7 @@ from tables import columns
 
 from sn_memory import Graph, Plan, check_plan
 from sn_memory.plan.policies import policy
-from sn_memory.plan.walk.carry import carry_out
-from sn_memory.plan.walk.follow import follow, offloadable
-from sn_memory.plan.walk.kinds import is_checkpoint, is_conv
-from sn_memory.plan.walk.origins import origins
+from sn_memory.plan.walk import carry_out, follow, is_checkpoint, is_conv, offloadable, origins
 
 PAPER_MB = {"baseline": 2189.4, "liveness": 1489.4, "+offload": 1132.2, "+recompute": 886.4}
 PAPER_RERUNS = {"superneurons_speed": 14, "superneurons_memory": 23, "superneurons": 17}

@@ -124,7 +124,7 @@ def kept(graph: Graph, budget: int, first: Plan) -> dict[str, Any]:
         if seconds is None:
             return first
         return plan_graph(
-            graph, live, techniques=TECHNIQUES, time_limit_s=seconds, historical=False
+            graph, live, techniques=TECHNIQUES, time_limit_s=seconds, from_sqrt_n=False
         )
 
     for name, settings in SETTINGS.items():

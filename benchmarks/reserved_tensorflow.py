@@ -52,7 +52,7 @@ def searched(graph: Graph, live_bytes: int, seconds: float | None) -> Plan:
         live_bytes,
         techniques=("keep", "recompute"),
         time_limit_s=10.0 if seconds is None else seconds,
-        historical=seconds is None,
+        from_sqrt_n=seconds is None,
         deterministic=True,
     )
 

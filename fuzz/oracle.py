@@ -61,7 +61,6 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
     readable: dict[str, float] = {}
     host: dict[str, tuple[int, float]] = {}
     copying: dict[str, float] = {}
-    small: dict[str, int] = {}
     order: list[int] = []
     ops_free = down_free = up_free = 0.0
     base = sum(size[name] for name in here)
@@ -85,10 +84,10 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
                 ensure(freed <= here.keys() | set(made))
                 order.append(at)
             begin = max([ops_free, *(readable.get(name, 0.0) for name in needs[at])])
-            double = [it for it in made if it in here or it in host or it in small]
+            double = [it for it in made if it in here or it in host]
             here.update({name: 0 for name in made if name not in double})
             space = rounded(op.workspaces[way].bytes, graph.allocator) if op.workspaces else 0
-            held = sum(size[it] for it in here) + sum(form(graph, it) for it in small)
+            held = sum(size[it] for it in here)
             peak = max(peak, held + sum(size[it] for it in double) + space)
             for name in changed:
                 here[name] += 1
@@ -100,7 +99,7 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
         ensure(target in true_name)
         name = true_name[target]
         ensure(not records[name].resident)
-        held = sum(size[it] for it in here) + sum(form(graph, it) for it in small)
+        held = sum(size[it] for it in here)
         if kind == "free":
             ensure(name in here)
             del here[name]
@@ -112,23 +111,12 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
             host[name], copying[name] = (here[name], down_free), down_free
             if device.pinned_bytes is not None:
                 ensure(sum(size[it] for it in host) <= device.pinned_bytes)
-        elif kind == "prefetch":
-            ensure(name in host and name not in here)
+        else:
+            ensure(kind == "prefetch" and name in host and name not in here)
             here[name], copied = host.pop(name)
             begin = max(up_free, ops_free, copied)
             up_free = begin + device.transfer_latency_s + size[name] / device.to_device_bytes_per_s
             readable[name] = up_free
-            held += size[name]
-        elif kind == "compress":
-            ensure(name in here and name not in host and records[name].compressed is not None)
-            ops_free = max(ops_free, readable.pop(name, 0.0)) + records[name].compressed.compress_s
-            small[name] = here.pop(name)
-            held += form(graph, name)
-        else:
-            ensure(kind == "decompress" and name in small)
-            ensure(records[name].compressed.decompress_s is not None)
-            ops_free += records[name].compressed.decompress_s
-            here[name] = small.pop(name)
             held += size[name]
         peak = max(peak, held)
     ensure(sorted(order) == list(range(len(graph.ops))))
@@ -141,10 +129,3 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
         if record.keep or record.resident:
             ensure(here.get(name) == written[name])
     return peak, max([ops_free, *readable.values()])
-
-
-def form(graph: Graph, name: str) -> int:
-    """Bytes of a storage's compressed form."""
-    small = graph.storages[graph.storage_index[name]].compressed
-    assert small is not None
-    return small.bytes

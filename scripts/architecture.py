@@ -41,7 +41,6 @@ WAYS = {
         "torch/trace/trace.py",
         "tensorflow/trace/trace.py",
         "plan/api.py",
-        "plan/auto.py",
         "plan/search/search.py",
         "plan/simulate.py",
         "cost/offload.py",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .check.replay import Replay as Replay
     from .check.replay import check_plan as check_plan
     from .graph.graph import Graph as Graph
-    from .graph.records import Compressed as Compressed
     from .graph.records import Device as Device
     from .graph.records import Op as Op
     from .graph.records import Storage as Storage
@@ -42,7 +41,6 @@ __version__ = "0.1.0"
 _HOME = {
     "BudgetError": ".plan.plan",
     "CapacityError": ".base.errors",
-    "Compressed": ".graph.records",
     "Decision": ".plan.plan",
     "Device": ".graph.records",
     "Graph": ".graph.graph",

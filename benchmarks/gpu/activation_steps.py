@@ -1,4 +1,4 @@
-"""Activations in few bits: bytes kept, peak as predicted, step time; benchmarks/activations_memory.
+"""Activations in few bits: bytes kept, peak, step time; benchmarks/activations_memory.
 
 Packing runs on the host, so a tensor of a GPU is copied there and back: what that costs is here.
 """
@@ -11,15 +11,15 @@ from gpu.section import Section, main
 
 
 def measure(section: Section) -> None:
-    """A row for each net at each budget."""
+    """A row for each net at each width."""
     steps = 1 if section.dry else 10
     nets = ["cnn"] if section.dry else list(activations_memory.ALL)
     for net in nets:
-        for ratio in activations_memory.RATIOS[: 1 if section.dry else None]:
+        for bits in activations_memory.WIDTHS[: 1 if section.dry else None]:
             section.part(
-                f"{net}, {ratio:g} times less",
-                lambda net=net, ratio=ratio: section.row(
-                    **activations_memory.row_of(net, ratio, steps, section.device)
+                f"{net}, {bits} bits",
+                lambda net=net, bits=bits: section.row(
+                    **activations_memory.row_of(net, bits, steps, section.device)
                 ),
                 least_s=3,
             )

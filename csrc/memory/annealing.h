@@ -1,4 +1,4 @@
-// Search by simulated annealing over choices and stays on the host: sn_memory/plan/search/anneal.py says what
+// Search by simulated annealing over choices and stays on the host: sn_memory/plan/search/improve.py says what
 // and why; tests/oracles/annealing_oracle.py is the same in Python, decision for decision.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What sn_memory/plan/simulate.py, search/greedy.py and others call. Every size and index that comes in is checked.
+// What sn_memory/plan/simulate.py, search/fit.py and others call. Every size and index that comes in is checked.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

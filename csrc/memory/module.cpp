@@ -200,9 +200,9 @@ PyMethodDef methods[] = {
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
     {"tables", sn::tables, METH_VARARGS, "The holes of a graph, for `simulate`, `fit` and `trim`."},
     {"simulate", sn::simulate, METH_VARARGS, "See sn_memory.plan.simulate.simulate."},
-    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.fit."},
-    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.trim."},
-    {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.anneal.anneal."},
+    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.fit.fit."},
+    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.fit.trim."},
+    {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.improve.anneal."},
     {"contents", sn::contents, METH_O, "What dictionaries of a list hold, for `unchanged`."},
     {"unchanged", sn::unchanged, METH_VARARGS, "Whether these hold the same objects still."},
     {nullptr, nullptr, 0, nullptr}};

@@ -13,7 +13,7 @@ from sn_memory.cost.bfc import BFCSettings
 from sn_memory.cost.blocks import Settings
 from sn_memory.cost.caching import AllocatorSettings
 from sn_memory.cost.devices import named
-from sn_memory.plan.api import TECHNIQUES
+from sn_memory.plan.plan import TECHNIQUES
 from sn_memory.plan.policies import names as planner_names
 from sn_memory.run.reserved import reserved, with_reserved
 

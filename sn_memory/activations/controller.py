@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from ..base.errors import AccuracyWarning
-from ..base.sizes import show_bytes, table
-from .budget import choose
-from .saved import WIDTHS, Observed, Row, Unit, is_inside
+from ..base.sizes import show_bytes
+from .saved import WIDTHS, Observed, Row, choose
 from .theory import PAPER_CONSTANT, error_tolerance, paper_sd
 
 
@@ -39,11 +37,7 @@ class Controller:
     nonlinear_bits
         Of tensors whose op is not linear in them.
     least_nonlinear_bits
-        What a budget may take of these, if running again does not suffice. Below 8 comes an
-        AccuracyWarning.
-    recompute
-        "auto": under a budget, units that were observed may run again. "never": none does. Or
-        names of those that do, and no others.
+        What a budget may take of these. Below 8 comes an AccuracyWarning.
     theory
         "exact", or "paper": its formula and constant, for comparison. It gives a tolerance, which
         becomes the widest step of the grid.
@@ -74,40 +68,31 @@ class Controller:
         start_bits: int = 8,
         nonlinear_bits: int = 8,
         least_nonlinear_bits: int = 8,
-        recompute: Literal["auto", "never"] | Sequence[str] = "auto",
         theory: Literal["exact", "paper"] = "exact",
         constant: float = PAPER_CONSTANT,
         overflow_limit: int = 3,
     ) -> None:
-        targets = {"error": error, "budget_bytes": budget_bytes, "bits": bits}
-        given = [name for name, value in targets.items() if value is not None]
+        given = [name for name, v in _named(error, budget_bytes, bits) if v is not None]
         if len(given) != 1:
             raise ValueError(
                 f"Controller: got {', '.join(given) or 'nothing'}; expected exactly one of error, "
                 "budget_bytes and bits. Give the one that matters to you."
             )
-        least, widths = least_nonlinear_bits, ", ".join(map(str, WIDTHS))
-        words = not isinstance(recompute, str) or recompute in ("auto", "never")
-        for name, got, valid, expected in (
-            ("error", error, error is None or error > 0, "above 0"),
-            ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes >= 0, "0 or more"),
-            ("bits", bits, bits is None or bits in WIDTHS, widths),
-            ("every", every, every >= 1, "1 or more"),
-            ("start_bits", start_bits, start_bits in WIDTHS, widths),
-            ("nonlinear_bits", nonlinear_bits, nonlinear_bits in WIDTHS, widths),
-            ("least_nonlinear_bits", least, least in WIDTHS, widths),
-            ("recompute", recompute, words, "auto, never, or names of modules in a list"),
-            ("theory", theory, theory in ("exact", "paper"), "exact or paper"),
-            ("constant", constant, constant > 0, "above 0"),
-            ("overflow_limit", overflow_limit, overflow_limit >= 1, "1 or more"),
-        ):
-            if not valid:
-                raise ValueError(f"Controller: {name}={got!r}; expected {expected}")
+        _check("error", error, error is None or error > 0, "above 0")
+        _check("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes >= 0, "0 or more")
+        widths = ", ".join(map(str, WIDTHS))
+        _check("bits", bits, bits is None or bits in WIDTHS, widths)
+        _check("every", every, every >= 1, "1 or more")
+        _check("start_bits", start_bits, start_bits in WIDTHS, widths)
+        _check("nonlinear_bits", nonlinear_bits, nonlinear_bits in WIDTHS, widths)
+        least = least_nonlinear_bits
+        _check("least_nonlinear_bits", least, least in WIDTHS, widths)
+        _check("theory", theory, theory in ("exact", "paper"), "exact or paper")
+        _check("constant", constant, constant > 0, "above 0")
+        _check("overflow_limit", overflow_limit, overflow_limit >= 1, "1 or more")
         self.error, self.budget_bytes, self.fixed_bits = error, budget_bytes, bits
         self.every, self.start_bits, self.nonlinear_bits = every, start_bits, nonlinear_bits
         self.least_nonlinear_bits = min(least, nonlinear_bits)
-        self.recompute = recompute
-        self.again = frozenset[str]() if isinstance(recompute, str) else frozenset(recompute)
         self.theory, self.constant, self.overflow_limit = theory, constant, overflow_limit
         self._seen = Observed(overflow_limit)
         self._bits: dict[str, int | None] = {}
@@ -116,11 +101,6 @@ class Controller:
     def due(self, step: int) -> bool:
         """Whether statistics are wanted of this step; the first is 0."""
         return step % self.every == 0
-
-    @property
-    def choosing(self) -> bool:
-        """Whether units are wanted: some may be chosen."""
-        return self.recompute == "auto" and self.budget_bytes is not None
 
     def bits(self, key: str, *, linear: bool = True) -> int | None:
         """Return the bits of a tensor; None: keep it as it is."""
@@ -155,17 +135,9 @@ class Controller:
             group=group or key,
         )  # fmt: skip
 
-    def observe_unit(self, unit: Unit) -> None:
-        """Take note of a part of the model that may run again."""
-        self._seen.units[unit.name] = unit
-
     def observe_other(self, key: str, *, nbytes: int) -> None:
         """Take note of bytes that no choice changes: masks, indices, what is kept exactly."""
         self._seen.others[key] = nbytes
-
-    def other_bytes(self, key: str) -> int | None:
-        """Return what was noted of it so; None: nothing was."""
-        return self._seen.others.get(key)
 
     def observe_gradient(
         self, key: str, *, energy: float, outputs: int, yardstick: float, mean: float = 0.0,
@@ -214,22 +186,19 @@ class Controller:
         choice = choose(
             self._seen,
             budget_bytes,
-            self.again,
-            choosing=self.choosing,
             nonlinear_bits=self.nonlinear_bits,
             least_nonlinear_bits=self.least_nonlinear_bits,
         )
-        self.again = choice.again
         self._bits |= choice.bits
         if choice.nonlinear and choice.nonlinear_bits < self.nonlinear_bits and not self._warned:
             self._warned = True
-            wanted = self._seen.held(self.again, 2, self.nonlinear_bits)
+            wanted = self._seen.held(2, self.nonlinear_bits)
             warnings.warn(
                 f"the budget of {show_bytes(budget_bytes)} leaves {choice.nonlinear_bits} bits for "
                 f"what norms, attention and the like read, {choice.nonlinear} tensors of "
                 f"{choice.tensors}. On a small transformer 4 bits cost a point of accuracy and 2 "
-                f"broke training. Raise the budget above {show_bytes(wanted)}, or let such ops run "
-                "again.",
+                f"broke training. Raise the budget above {show_bytes(wanted)}, or let modules run "
+                "again: plan(model, sample, budget).",
                 AccuracyWarning,
                 stacklevel=2,
             )
@@ -238,14 +207,7 @@ class Controller:
     def total_bytes(self) -> int:
         """What is kept of all tensors seen, at the bits chosen now."""
         bits = {row.key: self.bits(row.key, linear=row.linear) for row in self.rows()}
-        return self._seen.held_at(self.again, bits)
-
-    @property
-    def work(self) -> float | None:
-        """What running units again costs, as a fraction of the forward pass; None: not known."""
-        if not self.again <= self._seen.units.keys():
-            return None
-        return sum(self._seen.units[name].work for name in self.again)
+        return self._seen.held_at(bits)
 
     def rows(self) -> list[Row]:
         """What is known of each tensor, in the order they were first saved."""
@@ -253,18 +215,28 @@ class Controller:
 
     def report(self) -> str:
         """Return a table: bits, predicted and measured error of each layer's gradient."""
-        rows = [("tensor", "elements", "bits", "predicted", "measured", "of")]
+        lines = [
+            f"{'tensor':40} {'elements':>10} {'bits':>5} {'predicted':>10} {'measured':>10} of"
+        ]
         for row in self._seen.rows.values():
-            if row.unit is not None and row.unit not in self.again:
-                continue
+            sd, measured = row.predicted_sd(), row.measured_sd
             bits = self.bits(row.key, linear=row.linear)
-            told = "again" if is_inside(row.key, self.again) else "exact" if bits is None else bits
-            errors = (row.predicted_sd(), row.measured_sd, row.yardstick or None)
-            shown = ["-" if error is None else f"{error:.2e}" for error in errors]
-            rows.append((row.key, f"{row.n:,}", str(told), shown[0], shown[1], shown[2]))
-        lines = table(rows, right=True)
-        for name in sorted(self.again):
-            unit = self._seen.units.get(name)
-            cost = f", {unit.work:.0%} of the forward pass" if unit else ""
-            lines.append(f"runs again: {name}{cost}")
+            told = "exact" if bits is None else bits
+            lines.append(
+                f"{row.key:40} {row.n:10,} {told:>5} "
+                f"{'-' if sd is None else f'{sd:.2e}':>10} "
+                f"{'-' if measured is None else f'{measured:.2e}':>10} "
+                f"{f'{row.yardstick:.2e}' if row.yardstick else '-'}"
+            )
         return "\n".join(lines)
+
+
+def _named(
+    error: float | None, budget_bytes: int | None, bits: int | None
+) -> list[tuple[str, float | None]]:
+    return [("error", error), ("budget_bytes", budget_bytes), ("bits", bits)]
+
+
+def _check(name: str, got: object, ok: bool, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"Controller: {name}={got!r}; expected {expected}")

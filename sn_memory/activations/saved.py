@@ -1,111 +1,30 @@
-"""What a model saves for its backward pass: what was seen of it, and the bytes it takes.
+"""What a model saves: per tensor the error and bytes at given bits, and the bits a budget allows.
 
-Several saved tensors may lie in one memory: it is counted once. A part of the model that runs again
-keeps its inputs only; parts lie inside one another, and what lies inside one that runs again is not
-kept, but what it was given is.
-
-What an op needs of what it saved is a table. Unbiased errors are harmless where the backward pass
-is linear in what was saved (inputs of matrix products and convolutions: arXiv 2605.01255), and
-nowhere else. A ReLU asks for signs only, a dropout for its mask, a pooling layer for indices and a
-shape: these are kept exactly.
+Several saved tensors may lie in one memory, which is counted once. Under a budget, inputs of linear
+ops get bits from 1 up, where a bit helps most. The error of a tensor falls with each width by more
+than its bytes grow, so the greedy order is the best one, but for the last step taken. If it is
+allowed, what is not linear gives way, to 4 and 2 bits, all alike, until at least 2 bits are left
+for the linear ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from itertools import pairwise
+from typing import Final
 
+from ..plan.plan import BudgetError
 from .theory import gradient_sd
 
 WIDTHS: Final = (1, 2, 4, 8)
 _GRID_BYTES: Final = 6 / 256  # of an element, for the grid of its group
-INPUT: Final = "input"
-"""Stands in a key where an op would: what a unit was given."""
-
-Groups = dict[str, list["Row"]]
-
-
-Treatment = Literal["linear", "sign", "mask", "shape", "nonlinear", "exact"]
-"""How what an op saved is kept.
-
-linear      lossy and unbiased, at the bits the controller chooses
-sign        whether it is above zero: 1 bit
-mask        which of two values: 1 bit, if it does hold two, else as "nonlinear"
-shape       nothing but its shape and type
-nonlinear   lossy and unbiased, at 8 bits unless a budget says otherwise
-exact       as it is
-"""
-
-_TABLE: Final[dict[Treatment, str]] = {
-    "linear": "linear conv1d conv2d conv3d matmul mm bmm addmm baddbmm einsum",
-    "sign": "relu relu_ leaky_relu leaky_relu_",
-    "mask": "dropout dropout1d dropout2d dropout3d",
-    "shape": "max_pool1d max_pool2d max_pool3d",
-    # What follows from comparing values, or is an exponent; and what is not written yet when it is
-    # saved (RReLU's noise, of torch's ops alone), so that the tensor itself has to be kept.
-    "exact": "embedding ctc_loss logsumexp threshold threshold_ max min amax "
-    "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_",
-}
-_BY_OP: Final = {op: kind for kind, ops in _TABLE.items() for op in ops.split()}
-
-
-def treatment(op: str) -> Treatment:
-    """Return how floats of the size of its input that this op saved are kept.
-
-    Parameters
-    ----------
-    op
-        The function's name, as torch.nn.functional has it.
-
-    Examples
-    --------
-    >>> [treatment(op) for op in ("conv2d", "relu", "gelu")]
-    ['linear', 'sign', 'nonlinear']
-    """
-    return _BY_OP.get(op, "nonlinear")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A part of a model that may run again.
-
-    Parameters
-    ----------
-    name
-        Its module path.
-    work
-        What running it costs, as a fraction of the forward pass.
-    inputs
-        What would be kept of it: elements by the name of the memory.
-    """
-
-    name: str
-    work: float
-    inputs: Mapping[str, int]
-
-
-def is_inside(key: str, units: Container[str]) -> bool:
-    """Whether what is saved under a key is saved inside one of the units.
-
-    What a unit was given is not, but for units around it.
-
-    Examples
-    --------
-    >>> [is_inside(key, {"a.b"}) for key in ("a.b.c/relu/0", "a.b/gelu/1", "a.b/input/0", "a.bc/0")]
-    [True, True, False, False]
-    """
-    path, *op = key.split("/")
-    parts = path.split(".")
-    return any(
-        ".".join(parts[:depth]) in units for depth in range(1, len(parts) + (op[:1] != [INPUT]))
-    )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One saved tensor: what was seen of it, and what that says of the error and of bytes.
+    """One saved tensor: what was seen of it, and what that says.
 
     Parameters
     ----------
@@ -160,7 +79,7 @@ class Row:
             return None
         if self.bits is None:
             return 0.0
-        scale = ((1 << self.bits) - 1) / ((1 << (self.bits if bits is None else bits)) - 1)
+        scale = _levels(self.bits) / _levels(self.bits if bits is None else bits)
         variance = self.variance * scale**2
         return gradient_sd(variance, self.gradient_energy, self.outputs, self.coverage)
 
@@ -169,13 +88,6 @@ class Row:
         """Predicted deviation over the yardstick."""
         sd = self.predicted_sd()
         return None if sd is None or not self.yardstick else sd / self.yardstick
-
-    @property
-    def unit(self) -> str | None:
-        """The unit that was given this tensor; None: an op saved it."""
-        path, _, _ = self.key.rpartition("/")
-        name, _, op = path.rpartition("/")
-        return name if op == INPUT else None
 
     def gain(self, low: int, high: int) -> float:
         """Squared relative error saved per byte, by `high` bits instead of `low`."""
@@ -197,8 +109,15 @@ def compressed_bytes(n: int, bits: int | None) -> int:
     return 4 * n if bits is None else math.ceil(n * (bits / 8 + _GRID_BYTES))
 
 
+def _levels(bits: int) -> int:
+    return (1 << bits) - 1
+
+
+Groups = dict[str, list[Row]]
+
+
 class Observed:
-    """Rows by key, bytes that no choice changes by key, and units by name.
+    """Rows by key, and bytes that no choice changes by key.
 
     Parameters
     ----------
@@ -210,7 +129,6 @@ class Observed:
         self.overflow_limit = overflow_limit
         self.rows: dict[str, Row] = {}
         self.others: dict[str, int] = {}
-        self.units: dict[str, Unit] = {}
 
     def is_free(self, row: Row) -> bool:
         """Whether its bits can be chosen."""
@@ -220,65 +138,110 @@ class Observed:
     def free(self) -> list[Row]:
         return [row for row in self.rows.values() if self.is_free(row)]
 
-    def groups(self, again: frozenset[str]) -> tuple[Groups, Groups]:
-        """Groups that are compressed if these units run again: linear in all their rows, or not."""
+    def groups(self) -> tuple[Groups, Groups]:
+        """Groups of rows that are compressed: those linear in all their rows, and the rest."""
         found: Groups = {}
         for row in self.free:
-            if row.unit is None and not is_inside(row.key, again):
-                found.setdefault(row.group, []).append(row)
-        inputs = {group: n for name in again for group, n in self._inputs(name)}
+            found.setdefault(row.group, []).append(row)
         linear: Groups = {}
-        rest: Groups = {group: [Row(group, n, 8, 0.0)] for group, n in inputs.items()}
+        rest: Groups = {}
         for group, rows in found.items():
-            here = linear if group not in rest and all(row.linear for row in rows) else rest
-            here[group] = rows
+            (linear if all(row.linear for row in rows) else rest)[group] = rows
         return linear, rest
 
-    def _inputs(self, name: str) -> Iterable[tuple[str, int]]:
-        """What a unit was given: as it was observed or, without, as it was compressed."""
-        if name in self.units:
-            return self.units[name].inputs.items()
-        keys = (key for key in self.rows if key.startswith(f"{name}/{INPUT}/"))
-        return [(self.rows[key].group, self.rows[key].n) for key in keys]
-
-    def held(self, again: frozenset[str], linear_bits: int, nonlinear_bits: int) -> int:
-        """Bytes kept if these units run again."""
+    def held(self, linear_bits: int, nonlinear_bits: int) -> int:
+        """Bytes kept at these bits."""
         exact = {
             row.group: compressed_bytes(row.n, None)
             for row in self.rows.values()
-            if not self.is_free(row) and not is_inside(row.key, again)
+            if not self.is_free(row)
         }
-        linear, rest = self.groups(again)
+        linear, rest = self.groups()
         compressed = (
             compressed_bytes(rows[0].n, bits)
             for groups, bits in ((linear, linear_bits), (rest, nonlinear_bits))
             for rows in groups.values()
         )
-        others = sum(size for key, size in self.others.items() if not is_inside(key, again))
-        return others + sum(exact.values()) + sum(compressed)
+        return sum(self.others.values()) + sum(exact.values()) + sum(compressed)
 
-    def held_at(self, again: frozenset[str], bits: Mapping[str, int | None]) -> int:
-        """Bytes kept if these units run again, at bits by key."""
-        rows = [row for row in self.rows.values() if row.unit is None or row.unit in again]
-        return self._bytes(rows, bits, lambda key: not is_inside(key, again))
-
-    def inside(self, name: str, linear_bits: int, nonlinear_bits: int) -> int:
-        """Bytes of what a unit saves, while it runs again."""
-        rows = [row for row in self.rows.values() if row.unit is None]
-        bits: dict[str, int | None] = {
-            row.key: (linear_bits if row.linear else nonlinear_bits) if self.is_free(row) else None
-            for row in rows
-        }
-        return self._bytes(rows, bits, lambda key: is_inside(key, {name}))
-
-    def _bytes(
-        self, rows: Iterable[Row], bits: Mapping[str, int | None], counts: Callable[[str], bool]
-    ) -> int:
-        """Bytes of what counts by its key: each memory once, at the most bits any row of it has."""
+    def held_at(self, bits: Mapping[str, int | None]) -> int:
+        """Bytes kept at bits by key: each memory once, at the most bits any row of it has."""
         sizes: dict[str, int] = {}
-        for row in rows:
-            if counts(row.key):
-                size = compressed_bytes(row.n, bits[row.key])
-                sizes[row.group] = max(sizes.get(row.group, 0), size)
-        others = sum(size for key, size in self.others.items() if counts(key))
-        return others + sum(sizes.values())
+        for row in self.rows.values():
+            size = compressed_bytes(row.n, bits[row.key])
+            sizes[row.group] = max(sizes.get(row.group, 0), size)
+        return sum(self.others.values()) + sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a budget allows.
+
+    Attributes
+    ----------
+    bits
+        By key.
+    nonlinear_bits
+        Of what is not linear.
+    nonlinear, tensors
+        How many memories are of that kind, and of all kinds.
+    """
+
+    bits: dict[str, int]
+    nonlinear_bits: int
+    nonlinear: int
+    tensors: int
+
+
+def choose(
+    seen: Observed, budget_bytes: int, *, nonlinear_bits: int, least_nonlinear_bits: int
+) -> Choice:
+    """Return bits with which all that is kept takes at most a budget.
+
+    Parameters
+    ----------
+    seen
+        What there is to keep.
+    nonlinear_bits, least_nonlinear_bits
+        Of what is not linear: wanted, and where the budget asks for it.
+
+    Raises
+    ------
+    BudgetError
+        With the bytes at the fewest bits.
+    """
+    widths = [width for width in reversed(WIDTHS) if width <= nonlinear_bits]
+    for width in (width for width in widths if width >= max(2, least_nonlinear_bits)):
+        if seen.held(2, width) <= budget_bytes:
+            break
+    linear, rest = seen.groups()
+    least = seen.held(1, width)
+    if least > budget_bytes:
+        raise BudgetError(
+            f"saved tensors take {least} bytes at the fewest bits; expected "
+            f"{budget_bytes} at most. Raise the budget, give a smaller batch, allow fewer "
+            f"bits for what is not linear (least_nonlinear_bits, {width} now), or let modules run "
+            "again: plan(model, sample, budget).",
+            peak_bytes=least,
+            budget_bytes=budget_bytes,
+            op=max(seen.rows.values(), key=lambda row: row.n).key,
+        )
+    bits = {row.key: width for rows in rest.values() for row in rows}
+    bits |= _shared_out(linear, budget_bytes - least)
+    return Choice(bits, width, len(rest), len(rest) + len(linear))
+
+
+def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:
+    """Widen from 1 bit, where a byte saves the most error, while bytes are left."""
+    chosen = dict.fromkeys(linear, 1)
+    steps = sorted(
+        ((sum(row.gain(low, high) for row in rows), group, low, high)
+         for group, rows in linear.items() for low, high in pairwise(WIDTHS)),
+        key=lambda step: (-step[0], step[2]),
+    )  # fmt: skip
+    for _, group, low, high in steps:
+        n = linear[group][0].n
+        cost = compressed_bytes(n, high) - compressed_bytes(n, low)
+        if chosen[group] == low and cost <= left_bytes:
+            chosen[group], left_bytes = high, left_bytes - cost
+    return {row.key: chosen[group] for group, rows in linear.items() for row in rows}

@@ -139,14 +139,13 @@ def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
     """Return how many things each technique has, with their bytes; `decisions` are both of each.
 
     >>> decided_line([("keep", 1), ("recompute", 1024), ("recompute_each", 1024)], "storages")
-    'of 3 storages 2 recomputed (2 KiB), 0 offloaded, 0 compressed'
+    'of 3 storages 2 recomputed (2 KiB), 0 offloaded'
     """
     each = list(decisions)
     parts = []
     for word, kinds in (
         ("recomputed", ("recompute", "recompute_each")),
         ("offloaded", ("offload",)),
-        ("compressed", ("compress",)),
     ):
         sizes = [size for technique, size in each if technique in kinds]
         parts.append(f"{len(sizes)} {word}" + (f" ({show_bytes(sum(sizes))})" if sizes else ""))

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import GraphError, PlanError
+from ..base.errors import PlanError
 from ..graph.graph import Graph
-from ..graph.rewrite import as_run
 from ..plan.plan import Plan
 
 Ints = npt.NDArray[np.int64]
@@ -93,10 +92,6 @@ def carry_out(graph: Graph, plan: Plan) -> Replay:
 
     Raises PlanError for actions that cannot be carried out.
     """
-    try:
-        graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
-    except GraphError as problem:
-        raise PlanError(f"actions: {problem}") from problem
     return _Replayer(graph, plan).result()
 
 
@@ -117,7 +112,6 @@ class _Replayer:
         self.gone: dict[int, int] = {}
         # Copies elsewhere, by storage: version and, for the host, when the copy is complete.
         self.host: dict[int, tuple[int, float]] = {}
-        self.small: dict[int, int] = {}
         self.leaving: dict[int, float] = {}
         self.live = graph.base_bytes
         self.host_bytes = self.host_peak = 0
@@ -138,8 +132,6 @@ class _Replayer:
             "free": self.free,
             "offload": self.offload,
             "prefetch": self.prefetch,
-            "compress": self.compress,
-            "decompress": self.decompress,
         }
         for at, (kind, target, way) in enumerate(self.plan.actions):
             self.at = at
@@ -154,7 +146,7 @@ class _Replayer:
                 raise self.fail("the graph has no storage of this name.")
             if self.arrays.resident[storages[target]]:
                 raise self.fail("it is resident; plans leave resident storages where they are.")
-            if kind in ("offload", "compress") and self.arrays.held[storages[target]]:
+            if kind == "offload" and self.arrays.held[storages[target]]:
                 raise self.fail("somebody outside holds it, so nothing would be free.")
             live[at], start[at], end[at] = methods[kind](storages[target])
         self.finish()
@@ -194,7 +186,7 @@ class _Replayer:
         self.first_or_again(op)
         duplicates = 0
         for storage in arrays.outputs[op]:
-            if storage in self.version or storage in self.host or storage in self.small:
+            if storage in self.version or storage in self.host:
                 duplicates += self.sizes[storage]
             else:
                 self.version[storage] = 0
@@ -222,8 +214,6 @@ class _Replayer:
     def whereabouts(self, storage: int) -> str:
         if storage in self.host:
             return "which is on the host: prefetch it first"
-        if storage in self.small:
-            return "which is compressed: decompress it first"
         if storage in self.gone:
             return f"which action {self.gone[storage]} freed"
         return "which no action has made yet"
@@ -281,33 +271,6 @@ class _Replayer:
         self.live += self.sizes[storage]
         self.host_bytes -= self.sizes[storage]
         return self.live, start, self.up
-
-    def compress(self, storage: int) -> tuple[int, float, float]:
-        self.present(storage)
-        small = self.graph.storages[storage].compressed
-        if small is None:
-            raise self.fail("the graph allows no compressed form of it.")
-        if storage in self.host:
-            raise self.fail("it has a host copy; compress or offload, not both.")
-        start = max(self.compute, self.ready.pop(storage, 0.0))
-        self.compute = start + small.compress_s
-        both = self.live + small.bytes
-        self.live = both - self.sizes[storage]
-        self.small[storage] = self.version.pop(storage)
-        return both, start, self.compute
-
-    def decompress(self, storage: int) -> tuple[int, float, float]:
-        small = self.graph.storages[storage].compressed
-        if storage not in self.small or small is None:
-            raise self.fail("it is not compressed.")
-        if small.decompress_s is None:
-            raise self.fail("its compressed form is read as it is.")
-        start = self.compute
-        self.compute = start + small.decompress_s
-        both = self.live + self.sizes[storage]
-        self.live = both - small.bytes
-        self.version[storage] = self.small.pop(storage)
-        return both, start, self.compute
 
     def finish(self) -> None:
         graph, arrays = self.graph, self.arrays

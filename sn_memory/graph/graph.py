@@ -400,17 +400,15 @@ def _check_sums(
     sizes, spaces : of storages and workspaces, as the allocator rounds them
     seconds : of the slowest way of each op
     """
-    small = [storage.compressed for storage in graph.storages if storage.compressed is not None]
     held = sum(sizes)
-    total = held + sum(spaces) + sum(form.bytes for form in small)
+    total = held + sum(spaces)
     if total >= LARGEST:
         raise GraphError(
-            f"graph: all storages, compressed forms and workspaces together have {total} bytes, "
+            f"graph: all storages and workspaces together have {total} bytes, "
             "expected less than 2**62. Look for sizes in a wrong unit."
         )
     device, count = graph.device, len(graph.storages)
-    time = sum(seconds) + sum(form.compress_s + (form.decompress_s or 0.0) for form in small)
-    time += 2 * count * device.transfer_latency_s
+    time = sum(seconds) + 2 * count * device.transfer_latency_s
     for speed in (device.to_host_bytes_per_s, device.to_device_bytes_per_s):
         time += held / speed if speed is not None else 0.0
     if not time <= LONGEST_S:

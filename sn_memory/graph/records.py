@@ -23,18 +23,6 @@ _COUNT: Final = "a whole number from 0 to 2**62"
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
-    """What a storage becomes when held compressed: bytes, and seconds to get there and back.
-
-    `decompress_s=None`: the ops of the backward pass read the compressed form as it is.
-    """
-
-    bytes: int
-    compress_s: float
-    decompress_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
     """One block of memory.
 
@@ -49,8 +37,6 @@ class Storage:
         after the last. `activation`, `gradient` and `temporary` are made by exactly one op.
     keep
         It must be on the device, in its last version, when the last op has run.
-    compressed
-        The lossy form it may be held in, where the graph's owner allows one.
     held
         Somebody outside holds it too (an output, the gradient of one): moved to the host, nothing
         would be free.
@@ -60,7 +46,6 @@ class Storage:
     bytes: int
     role: str = "activation"
     keep: bool = False
-    compressed: Compressed | None = None
     held: bool = False
 
     @property
@@ -202,10 +187,6 @@ def check_storage(storage: Storage, where: str) -> None:
     """Raise GraphError for a storage that makes no sense by itself."""
     require(is_count(storage.bytes), f"{where}.bytes", storage.bytes, _COUNT)
     require(storage.role in ROLES, f"{where}.role", storage.role, f"one of {', '.join(ROLES)}")
-    if (small := storage.compressed) is not None:
-        back = small.decompress_s is None or is_amount(small.decompress_s)
-        valid = is_count(small.bytes) and is_amount(small.compress_s) and back
-        require(valid, f"{where}.compressed", small, "numbers of 0 or more")
 
 
 def check_op(op: Op, where: str) -> None:
@@ -224,7 +205,7 @@ def check_op(op: Op, where: str) -> None:
 
 # Records as JSON objects: each field by its name, and those with their default left out.
 
-T = TypeVar("T", Storage, Op, Device, Workspace, Compressed)
+T = TypeVar("T", Storage, Op, Device, Workspace)
 
 
 def record_of(kind: type[T], row: Fields) -> T:
@@ -239,11 +220,6 @@ def _reader(spec: Field[Any]) -> tuple[str, Callable[[Fields, str, Any], Any], A
     declared = str(spec.type)
     optional = spec.default is MISSING and declared.endswith("| None")
     return spec.name, _READERS[declared], None if optional else spec.default
-
-
-def _compressed(row: Fields, key: str, default: Any) -> Compressed | None:
-    small = row.child(key)
-    return None if small is None else record_of(Compressed, small)
 
 
 def _workspaces(row: Fields, key: str, default: Any) -> tuple[Workspace, ...]:
@@ -267,28 +243,24 @@ _READERS: Final[dict[str, Callable[[Fields, str, Any], Any]]] = {
     "float | None": Fields.number,
     "bool": Fields.flag,
     "tuple[str, ...]": Fields.names,
-    "Compressed | None": _compressed,
     "tuple[Workspace, ...]": _workspaces,
     "tuple[tuple[str, float], ...]": _speeds,
 }
 
 
 _FIELDS: Final[dict[type, list[Any]]] = {
-    kind: [_reader(spec) for spec in fields(kind)]
-    for kind in (Storage, Op, Device, Workspace, Compressed)
+    kind: [_reader(spec) for spec in fields(kind)] for kind in (Storage, Op, Device, Workspace)
 }
 
 
-def data_of(record: Storage | Op | Device | Workspace | Compressed) -> dict[str, Any]:
+def data_of(record: Storage | Op | Device | Workspace) -> dict[str, Any]:
     """Return a record as a JSON object."""
     result: dict[str, Any] = {}
     for spec in fields(record):
         key, item = spec.name, getattr(record, spec.name)
         if item == spec.default and key not in ("name", "bytes"):
             continue
-        if isinstance(item, Compressed):
-            item = data_of(item)
-        elif key == "flops_per_s_by_dtype":
+        if key == "flops_per_s_by_dtype":
             item = dict(item)
         elif isinstance(item, tuple):
             item = [data_of(part) if isinstance(part, Workspace) else part for part in item]

@@ -9,25 +9,34 @@ tells how.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 from ..base.clock import counting, now, stage
 from ..base.errors import PlanError
-from ..base.progress import Wanted, speaking
-from ..base.sizes import parse_bytes
+from ..base.progress import Wanted, say, speaking
+from ..base.sizes import parse_bytes, show_bytes
 from ..graph.graph import Graph
+from ..graph.holes import holes
 from ..graph.liveness import unplanned_bytes
 from . import policies
-from .auto import Auto
-from .compress import Compressing
-from .plan import Plan
-from .refusal import over_budget
+from .bound import smallest_peak
+from .emit import emit, finished_plan
+from .plan import TECHNIQUES, BudgetError, Plan, check_techniques
+from .policies.sqrt_n import sqrt_n
+from .refusal import over_budget, peak_op, placed, refused
+from .search.candidates import Candidate
+from .search.exact import solve as solve_exactly
+from .search.search import LARGE, Search
 
-TECHNIQUES = ("keep", "recompute", "offload")
-ALL_TECHNIQUES = (*TECHNIQUES, "compress")
+log = logging.getLogger(__name__)
+
+EXACT_OPS = 10
+# Of the time limit: what exact solving may take; and what is left to find the smallest peak, as
+# long as no plan keeps the budget.
+PART, TO_REFUSE = 0.5, 0.2
 
 
 def plan_graph(
@@ -39,7 +48,7 @@ def plan_graph(
     time_limit_s: float = 60.0,
     deterministic: bool = False,
     progress: Wanted = False,
-    historical: bool = True,
+    from_sqrt_n: bool = True,
 ) -> Plan:
     """Plan a graph within a budget.
 
@@ -53,9 +62,8 @@ def plan_graph(
     planner
         `auto`, or the name of a planner of the literature (`sn_memory.plan.policies.names()`).
     techniques
-        What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
-        speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
-        form). The search without it has half of the time then.
+        What `auto` may do: `keep` always, `recompute`, and `offload` (where the device states
+        transfer speeds).
     time_limit_s
         After this many seconds on the wall `auto` answers with the best it has, to a tenth of
         them: all its stages share them. A search that ends by itself is the same on any machine;
@@ -68,7 +76,7 @@ def plan_graph(
     progress
         True writes to standard error how far it is: a bar on a terminal, else lines. None does so
         on a terminal only. A function takes a `Progress` at each attempt. False is silent.
-    historical
+    from_sqrt_n
         Whether `auto` begins from the plan of `sqrt_n`.
 
     Returns
@@ -83,7 +91,7 @@ def plan_graph(
         and plan, and the floor that no plan can go below; its message says whether the search
         ended by itself, which does not depend on the machine, or by `time_limit_s`.
     PlanError
-        For an unknown planner or technique, and `compress` for a graph without compressed forms.
+        For an unknown planner or technique.
     """
     return plan_front(
         graph,
@@ -93,7 +101,7 @@ def plan_graph(
         time_limit_s=time_limit_s,
         deterministic=deterministic,
         progress=progress,
-        historical=historical,
+        from_sqrt_n=from_sqrt_n,
     )[0]
 
 
@@ -106,17 +114,13 @@ def plan_front(
     time_limit_s: float = 60.0,
     deterministic: bool = False,
     progress: Wanted = False,
-    historical: bool = True,
+    from_sqrt_n: bool = True,
 ) -> list[Plan]:
     """Plan a graph for several budgets; the plans are monotone in the budget, in time and in peak.
 
     Parameters are those of `plan_graph`; `time_limit_s` is for each budget.
     """
-    for technique in techniques:
-        if technique not in ALL_TECHNIQUES:
-            raise PlanError(
-                f"got technique {technique!r}, expected some of {', '.join(ALL_TECHNIQUES)}."
-            )
+    check_techniques(techniques)
     if planner != "auto" and planner not in policies.names():
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
@@ -130,10 +134,7 @@ def plan_front(
             time_limit_s = min(time_limit_s, left_s)
         if planner != "auto":
             return [_named(graph, planner, size) for size in sizes]
-        auto = partial(Auto, historical=historical)
-        if "compress" in techniques:
-            return Compressing(auto, graph, techniques, time_limit_s).front(sizes)
-        return auto(graph, techniques, time_limit_s).front(sizes)
+        return Auto(graph, techniques, time_limit_s, from_sqrt_n=from_sqrt_n).front(sizes)
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
@@ -145,3 +146,216 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
             graph, plan, budget_bytes, what=planner, instead="take the planner 'auto'"
         )
     return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
+
+
+class Auto:
+    """The planner `auto`, of one graph for any number of budgets.
+
+    A search of our own that begins from the plan of `sqrt_n`. Very small graphs are solved exactly.
+    Exact solving, the search, and what it takes to say no share one deadline: see `look`.
+
+    Parameters
+    ----------
+    graph
+        What is to be carried out.
+    techniques
+        `keep`, `recompute`, `offload`, or some of them.
+    time_limit_s
+        Seconds of `clock.now` for each budget, of the first one from here on.
+    from_sqrt_n
+        Whether the search begins from the plan of `sqrt_n`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        techniques: Sequence[str],
+        time_limit_s: float,
+        *,
+        from_sqrt_n: bool = True,
+    ) -> None:
+        self.graph, self.limit_s, self.from_sqrt_n = graph, time_limit_s, from_sqrt_n
+        # When the budget that is looked at began, if it has, and when its time is over.
+        self.began: float | None = now()
+        self.end = self.began + time_limit_s
+        self.search = Search(
+            holes(graph, lean=True),
+            offload="offload" in techniques,
+            recompute="recompute" in techniques,
+            deadline=self.end,
+        )
+        self.plans: list[Plan] = []
+        # Whether exact solving has given up, so that it proves nothing.
+        self.gave_up = False
+        self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
+
+    def front(self, budgets: Sequence[int]) -> list[Plan]:
+        """Return a plan for each budget; the largest is looked at first, as its plans serve all."""
+        spent: dict[int, float] = {}
+        for budget in sorted(set(budgets), reverse=True):
+            began = now()
+            self.look(budget)
+            spent[budget] = now() - began
+        return [self.answer(budget, spent[budget]) for budget in budgets]
+
+    def look(self, budget_bytes: int) -> None:
+        """Fill the archives with what can be found for a budget."""
+        began = now() if self.began is None else self.began
+        self.began, self.end = None, began + self.limit_s
+        self.search.began = began
+        if self.exactly(budget_bytes, began + self.limit_s * PART) and not self.search.offload:
+            return
+        if self.floor[0] > budget_bytes:
+            return
+        self.start_from_sqrt_n(budget_bytes)
+        within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        best = min(within, key=lambda plan: plan.seconds, default=None)
+        known = best is not None or self.search.archive.best(budget_bytes) is not None
+        self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
+        self.search.end = self.end
+        # On a large graph the search finds more in the time that it takes to improve this plan.
+        worth = self.search.recompute and len(self.graph.ops) <= LARGE
+        if best is not None and best.planner != "exact" and worth:
+            self.search.from_plan(best, budget_bytes)
+        self.search.solve(budget_bytes)
+        self.search.widened(budget_bytes)
+
+    @property
+    def small(self) -> bool:
+        """Whether the graph is small enough to be solved exactly."""
+        few = len(self.graph.ops) <= EXACT_OPS and self.search.recompute
+        return few and not self.gave_up
+
+    def exactly(self, budget_bytes: int, deadline: float) -> bool:
+        """Put an optimal plan without transfers, if there is one, among the plans.
+
+        False where the graph is too large for that.
+        """
+        if not self.small:
+            return False
+        try:
+            found = solve_exactly(self.graph, budget_bytes, deadline=deadline)
+        except (MemoryError, TimeoutError):
+            self.gave_up = True
+            return False
+        if found is None:
+            return True
+        plan = finished_plan(
+            self.graph,
+            found.actions,
+            planner="exact",
+            peak_bytes=found.peak_bytes,
+            seconds=found.seconds,
+            lower_bound_seconds=0.0 if self.search.offload else found.seconds,
+        )
+        self.plans.append(plan)
+        return True
+
+    def start_from_sqrt_n(self, budget_bytes: int) -> None:
+        """Take the plan of `sqrt_n` in.
+
+        Whatever time there is, so that a budget which it keeps is not refused for want of time: it
+        takes a tenth of a second for three thousand ops, one for twenty thousand.
+        """
+        own = self.search.archive.best(budget_bytes)
+        if not self.from_sqrt_n or (own is not None and own.origin == "keep"):
+            return
+        say("search", now() - self.search.began, self.limit_s, "sqrt_n")
+        plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
+        if self.allowed(plan):
+            self.plans.append(plan)
+
+    def allowed(self, plan: Plan) -> bool:
+        """Whether a plan does only what this search may do."""
+        offloads = any(action.kind == "offload" for action in plan.actions)
+        reruns = sum(action.kind == "run" for action in plan.actions) > len(self.graph.ops)
+        return (self.search.offload or not offloads) and (self.search.recompute or not reruns)
+
+    def answer(self, budget_bytes: int, solve_s: float) -> Plan:
+        """Return the fastest of all that keeps a budget, with its bound."""
+        plan = self.fastest(budget_bytes)
+        if plan is None:
+            # To say what the smallest peak is takes a search of its own, which may find a plan.
+            error = self.refusal(budget_bytes)
+            plan = self.fastest(budget_bytes)
+            if plan is None:
+                raise error
+        proven = (
+            it.lower_bound_seconds
+            for it in self.plans
+            if it.planner == "exact" and it.peak_bytes <= budget_bytes
+        )
+        bound = max([self.search.bound(budget_bytes), *proven])
+        plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
+        log.info(
+            "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
+            self.graph.name or "graph",
+            show_bytes(plan.baseline_peak_bytes),
+            show_bytes(plan.peak_bytes),
+            100 * plan.overhead,
+            100 * plan.gap,
+            solve_s,
+        )
+        return plan
+
+    def fastest(self, budget_bytes: int) -> Plan | None:
+        """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
+        found = self.search.archive.best(budget_bytes)
+        others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
+        if other is not None and (
+            found is None or (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
+        ):
+            return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
+        return None if found is None else self.emitted(found, budget_bytes)
+
+    def emitted(self, found: Candidate, budget_bytes: int | None) -> Plan:
+        return emit(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+
+    def refusal(self, budget_bytes: int) -> BudgetError:
+        """Return the error that says what the smallest peak is, as far as it can be found."""
+        # After a front of budgets, those after the first have no part of the time left for this.
+        end = max(self.end, now() + self.limit_s * TO_REFUSE)
+        floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
+        before = len(self.plans)
+        if self.search.recompute:
+            self.start_from_sqrt_n(floor)
+        # What it names is found again when it is asked for: nothing below depends on this budget,
+        # nor on what the search for it has found.
+        search = Search(
+            self.search.shape,
+            offload=self.search.offload,
+            recompute=self.search.recompute,
+            deadline=end,
+        )
+        search.end = end
+        ended = self.shrink(search, floor)
+        smallest = search.archive.smallest()
+        found = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
+        self.plans.append(found)
+        least = min(self.plans[before:], key=lambda plan: (plan.peak_bytes, plan.seconds))
+        size, name = least.peak_bytes, peak_op(self.graph, least)
+        if self.small and not self.search.offload:
+            floor, op = size, name
+        where = placed(self.graph, name)
+        if size <= floor:
+            text = f"no plan has a peak below {show_bytes(size)}, set by {where}"
+        else:
+            how = "found" if ended else f"found in {self.limit_s:g} s, when the search was cut,"
+            text = (
+                f"the smallest peak {how} is {show_bytes(size)}, set by {where}; no plan can go "
+                f"below {show_bytes(floor)}, what {op!r} works on"
+            )
+        return refused(text, self.graph, least, budget_bytes, op=name, floor_bytes=floor)
+
+    def shrink(self, search: Search, low: int) -> bool:
+        """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
+        high = min(item.peak_bytes for item in search.archive.items)
+        while self.small and high > low:
+            middle = (low + high) // 2
+            before = len(self.plans)
+            self.exactly(middle, search.deadline)
+            low, high = (low, middle) if len(self.plans) > before else (middle + 1, high)
+        if not self.small or search.offload:
+            search.least(self.floor[0])
+        return not search.late

@@ -1,14 +1,18 @@
-"""The buffers of a plan: who needs how many bytes from which action to which, for `pack`."""
+"""The memory of a plan: who needs how many bytes from which action to which, and the sums of it.
+
+`pack` takes the buffers. Whatever asks for live bytes of actions takes them from here, but for
+`check/replay.py`, which shares nothing with the planner.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..base.errors import PlanError
 from ..graph.graph import Graph
-from ..graph.rewrite import as_run
-from .plan import Plan
+from .plan import Action, Plan
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class PlanBuffers:
     Parameters
     ----------
     names
-        The storage of each; `NAME (compressed)` for a compressed form, `NAME (second copy)` for an
-        output that a rerun makes again while it is there, and `workspace of OP`.
+        The storage of each; `NAME (second copy)` for an output that a rerun makes again while it is
+        there, and `workspace of OP`.
     buffers
         (lower, upper, size), half-open in numbers of actions.
     """
@@ -49,20 +53,34 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    walk = _Walk(as_run(graph, (action.target for action in plan.actions if action.kind == "run")))
-    for at, action in enumerate(plan.actions):
-        walk.act(at, action.kind, action.target, action.way)
-    return walk.result(max(len(plan.actions), 1))
+    return _walked(graph, plan.actions).result(max(len(plan.actions), 1))
+
+
+def live_bytes(graph: Graph, actions: Sequence[Action]) -> list[int]:
+    """Return the bytes live during each action; during a free, those before it."""
+    change = [0] * (len(actions) + 2)
+    for lower, upper, size in _walked(graph, actions).result(max(len(actions), 1)).buffers:
+        change[lower] += size
+        change[upper] -= size
+    live = list(accumulate(change))[: len(actions)]
+    sizes, names = graph.arrays.bytes, graph.storage_index
+    for at, action in enumerate(actions):
+        if action.kind == "free":
+            live[at] += int(sizes[names[action.target]])
+    return live
 
 
 def peak_action(graph: Graph, plan: Plan) -> int:
     """Return the first action at which a plan has the most live bytes; 0 for no actions."""
-    change = [0] * (len(plan.actions) + 2)
-    for lower, upper, size in plan_buffers(graph, plan).buffers:
-        change[lower] += size
-        change[upper] -= size
-    live = list(accumulate(change))
-    return live.index(max(live))
+    live = live_bytes(graph, plan.actions)
+    return live.index(max(live)) if live else 0
+
+
+def _walked(graph: Graph, actions: Sequence[Action]) -> _Walk:
+    walk = _Walk(graph)
+    for at, action in enumerate(actions):
+        walk.act(at, action.kind, action.target, action.way)
+    return walk
 
 
 class _Walk:
@@ -71,7 +89,7 @@ class _Walk:
         self.names: list[str] = []
         # [lower, upper, size]; the upper end is not known while a buffer is there.
         self.rows: list[tuple[int, int | None, int]] = []
-        self.there: dict[str, int] = {}
+        self.present: dict[str, int] = {}
         for storage in graph.storages:
             if storage.resident:
                 self.open(storage.name, 0, self.size(storage.name))
@@ -80,16 +98,16 @@ class _Walk:
         return int(self.sizes[self.graph.storage_index[storage]])
 
     def open(self, name: str, at: int, size: int) -> None:
-        self.there[name] = len(self.rows)
+        self.present[name] = len(self.rows)
         self.names.append(name)
         self.rows.append((at, None, size))
 
     def close(self, name: str, at: int) -> None:
-        if name not in self.there:
+        if name not in self.present:
             raise PlanError(
                 f"action {at}: frees {name!r}, which is not there; check the plan first."
             )
-        row = self.there.pop(name)
+        row = self.present.pop(name)
         self.rows[row] = (self.rows[row][0], at, self.rows[row][2])
 
     def once(self, name: str, at: int, size: int) -> None:
@@ -100,22 +118,16 @@ class _Walk:
         if kind == "run":
             self.run(at, self.graph.op_index[target], way)
             return
-        record = self.graph.storages[self.graph.storage_index[target]]
-        name, small = record.name, f"{record.name} (compressed)"
+        name = self.graph.storages[self.graph.storage_index[target]].name
         if kind == "free":
             self.close(name, at)
-        elif kind in ("prefetch", "decompress"):
+        elif kind == "prefetch":
             self.open(name, at, self.size(name))
-        if kind == "compress" and record.compressed is not None:
-            self.open(small, at, record.compressed.bytes)
-            self.close(name, at + 1)
-        if kind == "decompress":
-            self.close(small, at + 1)
 
     def run(self, at: int, op: int, way: int) -> None:
         for storage in self.graph.arrays.outputs[op]:
             name, size = self.graph.storages[storage].name, self.sizes[storage]
-            if name in self.there:
+            if name in self.present:
                 self.once(f"{name} (second copy)", at, size)
             else:
                 self.open(name, at, size)

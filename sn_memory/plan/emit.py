@@ -7,7 +7,8 @@ named ones do) call `plan_from_decisions`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ..base.errors import PlanError
 from ..cost.offload import BESIDE, lane_seconds, windows
@@ -34,23 +35,42 @@ def emit(
     Without a bound of the planner's own, the seconds of all ops run once in their fastest way are
     the bound.
     """
-    graph = shape.graph
-    seconds = lane_seconds(shape, schedule)
+    plan = finished_plan(
+        shape.graph,
+        _actions(shape, schedule),
+        planner=planner,
+        reasons=reasons,
+        peak_bytes=schedule.peak_bytes or shape.graph.base_bytes,
+        seconds=lane_seconds(shape, schedule),
+        lower_bound_seconds=lower_bound_seconds,
+    )
+    return replace(plan, budget_bytes=budget_bytes, solve_s=solve_s)
+
+
+def finished_plan(
+    graph: Graph,
+    actions: Sequence[Action],
+    *,
+    planner: str,
+    peak_bytes: int,
+    seconds: float,
+    reasons: Mapping[int, str] | None = None,
+    lower_bound_seconds: float | None = None,
+) -> Plan:
+    """Return a plan with what follows from its graph; without a bound, that of all ops run once."""
     least = sum(min(options) for options in graph.arrays.seconds)
     bound = least if lower_bound_seconds is None else lower_bound_seconds
     return Plan(
-        actions=_actions(shape, schedule),
-        decisions=_decisions(shape, schedule, reasons or {}),
+        actions=tuple(actions),
+        decisions=decisions_of(graph, actions, reasons),
         planner=planner,
-        peak_bytes=schedule.peak_bytes or graph.base_bytes,
+        peak_bytes=peak_bytes,
         seconds=seconds,
         # Both are sums of the same terms in another order; a bound above by rounding is no bound.
         lower_bound_seconds=min(bound, seconds),
-        budget_bytes=budget_bytes,
         baseline_peak_bytes=unplanned_bytes(graph),
         baseline_seconds=baseline_seconds(graph),
         seconds_sources=graph.seconds_sources,
-        solve_s=solve_s,
         graph_name=graph.name,
     )
 
@@ -90,7 +110,7 @@ def plan_from_decisions(
     for name, technique in decisions.items():
         if name not in graph.storage_index:
             raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
-        if technique not in DECISIONS or technique == "compress":
+        if technique not in DECISIONS:
             raise PlanError(
                 f"decisions[{name!r}]: got {technique!r}, expected keep, recompute, recompute_each "
                 "or offload."
@@ -132,52 +152,62 @@ def plan_from_decisions(
     return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
 
 
-def decisions_of(graph: Graph, actions: Sequence[Action]) -> tuple[Decision, ...]:
-    """Return the decisions that actions amount to, for planners that do not simulate a choice."""
-    made: Counter[str] = Counter()
-    offloaded = {action.target for action in actions if action.kind == "offload"}
-    for action in actions:
-        if action.kind == "run":
-            made.update(
-                graph.storages[it].name
-                for it in graph.arrays.outputs[graph.op_index[action.target]]
-            )
+def decisions_of(
+    graph: Graph, actions: Iterable[Action], reasons: Mapping[int, str] | None = None
+) -> tuple[Decision, ...]:
+    """Return the decisions that actions amount to, seen from how often each storage is made.
+
+    What comes out of an op once more and is given back unread was not wanted, and does not count.
+    `reasons` per storage replace the general sentence.
+    """
+    arrays, device = graph.arrays, graph.device
+    made: Counter[int] = Counter()
+    cost: dict[int, float] = {}
+    present: set[int] = set()
+    unread: set[int] = set()
+    offloaded: set[int] = set()
+    ran: set[int] = set()
+    for kind, target, way in actions:
+        if kind != "run":
+            storage = graph.storage_index[target]
+            if kind == "free":
+                present.discard(storage)
+                if storage in unread and made[storage] > 1:
+                    made[storage] -= 1
+            elif kind == "offload":
+                offloaded.add(storage)
+            else:
+                present.add(storage)
+            continue
+        op = graph.op_index[target]
+        unread.difference_update(arrays.reads[op], arrays.releases[op])
+        fresh = [storage for storage in arrays.outputs[op] if storage not in present]
+        present.update(fresh)
+        unread.update(fresh)
+        made.update(fresh)
+        if op in ran:
+            share = arrays.seconds[op][way] / max(1, len(fresh or arrays.writes[op]))
+            for storage in fresh or arrays.writes[op]:
+                cost[storage] = cost.get(storage, 0.0) + share
+        ran.add(op)
+    lanes = (device.to_host_bytes_per_s, device.to_device_bytes_per_s)
     result = []
-    for storage in graph.storages:
-        times = made[storage.name]
+    for number, record in enumerate(graph.storages):
+        times, size = made[number], int(arrays.bytes[number])
         if not times:
             continue
-        if storage.name in offloaded:
-            result.append(Decision(storage.name, "offload", "leaves for the host", storage.bytes))
+        seconds = cost.get(number, 0.0)
+        if number in offloaded:
+            technique, text = "offload", "spends its longest gap on the host"
+            seconds = sum(size / lane + device.transfer_latency_s for lane in lanes if lane)
         elif times == 1:
-            result.append(Decision(storage.name, "keep", "made once"))
+            technique, text = "keep", "on the device from its making to its last use"
+            size, seconds = 0, 0.0
         else:
             technique = "recompute" if times == 2 else "recompute_each"
-            result.append(Decision(storage.name, technique, f"made {times} times", storage.bytes))
-    return tuple(result)
-
-
-def _decisions(
-    shape: Holes, schedule: Schedule, reasons: Mapping[int, str]
-) -> tuple[Decision, ...]:
-    """Say for each storage what the schedule does with it, seen from how often it is made."""
-    stays = Counter(schedule.intervals[:, 0].tolist())
-    moved = {host_copy.storage for host_copy in schedule.host_copies}
-    runs = Counter(schedule.ops)
-    result = []
-    for number, storage in enumerate(shape.graph.storages):
-        if not shape.chain[number]:
-            continue
-        size, cost = shape.bytes[number], 0.0
-        if number in moved:
-            technique, text = "offload", "spends its longest gap on the host"
-        elif stays[number] < 2:
-            technique, text, size = "keep", "on the device from its making to its last use", 0
-        else:
-            technique = "recompute" if stays[number] == 2 else "recompute_each"
-            cost = sum((runs[op] - 1) * shape.seconds[op] for op in shape.chain[number])
-            text = f"made {stays[number]} times, for {cost:.3g} s more"
-        result.append(Decision(storage.name, technique, reasons.get(number, text), size, cost))
+            text = f"made {times} times, for {seconds:.3g} s more"
+        text = (reasons or {}).get(number, text) if technique != "keep" else text
+        result.append(Decision(record.name, technique, text, size, seconds))
     return tuple(result)
 
 

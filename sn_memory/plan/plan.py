@@ -1,7 +1,7 @@
 """The plan: what to do, action by action, and what that will cost. Data only; JSON in and out.
 
 A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
-So a plan *is* its actions: run, free, offload, prefetch, compress, decompress, in order. The
+So a plan *is* its actions: run, free, offload, prefetch, in order. The
 decisions beside them say why, for people and for back ends that only take hints.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -18,19 +18,34 @@ from ..base.fields import Fields, is_count, is_text, load, show
 from ..base.sizes import decided_line, peak_line, seconds_line, show_bytes
 
 FORMAT: Final = "sn_memory.plan.v1"
-KINDS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
-DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload", "compress")
+KINDS: Final = ("run", "free", "offload", "prefetch")
+TECHNIQUES: Final = ("keep", "recompute", "offload")
+DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
+
+
+def check_techniques(techniques: Sequence[str]) -> None:
+    """Raise PlanError for a technique that no plan has."""
+    for technique in techniques:
+        if technique == "compress":
+            raise PlanError(
+                "got technique 'compress': plans keep, recompute and offload whole storages. To "
+                "keep what is saved for the backward pass in few bits, call "
+                "`sn_memory.torch.compress_activations(model, bits=4)` instead of planning (for "
+                "Keras that of `sn_memory.tensorflow`)."
+            )
+        if technique not in TECHNIQUES:
+            raise PlanError(
+                f"got technique {technique!r}, expected some of {', '.join(TECHNIQUES)}."
+            )
 
 
 class Action(NamedTuple):
     """One entry of a plan: `run` an op in one of its ways, or do one of the others to a storage.
 
-    run         allocate the outputs that are absent, hold the workspace, compute
-    free        give the storage's device memory back
-    offload     start copying it to the host; its device memory stays until `free`
-    prefetch    allocate it on the device again and start copying it back
-    compress    replace it by its compressed form
-    decompress  replace the compressed form by the storage
+    run       allocate the outputs that are absent, hold the workspace, compute
+    free      give the storage's device memory back
+    offload   start copying it to the host; its device memory stays until `free`
+    prefetch  allocate it on the device again and start copying it back
     """
 
     kind: str
@@ -48,7 +63,7 @@ class Decision:
         Its name.
     technique
         `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each` (rebuilt
-        for each group of uses), `offload` or `compress`.
+        for each group of uses) or `offload`.
     reason
         One sentence for people.
     bytes, cost_s

@@ -8,6 +8,13 @@ from .buffers import peak_action
 from .plan import BudgetError, Plan, budget_line, percent_kept
 
 
+def peak_op(graph: Graph, plan: Plan) -> str:
+    """Return the op that runs at the peak of a plan, or next after it."""
+    first = peak_action(graph, plan)
+    later = (action.target for action in plan.actions[first:] if action.kind == "run")
+    return next(later, graph.ops[-1].name)
+
+
 def placed(graph: Graph, op: str) -> str:
     """Return an op's name for a message, with the path of its module."""
     module = module_of(graph, op)
@@ -78,8 +85,6 @@ def over_budget(
 
     what, instead : what needs it, and what else one may do
     """
-    first = peak_action(graph, plan)
-    later = (action.target for action in plan.actions[first:] if action.kind == "run")
-    op = next(later, graph.ops[-1].name)
+    op = peak_op(graph, plan)
     text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
     return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

@@ -21,7 +21,8 @@ from ..base.sizes import show_bytes
 from ..cost.state_lanes import BY_HOST, LaneSeconds, lane_seconds
 from ..graph.graph import Graph
 from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, update_seconds, with_state
-from .ahead import ahead, live_bytes
+from .buffers import live_bytes
+from .copies import spread_copies
 from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
@@ -220,7 +221,7 @@ def planned_with(
         )  # fmt: skip
     plan = planner(whole, budget_bytes)
     if all(it.kind in ("run", "free") for it in plan.actions):
-        actions = ahead(whole, plan.actions, budget_bytes)
+        actions = spread_copies(whole, plan.actions, budget_bytes)
         peak = max(live_bytes(whole, actions), default=plan.peak_bytes)
         plan = replace(plan, actions=actions, peak_bytes=peak)
     every = {it.parameter: places.get(it.parameter, "device") for it in units}

@@ -13,7 +13,6 @@ from ..base.sizes import show_bytes
 from ..check.replay import Replay
 from ..graph.graph import Graph
 from ..graph.liveness import lifetimes
-from ..graph.rewrite import SMALL
 from ..plan.buffers import plan_buffers
 from ..plan.plan import Decision, Plan
 
@@ -162,7 +161,7 @@ def planned_curve(graph: Graph, plan: Plan, replay: Replay) -> Curve:
 
 def _storage(graph: Graph, name: str) -> int | None:
     """Return the storage that a buffer of this name is of; None for scratch and residents."""
-    return graph.storage_index.get(name.removesuffix(_SECOND).removesuffix(SMALL))
+    return graph.storage_index.get(name.removesuffix(_SECOND))
 
 
 def _layer(graph: Graph, name: str) -> int:

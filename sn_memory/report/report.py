@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 from ..base.sizes import show_bytes, show_seconds, table
 from ..check.replay import check_plan
 from ..graph.graph import Graph
-from ..graph.rewrite import as_run
 from ..plan.plan import Plan
 from .curves import Replayed, owner_groups, planned_curve, top_owners, unplanned_curve
 from .figure import figure
@@ -134,7 +133,6 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
     replay = check_plan(graph, plan)
-    graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
     moved = [item for item in plan.decisions if item.technique != "keep"]
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
     before, after = unplanned_curve(graph), planned_curve(graph, plan, replay)

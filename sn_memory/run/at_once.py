@@ -96,9 +96,7 @@ def carried_over(graph: Graph, made: Plan, budget_bytes: int) -> Plan | None:
         found = within(graph, replace(made, actions=actions), budget_bytes)
     except (PlanError, BudgetError):
         return None
-    if not found.decided("compress"):
-        found = replace(found, decisions=decisions_of(graph, actions))
-    return found
+    return replace(found, decisions=decisions_of(graph, actions))
 
 
 def smallest(graph: Graph) -> Plan:

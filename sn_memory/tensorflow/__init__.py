@@ -6,7 +6,6 @@ from ..base.errors import PlanWarning, need
 
 need("tensorflow", "sn_memory.tensorflow")
 
-from ..activations import Peaks
 from ..run.estimate import Estimate
 from ..run.planned import Verification
 from .activations.compress import CompressedActivations, compress_activations
@@ -27,7 +26,6 @@ __all__ = [
     "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
-    "Peaks",
     "PlanWarning",
     "Planned",
     "PlannedStep",

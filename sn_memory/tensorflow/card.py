@@ -67,7 +67,7 @@ def plan_on_card(
     *,
     device: Device | str | None,
     time_limit_s: float,
-    historical: bool = True,
+    from_sqrt_n: bool = True,
     **settings: Any,
 ) -> Plan:
     """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere.
@@ -85,7 +85,7 @@ def plan_on_card(
             graph,
             live_bytes,
             time_limit_s=time_limit_s if seconds is None else min(seconds, time_limit_s),
-            historical=historical and seconds is None,
+            from_sqrt_n=from_sqrt_n and seconds is None,
             **settings,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plan import plan as plans
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.program import Program
@@ -141,7 +142,8 @@ def plain_model(model: Any) -> Any:
 
 
 def check_techniques(techniques: Sequence[str]) -> None:
-    """Raise ValueError for techniques that are not carried out here."""
+    """Raise PlanError for techniques there are not, ValueError for those not carried out here."""
+    plans.check_techniques(techniques)
     if "offload" in techniques:
         raise ValueError(
             'got the technique "offload", expected "keep" and "recompute": under TensorFlow '

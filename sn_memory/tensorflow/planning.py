@@ -47,7 +47,7 @@ class Planning:
                 techniques=self.techniques,
                 time_limit_s=SEARCH_S,
                 deterministic=self.deterministic,
-                historical=False,
+                from_sqrt_n=False,
             )
             check_plan(graph, made)
             return made

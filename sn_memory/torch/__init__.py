@@ -8,7 +8,8 @@ need("torch", "sn_memory.torch")
 
 from ..run.estimate import Estimate
 from ..run.planned import PlannedKind, Verification
-from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
+from .activations.compress import CompressedActivations, compress_activations
+from .activations.saving import Saved
 from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
@@ -25,7 +26,6 @@ __all__ = [
     "CompressedActivations",
     "Estimate",
     "HostState",
-    "Peaks",
     "PinnedState",
     "PlanWarning",
     "Planned",

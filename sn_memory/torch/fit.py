@@ -223,7 +223,7 @@ class _Asked:
             budget_bytes,
             techniques=techniques,
             time_limit_s=self.time_limit_s,
-            historical=False,
+            from_sqrt_n=False,
         )
 
     def on(self, count: int, units: Units, batches: tuple[int, int]) -> Way:

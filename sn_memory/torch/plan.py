@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.host import return_freed
 from ..base.native import core
@@ -25,7 +24,7 @@ from ..cost.devices import speeds
 from ..graph.hosted import UPDATES
 from ..graph.records import Device
 from ..plan.api import plan_graph
-from ..plan.plan import Plan
+from ..plan.plan import Plan, check_techniques
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.process import LIMIT
@@ -85,7 +84,6 @@ def plan(
     compiler: str = "inductor",
     overlap: bool = False,
     workspaces: bool | Measure = False,
-    bits: int | Controller = 8,
     trial: bool = True,
     accumulate: bool = False,
     state: str | os.PathLike[str] | StateArena | None = None,
@@ -120,9 +118,7 @@ def plan(
     planner, techniques
         As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
         `trace` with the same settings: made by the command line, or what BudgetError carries as
-        the smallest that was found. The technique `offload` moves storages to the host; `compress`,
-        with `graph` on the CPU, keeps them in few bits, and gradients are then right on average
-        only.
+        the smallest that was found. The technique `offload` moves storages to the host.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
@@ -144,8 +140,6 @@ def plan(
     workspaces
         With `graph`: let the plan choose how each convolution runs, by the workspace it has room
         for, as in `trace`. Other algorithms round otherwise, so bits may differ.
-    bits
-        Of what `compress` keeps, as in `trace`: 8, or the controller of `compress_activations`.
     trial
         Run the planned step once on the sample, and the model's own if memory allows, and compare.
         The model is left as it was. For a sample that is no real input (token numbers beyond the
@@ -203,8 +197,7 @@ def plan(
     Notes
     -----
     Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
-    kernels are deterministic; under inductor, to what inductor computes. With `compress` the loss
-    is; gradients are not, as soon as the plan compresses values.
+    kernels are deterministic; under inductor, to what inductor computes.
 
     Examples
     --------
@@ -230,6 +223,7 @@ def plan(
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
+    check_techniques(techniques)
     core()  # without it there is no plan: said before anything is traced
     check_model(model)
     check_optimizer(optimizer)
@@ -248,7 +242,6 @@ def plan(
         compiler=compiler,
         overlap=overlap,
         workspaces=workspaces,
-        bits=bits,
         trial=trial,
         plan_graph=plan_graph,
         accumulate=accumulate,
@@ -256,8 +249,6 @@ def plan(
         deterministic=deterministic,
         share=budget if is_part(budget) else "",
     )
-    if planning.compresses and backend not in ("auto", "graph"):
-        raise ValueError(f"got technique compress with {backend!r}; only 'graph' carries it out.")
     if backend == "compile" and "offload" in techniques:
         raise ValueError(
             "got technique offload with backend='compile', where no copy to the host is safe: "
@@ -268,7 +259,7 @@ def plan(
     if state is not None:
         _check_state(planning)
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
-    if was_compiled and backend == "auto" and not planning.compresses:
+    if was_compiled and backend == "auto":
         offloads = "offload" in techniques
         planning = replace(planning, was_compiled=not offloads)
         if offloads:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.host import return_freed
 from ..base.progress import say
@@ -23,14 +22,13 @@ from ..cost.devices import speeds
 from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device, Storage
+from ..plan.copies import WIDE, spread_copies
 from ..plan.plan import BudgetError, Plan
-from ..plan.slack import with_slack
 from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
 from ..run.reserved import within_reserved
 from .compile.backend import CompiledStep, Settings
 from .device.caching import planned_settings
-from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
 from .elsewhere.gpu import gpu_of
@@ -167,13 +165,12 @@ class Planning:
     compiler: str
     overlap: bool
     workspaces: bool | Measure
-    bits: int | Controller
     trial: bool
     plan_graph: Callable[..., Plan]
     accumulate: bool = False
     deterministic: bool = False
     share: float | str = ""
-    historical: bool = True
+    from_sqrt_n: bool = True
     was_compiled: bool = False
     state: StateOnHost | None = None
     update: str = "step"
@@ -181,12 +178,6 @@ class Planning:
     after_first: bool = False
     # Where the backward pass begins, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
-
-    @property
-    def compresses(self) -> bool:
-        """Whether values may be kept in few bits, so that gradients are right on average only."""
-        given = isinstance(self.planner, Plan) and self.planner.decided("compress")
-        return "compress" in self.techniques or bool(given)
 
     def at_once(self, budget_bytes: int, device: Device | None) -> Planning:
         """Return how to plan while training: a short search, no op timed, no trial.
@@ -202,7 +193,7 @@ class Planning:
             time_limit_s=SEARCH_S,
             workspaces=False,
             trial=False,
-            historical=False,
+            from_sqrt_n=False,
         )
 
     def made(self, model: torch.nn.Module, given: Arguments) -> Made:
@@ -231,7 +222,7 @@ class Planning:
                     # Where it sets the same in each step, that is the reason, as at first.
                     error = failure if isinstance(second, SetsStateError) else second
             # Modules are chosen by what was measured.
-            if self.backend != "auto" or self.compresses or self.deterministic or self.state:
+            if self.backend != "auto" or self.deterministic or self.state:
                 if error is failure:
                     raise
                 raise error from failure
@@ -260,7 +251,7 @@ class Planning:
     @property
     def may_run_first(self) -> bool:
         """Whether a first forward pass may set what it keeps: a trial compares then."""
-        return self.trial and self.state is None and not self.compresses and not self.after_first
+        return self.trial and self.state is None and not self.after_first
 
     def made_after_first(self, model: torch.nn.Module, given: Arguments) -> Made:
         """Plan by graph what steps do after the first, which sets what it keeps.
@@ -391,7 +382,9 @@ class Planning:
         def search(live_bytes: int, seconds: float | None) -> Plan:
             if seconds is None:
                 return self.searched(graph, live_bytes)
-            return replace(self, time_limit_s=seconds, historical=False).searched(graph, live_bytes)
+            return replace(self, time_limit_s=seconds, from_sqrt_n=False).searched(
+                graph, live_bytes
+            )
 
         return within_reserved(graph, allowed, search, planned_settings())
 
@@ -406,12 +399,11 @@ class Planning:
             techniques=self.techniques,
             time_limit_s=self.time_limit_s,
             deterministic=self.deterministic,
-            historical=self.historical,
+            from_sqrt_n=self.from_sqrt_n,
         )
         if made.decided("offload"):
-            actions = with_slack(
-                graph, made.actions, parse_bytes(budget, whole=unplanned_bytes(graph))
-            )
+            room = parse_bytes(budget, whole=unplanned_bytes(graph))
+            actions = spread_copies(graph, made.actions, room, times=WIDE)
             found = carry_out(graph, replace(made, actions=actions))
             made = replace(
                 made, actions=actions, peak_bytes=found.peak_bytes, seconds=found.seconds
@@ -455,12 +447,11 @@ class Planning:
                 optimizer=None if self.state else self.optimizer,
                 workspaces=self.workspaces,
                 overlap=self.overlap,
-                bits=self.bits if self.compresses else None,
                 layouts=layouts,
                 accumulate=self.accumulate,
                 update=self.update,
                 # Not while training, when seconds count and the budget is in bytes.
-                unplanned=self.historical,
+                unplanned=self.from_sqrt_n,
                 ends=self.ends,
             )
 
@@ -476,7 +467,7 @@ class Planning:
                 model, traced, self.budget, self.planned_state, measured=measured
             )
         made = planned(traced)
-        return Replay(as_planned(traced, made), made)
+        return Replay(traced, made)
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
@@ -504,10 +495,7 @@ class Planning:
             need = step.plan.baseline_peak_bytes
             # Beside an optimizer's state and earlier gradients the step itself is not all of it.
             counted = self.profile and self.optimizer is None and not self.accumulate
-            return tried(
-                step, model, given,
-                plain_bytes=need, gradients=not self.compresses, counted=counted,
-            )  # fmt: skip
+            return tried(step, model, given, plain_bytes=need, counted=counted)
 
         result = found()
         otherwise = bool(result.layouts)

@@ -17,7 +17,7 @@ def study():
 
 def test_plan_has_no_run_twice_and_seeds_for_the_headline_only(study):
     runs = study.plan([0, 1], ["cnn", "resnet"], None)
-    assert len(set(runs)) == len(runs) == 2 * (len(study.METHODS) + 3) + 2
+    assert len(set(runs)) == len(runs) == 2 * len(study.RIVALS) + 2 * (1 + 3) + 2 * (1 + 1)
     assert {run.method for run in runs if run.seed == 1} == set(study.HEADLINE)
 
 
@@ -54,28 +54,14 @@ def test_a_short_run_ends_in_a_row(study, method):
     assert f"| cnn | {method[0]}" in text
 
 
-def test_a_plan_of_everything_compressed_ends_in_a_row():
-    pytest.importorskip("torch")
-    import activations_plan
-
-    row = activations_plan.row_of("cnn", "all", 1.0, 1.0)
-    assert row["measured_bytes"] == row["predicted_bytes"] < row["unplanned_bytes"]
-    assert "| cnn | all compressed |" in activations_plan.table([row])
-    missed = {"net": "cnn", "techniques": "recompute", "share": 0.5, "smallest_bytes": 1}
-    assert "| cnn | 50% | not reached | - |" in activations_plan.table([missed])
-
-
-def test_a_peak_is_predicted_and_measured_in_a_row():
+def test_a_peak_is_measured_in_a_row():
     pytest.importorskip("torch")
     import activations_memory
 
-    row = activations_memory.row_of("transformer", 13.5, 1)
-    assert row["compressed_bytes"] <= row["saved_bytes"] / 13.5
-    assert row["again"]
-    assert 0 < row["work"] < 1
-    assert row["kept_to"] >= 0.85
-    assert row["measured_peak_bytes"] < 0.6 * row["plain_peak_bytes"]
-    assert "| transformer | " in activations_memory.table([row])
+    row = activations_memory.row_of("transformer", 4, 1)
+    assert row["compressed_bytes"] < row["saved_bytes"] / 4
+    assert row["peak_bytes"] < 0.8 * row["plain_peak_bytes"]
+    assert "| transformer | 4 bits | " in activations_memory.table([row])
 
 
 def test_bytes_of_a_keras_net_are_counted_once():
@@ -109,7 +95,7 @@ def test_bytes_of_a_keras_net_are_counted_once():
     assert row in text
 
 
-def test_a_keras_peak_is_predicted_and_measured_in_a_row():
+def test_a_keras_peak_is_measured_in_a_row():
     pytest.importorskip("tensorflow")
     import activations_memory_tensorflow
 
@@ -118,6 +104,5 @@ def test_a_keras_peak_is_predicted_and_measured_in_a_row():
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")
     row = activations_memory_tensorflow.row_of("CNN", 8, 1)
-    assert 0.85 <= row["kept_to"] <= 1.2
-    assert row["measured_peak_bytes"] < 0.7 * row["plain_peak_bytes"]
+    assert row["peak_bytes"] < 0.7 * row["plain_peak_bytes"]
     assert "| CNN | 8 bits | " in activations_memory_tensorflow.table([row])

@@ -11,31 +11,31 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders, its cap today, its line budget. A folder within a folder that has a row of its
 # own does not count for the outer one.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 951, 650),
-    "graph": (("graph",), 1553, 1150),
+    "base": (("base",), 950, 650),
+    "graph": (("graph",), 1391, 1150),
     "cost": (("cost",), 1510, 800),
-    "check": (("check",), 426, 430),
-    "run, report": (("run", "report"), 2077, 1350),
+    "check": (("check",), 389, 430),
+    "run, report": (("run", "report"), 2072, 1350),
     "pool": (("pool",), 982, 800),
-    "plan": (("plan",), 3254, 1500),
-    "plan/search": (("plan/search",), 2039, 1700),
+    "plan": (("plan",), 2710, 1500),
+    "plan/search": (("plan/search",), 1977, 1700),
     "plan/policies": (("plan/policies",), 266, 300),
-    "activations": (("activations",), 1013, 800),
+    "activations": (("activations",), 780, 800),
     "apoptosis": (("apoptosis",), 3206, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3309, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3288, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
-    "torch: trace": (("torch/trace",), 3852, 2300),
-    "torch: eager": (("torch/eager",), 2469, 1500),
+    "torch: trace": (("torch/trace",), 3406, 2300),
+    "torch: eager": (("torch/eager",), 2359, 1500),
     "torch: host": (("torch/state",), 1839, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
-    "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
-    "tensorflow": (("tensorflow",), 6838, 4200),
+    "torch: activations": (("torch/activations",), 1051, 1200),
+    "tensorflow": (("tensorflow",), 6591, 4200),
 }
-TOTAL = (47_907, 28_000)
-MOST_FILES = (296, 170)
+TOTAL = (45_364, 28_000)
+MOST_FILES = (267, 170)
 
 
 def lines(path: Path) -> int:

@@ -32,7 +32,7 @@ def test_gradients_are_near_and_where_they_belong(device, bits):
     assert torch.allclose(model[-1].bias.grad, plain[-1].bias.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_budget_is_kept_and_its_peak_foretold(device):
+def test_a_budget_is_kept(device):
     model, sample = net(device), torch.randn(32, 3, 16, 16, device=device)
     with compress_activations(model, bits=8) as compressed:
         model(sample).sum().backward()
@@ -41,5 +41,3 @@ def test_a_budget_is_kept_and_its_peak_foretold(device):
         for _ in range(2):
             model(sample).sum().backward()
         assert compressed.saved.compressed_bytes <= plain_bytes // 8
-        found = compressed.verify(sample)
-    assert found.measured_bytes < found.plain_bytes

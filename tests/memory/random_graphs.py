@@ -1,10 +1,8 @@
 """Random small graphs that use everything the format can say, and the brute force for liveness."""
 
-from dataclasses import replace
-
 import numpy as np
 
-from sn_memory import Compressed, Device, Graph, Op, Storage, Workspace
+from sn_memory import Device, Graph, Op, Storage, Workspace
 
 DEVICE = Device(to_host_bytes_per_s=40.0, to_device_bytes_per_s=40.0, transfer_latency_s=0.1)
 
@@ -124,22 +122,3 @@ def training_chain(layers: int, *, seed: int = 0, act: int = 100, skip: bool = F
             )
         )
     return Graph(storages, [*forward, *backward], name=f"chain {layers}")
-
-
-def compressible(graph, *, ratio=4, speed=100.0, roles=("activation",)):
-    """The graph with a form of each activation, compressed and decompressed at bytes / s."""
-    return Graph(
-        [
-            replace(
-                it, compressed=Compressed(it.bytes // ratio, it.bytes / speed, it.bytes / speed)
-            )
-            if it.role in roles and not it.keep
-            else it
-            for it in graph.storages
-        ],
-        graph.ops,
-        name=graph.name,
-        device=graph.device,
-        allocator=graph.allocator,
-        aliases=graph.aliases,
-    )

@@ -16,7 +16,7 @@ from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.bound import smallest_peak
 from sn_memory.plan.emit import emit
-from sn_memory.plan.search.mixed import all_moved, carried
+from sn_memory.plan.search.candidates import all_moved, carried
 from sn_memory.plan.search.widen import widen
 from sn_memory.plan.simulate import simulate_moved
 

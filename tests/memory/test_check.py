@@ -9,7 +9,6 @@ from random_graphs import random_graph, training_chain
 from sn_memory import (
     Action,
     BudgetError,
-    Compressed,
     Decision,
     Device,
     Graph,
@@ -23,7 +22,6 @@ from sn_memory import (
     plan_graph,
 )
 from sn_memory.graph.holes import holes
-from sn_memory.graph.rewrite import waits
 from sn_memory.plan.bound import smallest_peak
 
 STORAGES = [
@@ -78,11 +76,6 @@ def test_what_somebody_holds_does_not_leave():
     assert Graph.from_json(Graph(outside, OPS).to_json()).storages[1].held
     with pytest.raises(PlanError, match="holds it"):
         plan_from_decisions(Graph(outside, OPS, device=LANES), {"h1": "offload"}, planner="mine")
-    small = Compressed(1, 0.5, 0.5)
-    outside[1] = replace(outside[1], compressed=small)
-    refused(Graph(outside, OPS), "somebody outside holds it", "run f1", "run f2", "compress h1")
-    assert not waits(Graph(outside, OPS))
-    assert waits(Graph([replace(it, held=False) for it in outside], OPS))
 
 
 def test_what_is_held_and_cannot_be_made_again_counts_in_the_least_peak():
@@ -119,8 +112,6 @@ def test_predictions_are_held_to():
         ("expected run", ("swap h1",)),
         ("states no transfer speeds", ("run f1", "offload h1")),
         ("no host copy", ("run f1", "prefetch h1")),
-        ("allows no compressed form", ("run f1", "compress h1")),
-        ("not compressed", ("run f1", "decompress h1")),
     ],
 )
 def test_the_first_violation_is_named(said, actions):
@@ -149,16 +140,6 @@ def test_what_is_on_the_host_is_not_used_or_changed():
     refused(graph, "prefetch it first", "run f1", "offload h1", "free h1", "run f2")
     writes = [*OPS[:1], Op("w", writes=("h1",), seconds=1.0), *OPS[1:]]
     refused(Graph(STORAGES, writes, device=LANES), "host copy", "run f1", "offload h1", "run w")
-
-
-def test_compressed_storages_take_their_bytes():
-    storages = [
-        replace(s, compressed=Compressed(20, 0.5, 0.25)) if s.name == "h1" else s for s in STORAGES
-    ]
-    graph = Graph(storages, OPS)
-    actions = ("run f1", "run f2", "compress h1", "run f3", "run b3", "free h2", "decompress h1")
-    found = replay(graph, *actions, "run b2", peak=234, seconds=5.75)
-    assert found.live_bytes.tolist() == [110, 210, 230, 134, 234, 234, 234, 224]
 
 
 def test_versions_of_what_is_changed_in_place():

@@ -16,11 +16,10 @@ from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
 from sn_memory.cost.schedule import Impossible
 from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
-from sn_memory.plan.compiled import compiled
-from sn_memory.plan.search.anneal import Rules, anneal
-from sn_memory.plan.search.greedy import fit, trim
-from sn_memory.plan.search.mixed import all_moved, carried
-from sn_memory.plan.simulate import simulate
+from sn_memory.plan.search.candidates import all_moved, carried
+from sn_memory.plan.search.fit import fit, trim
+from sn_memory.plan.search.improve import Rules, anneal
+from sn_memory.plan.simulate import compiled, simulate
 
 
 def attempt(function, *args):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from random_graphs import random_graph
 
-from sn_memory import Compressed, Device, Graph, GraphError, Op, Storage, Workspace
+from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
 
 GRAPH = {
     "format": "sn_memory.graph.v1",
@@ -23,7 +23,7 @@ def test_json_round_host_copy():
 
 def test_json_round_host_copy_of_everything(tmp_path):
     graph = Graph(
-        [Storage("x", 5, "state"), Storage("y", 6, compressed=Compressed(2, 0.5, 0.25))],
+        [Storage("x", 5, "state"), Storage("y", 6, held=True)],
         [
             Op(
                 "f",

@@ -12,7 +12,6 @@ from sn_cli.main import main
 from sn_memory import (
     Action,
     BudgetError,
-    Compressed,
     Device,
     Graph,
     GraphError,
@@ -55,7 +54,6 @@ def chain(*sizes, seconds=1.0, device=None, allocator="none", **last):
         lambda: chain(MOST),
         # It is the rounded sizes that are added up.
         lambda: chain(*[MOST // 8 - 1] * 8, allocator="torch"),
-        lambda: chain(MOST - 10, 1, compressed=Compressed(20, 0.0, 0.0)),
         lambda: Graph(
             [Storage("y", 4)],
             [Op("f", (), ("y",), seconds=1.0, workspaces=(Workspace(2**61), Workspace(2**61)))],
@@ -72,7 +70,6 @@ def test_sizes_that_do_not_fit_are_refused(make):
     [
         lambda: chain(4, 4, seconds=1e308),
         lambda: chain(4, 4, seconds=3e18),
-        lambda: chain(4, compressed=Compressed(2, 1e308, 1e308)),
         lambda: chain(4, device=Device(to_host_bytes_per_s=5e-324, to_device_bytes_per_s=1.0)),
         lambda: chain(4, 4, seconds=None, device=Device(flops_per_s=1.0, bytes_per_s=1e-320)),
         lambda: chain(4, 4, device=Device(transfer_latency_s=1e308)),
@@ -103,16 +100,9 @@ def test_plans_of_sizes_near_the_limit_keep_their_budgets():
     made = 0
     for seed in range(6):
         small = random_graph(seed, most_ops=25, plain=seed % 2 == 0)
-        scale = (
-            (MOST - 1)
-            // sum(
-                it.bytes + sum(way.bytes for way in (it.compressed,) if way)
-                for it in small.storages
-            )
-            // 8
-        )
+        scale = (MOST - 1) // sum(it.bytes for it in small.storages) // 8
         graph = Graph(
-            [replace(it, bytes=it.bytes * scale, compressed=None) for it in small.storages],
+            [replace(it, bytes=it.bytes * scale) for it in small.storages],
             small.ops, device=replace(small.device, pinned_bytes=None), aliases=small.aliases,
         )  # fmt: skip
         budget = graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * 0.85)
@@ -136,21 +126,12 @@ def test_predictions_that_are_no_numbers_are_refused():
             check_plan(graph, replace(plan, lower_bound_seconds=wrong))
 
 
-def test_plans_that_compress_what_cannot_be_are_plan_errors():
-    graph = training_chain(3)
-    plan = policy("liveness")(graph, budget_bytes=None)
-    actions = (*plan.actions, Action("run", "compress c0"))
-    with pytest.raises(PlanError, match="cannot be compressed"):
-        check_plan(graph, replace(plan, actions=actions))
-
-
 @pytest.mark.parametrize(
     "fields",
     [
         {"storages": [Storage("y", 1.5)]},
         {"storages": [Storage("y", True)]},
         {"storages": [Storage("y", math.nan)]},
-        {"storages": [Storage("y", 4, compressed=Compressed(2, math.nan, 1.0))]},
         {"seconds": math.nan},
         {"seconds": 10**400},
         {"seconds": "1"},
@@ -175,20 +156,20 @@ def test_numbers_of_numpy_are_numbers():
 
 
 HEAD = '{"format": "sn_memory.graph.v1", "storages": [{"name": "y", "bytes": 4%s}], "ops": []}'
+DEVICE = HEAD.replace('"ops"', '"device": {"flops_per_s": %s}, "ops"').replace("%s", "", 1)
 DEEP = "[" * 100_000 + "]" * 100_000
 BAD_TEXTS = {
     "deep": '{"a": %s}' % DEEP,  # noqa: UP031 - braces
     "just as deep as it can be read": HEAD % (', "keep": ' + "[" * 900 + "]" * 900),
     "huge integer": HEAD % ("0" * 5000),
     "large integer": HEAD % ("0" * 30),
-    "huge exponent": HEAD % ', "compressed": {"bytes": 1, "compress_s": 1e999}',
-    "large number as integer": HEAD
-    % (', "compressed": {"bytes": 1, "compress_s": 1%s}' % ("0" * 400)),
+    "huge exponent": DEVICE % "1e999",
+    "large number as integer": DEVICE % ("1" + "0" * 400),
     "key twice": HEAD % ', "name": "z"',
     "half a character": HEAD % ', "role": "\\ud800"',
     "name of half a character": HEAD.replace('"y"', '"\\udfff"') % "",
     "alias of half a character": HEAD.replace('"ops"', '"aliases": {"\\ud800": "y"}, "ops"') % "",
-    "nan": HEAD % ', "compressed": {"bytes": NaN, "compress_s": 1}',
+    "nan": DEVICE % "NaN",
     "cut": HEAD[:40],
     "nul": HEAD.replace("4", "\0") % "",
 }

@@ -15,8 +15,7 @@ from rivals.planners import PLANNERS
 from sn_memory import Graph, Op, Storage, check_plan
 from sn_memory.graph.liveness import baseline_seconds, peak
 from sn_memory.plan.policies import names, policy
-from sn_memory.plan.walk.kinds import is_checkpoint, is_conv
-from sn_memory.plan.walk.origins import origins
+from sn_memory.plan.walk import is_checkpoint, is_conv, origins
 
 
 def regulated(graph: Graph) -> Graph:
@@ -174,6 +173,17 @@ def test_sqrt_n_memory_grows_with_the_root():
 
 
 # What the rules stand on.
+
+
+def test_sqrt_n_cuts_by_bytes_where_layers_differ_and_the_budget_asks_for_it():
+    """A ResNet's first stage has maps many times as large as its last."""
+    graph = resnet(16, 152).graph()
+    by_number = policy("sqrt_n")(graph, budget_bytes=None)
+    kept = policy("sqrt_n")(graph, budget_bytes=by_number.peak_bytes)
+    assert kept.actions == by_number.actions
+    budget = graph.base_bytes + int(0.95 * (by_number.peak_bytes - graph.base_bytes))
+    by_bytes = policy("sqrt_n")(graph, budget_bytes=budget)
+    assert check_plan(graph, by_bytes).peak_bytes <= budget
 
 
 def test_kinds_in_many_words():

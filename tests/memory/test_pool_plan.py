@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from sn_memory import (
     Action,
-    Compressed,
     Graph,
     Op,
     Plan,
@@ -18,7 +17,7 @@ from sn_memory import (
     pack,
 )
 from sn_memory.plan import policies
-from sn_memory.plan.buffers import peak_action, plan_buffers
+from sn_memory.plan.buffers import live_bytes, peak_action, plan_buffers
 from sn_memory.pool.problem import read_problem
 
 from .random_graphs import random_graph
@@ -26,7 +25,7 @@ from .random_graphs import random_graph
 GRAPH = Graph(
     [
         Storage("w", 7, "parameter"),
-        Storage("a", 100, compressed=Compressed(20, 0.1, 0.1)),
+        Storage("a", 100),
         Storage("b", 50),
         Storage("y", 5, keep=True),
     ],
@@ -40,8 +39,9 @@ GRAPH = Graph(
 def test_each_stay_is_a_buffer_of_its_own():
     actions = [
         Action("run", "f"),
-        Action("compress", "a"),
-        Action("decompress", "a"),
+        Action("offload", "a"),
+        Action("free", "a"),
+        Action("prefetch", "a"),
         Action("free", "b"),
         # a is there still, so f makes a second one; b comes back.
         Action("run", "f"),
@@ -50,16 +50,15 @@ def test_each_stay_is_a_buffer_of_its_own():
     plan = Plan(tuple(actions), (), "by hand", 187, 3.0, 2.0)
     found = plan_buffers(GRAPH, plan)
     assert list(zip(found.names, found.buffers, strict=True)) == [
-        ("w", (0, 6, 7)),
+        ("w", (0, 7, 7)),
         ("a", (0, 2, 100)),
-        ("b", (0, 3, 50)),
+        ("b", (0, 4, 50)),
         ("workspace of f", (0, 1, 30)),
-        ("a (compressed)", (1, 3, 20)),
-        ("a", (2, 6, 100)),
-        ("a (second copy)", (4, 5, 100)),
-        ("b", (4, 6, 50)),
-        ("workspace of f", (4, 5, 30)),
-        ("y", (5, 6, 5)),
+        ("a", (3, 7, 100)),
+        ("a (second copy)", (5, 6, 100)),
+        ("b", (5, 7, 50)),
+        ("workspace of f", (5, 6, 30)),
+        ("y", (6, 7, 5)),
     ]
 
 
@@ -80,4 +79,6 @@ def test_live_sum_is_the_checked_peak_whatever_the_plan(seed, name):
     assert read_problem(found.buffers).lower_bound == plan.peak_bytes
     offsets = pack(found.buffers, time_limit_s=0.5)
     assert check_packing(found.buffers, offsets) >= plan.peak_bytes
-    assert peak_action(graph, plan) == check_plan(graph, plan).peak_action
+    replay = check_plan(graph, plan)
+    assert live_bytes(graph, plan.actions) == replay.live_bytes.tolist()
+    assert peak_action(graph, plan) == replay.peak_action

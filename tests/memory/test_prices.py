@@ -11,11 +11,10 @@ from sn_memory.cost.schedule import equip
 from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.emit import emit
-from sn_memory.plan.search.anneal import Rules, anneal
+from sn_memory.plan.search.candidates import carried
 from sn_memory.plan.search.chain import Chain
-from sn_memory.plan.search.greedy import fit, trim
-from sn_memory.plan.search.mixed import carried
-from sn_memory.plan.search.repair import refine
+from sn_memory.plan.search.fit import fit, trim
+from sn_memory.plan.search.improve import Rules, anneal, refine
 from sn_memory.plan.simulate import simulate, simulate_moved
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sn_cli.main import main
 from sn_memory import (
     Action,
-    Compressed,
     Decision,
     Device,
     Graph,
@@ -36,7 +35,7 @@ from .random_graphs import random_graph
 CHAIN = Graph(
     [
         Storage("w", 100, "parameter"),
-        Storage("a", 1000, compressed=Compressed(200, 0.1, 0.1)),
+        Storage("a", 1000),
         Storage("b", 500),
         Storage("c", 700),
         Storage("g<1>", 300, "gradient", keep=True),
@@ -87,21 +86,22 @@ RECOMPUTE = plan_of(
     [Decision("a", "recompute", "cheap & <quick>", 1000, 1.0), Decision("b", "keep")],
     budget_bytes=2200,
 )
-COMPRESS = plan_of(
+OFFLOAD = plan_of(
     [
         RUN["f1"],
         RUN["f2"],
-        Action("compress", "a"),
+        Action("offload", "a"),
+        Action("free", "a"),
         RUN["f3"],
         Action("free", "b"),
-        Action("decompress", "a"),
+        Action("prefetch", "a"),
         RUN["b1"],
         Action("free", "a"),
         Action("free", "c"),
     ],
     2100,
-    6.7,
-    [Decision("a", "compress", "", 800, 0.2)],
+    8.5,
+    [Decision("a", "offload", "", 1000, 2.0)],
 )
 
 
@@ -185,26 +185,13 @@ def test_the_picture_stacks_what_the_curve_holds():
     assert tops[-1] == made.after.peak_bytes
 
 
-def test_a_compressed_storage_is_an_owner_of_its_own():
-    actions = list(COMPRESS.actions)
-    made = report(CHAIN, COMPRESS)
-    assert made.after.peak_bytes == 2100
-    # With a larger workspace the peak moves to f3, where only the small form of a is held.
-    ops = [replace(op, workspaces=(Workspace(900),)) if op.name == "f3" else op for op in CHAIN.ops]
-    graph = Graph(CHAIN.storages, ops, device=CHAIN.device)
-    made = report(graph, plan_of(actions, 2400, 6.7))
-    assert dict(made.after.owners) == {
-        "scratch of f3": 900, "c": 700, "b": 500, "a (compressed)": 200, "resident": 100,
-    }  # fmt: skip
-
-
 def test_text_names_decisions_reasons_and_others():
-    text = report(CHAIN, RECOMPUTE, others=[COMPRESS]).text()
+    text = report(CHAIN, RECOMPUTE, others=[OFFLOAD]).text()
     assert text.startswith("chain: 2.49 KiB → 2.051 KiB (18% less memory) for +15.4% time\n")
     assert re.search(r"a +1000 B +recompute +1 s +cheap & <quick>", text)
     assert "keep" not in text.split("decisions")[1].split("beside")[0]
-    assert re.search(r"by hand +- +2.051 KiB +6.7 s +\+3.1%", text)
-    assert str(report(CHAIN, RECOMPUTE, others=[COMPRESS])) == text
+    assert re.search(r"by hand +- +2.051 KiB +8.5 s +\+30.8%", text)
+    assert str(report(CHAIN, RECOMPUTE, others=[OFFLOAD])) == text
 
 
 def test_long_lists_are_cut_and_summed_up():
@@ -237,7 +224,7 @@ def test_owners_sum_to_the_peak_whatever_the_plan(seed, name):
 
 
 def test_picture_and_page(tmp_path):
-    made = report(CHAIN, RECOMPUTE, others=[COMPRESS, replace(COMPRESS, planner="again")])
+    made = report(CHAIN, RECOMPUTE, others=[OFFLOAD, replace(OFFLOAD, planner="again")])
     made.write_png(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     made.write_html(tmp_path / "report.html")

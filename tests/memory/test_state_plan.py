@@ -21,7 +21,8 @@ from sn_memory.check.replay import carry_out
 from sn_memory.cost.state_lanes import lane_seconds
 from sn_memory.graph.hosted import PLACES, UPDATE, Unit, with_state
 from sn_memory.graph.liveness import peak
-from sn_memory.plan.ahead import ahead, live_bytes
+from sn_memory.plan.buffers import live_bytes
+from sn_memory.plan.copies import spread_copies
 from sn_memory.plan.plan import Action
 from sn_memory.plan.state import moves_of, plan_state, planned_with, step_peak
 
@@ -184,7 +185,7 @@ def test_copies_start_ahead_within_the_budget():
         whole = with_state(graph, units, places, update=update)
         plan = planner(whole, peak(whole).bytes)
         budget = plan.peak_bytes + int(rng.integers(0, 300))
-        moved = ahead(whole, plan.actions, budget)
+        moved = spread_copies(whole, plan.actions, budget)
         assert sorted(moved) == sorted(plan.actions)
         found = carry_out(whole, replace(plan, actions=moved))
         assert found.peak_bytes == max(live_bytes(whole, moved)) <= budget

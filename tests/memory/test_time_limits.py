@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from graphs import resnet
 from pool_search_oracle import Lists, PythonSearch
 from random_graphs import training_chain
 
-from sn_memory import BudgetError, Compressed, Graph, Op, Storage, check_plan, plan_graph
+from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.base import clock, native
 from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
-from sn_memory.plan.compiled import compiled
 from sn_memory.plan.search.exact import solve
-from sn_memory.plan.search.greedy import fit
+from sn_memory.plan.search.fit import fit
+from sn_memory.plan.simulate import compiled
 from sn_memory.pool.pack import arrange
 from sn_memory.pool.problem import read_problem
 from sn_memory.pool.search import UNIT, Rule, Searcher, Verdict
@@ -265,20 +264,6 @@ def test_sleep_counts():
     (budget,) = shares(graph, 0.4)
     settings = {"time_limit_s": 1.0, "progress": lambda _: time.sleep(0.2)}
     assert in_time(partial(plan_graph, graph, budget, **settings), 1.0, 0.2 + ALLOWANCE_S)
-
-
-def test_compressing_has_the_same_limit():
-    ops = resnet(4, 50).graph()
-    storages = [
-        replace(it, compressed=Compressed(it.bytes // 4, 1e-5, 1e-5))
-        if it.role == "activation" and it.bytes > 100
-        else it
-        for it in ops.storages
-    ]
-    graph = Graph(storages, ops.ops, name=ops.name)
-    settings = {"techniques": ("keep", "recompute", "compress"), "time_limit_s": 2.0}
-    for budget in shares(graph, 0.4, 0.02):
-        assert in_time(partial(plan_graph, graph, budget, **settings), 2.0)
 
 
 def burnt(done):

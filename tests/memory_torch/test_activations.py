@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from sn_memory import BudgetError
+from sn_memory.activations import AccuracyWarning
 from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
-from sn_memory.torch.activations.compress import MIN_ELEMENTS
+from sn_memory.torch.activations.saving import MIN_ELEMENTS
 
 stats = Late("scipy.stats")
 
@@ -388,3 +390,99 @@ def test_compiled_models_are_refused():
     model = torch.compile(nn.Linear(4, 4), backend="eager")
     with pytest.raises(TraceError, match="eager one"):
         compress_activations(model, bits=2)
+
+
+def encoder(depth=6, dropout=0.1):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        64, 4, 128, dropout=dropout, activation="gelu", batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+
+def plain_bytes(model, x):
+    with compress_activations(model, bits=8) as compressed:
+        model(x)
+    return compressed.saved.plain_bytes
+
+
+def test_a_budget_holds_without_linear_layers_too():
+    model = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.LayerNorm(64), nn.GELU())
+    x = torch.randn(512, 64)
+    plain = plain_bytes(model, x)
+    with compress_activations(model, budget=plain // 3) as compressed:
+        for _ in range(2):
+            model(x).sum().backward()
+        assert compressed.saved.compressed_bytes <= plain // 3
+    with compress_activations(model, budget=plain // 8):
+        model(x).sum().backward()
+        with pytest.raises(BudgetError, match="least_nonlinear_bits"):
+            model(x)
+
+
+def test_fewer_bits_only_if_asked_for():
+    model, x = encoder(2, dropout=0.0), torch.randn(16, 32, 64)
+    budget = int(plain_bytes(model, x) / 13)
+    with compress_activations(model, budget=budget):
+        model(x).sum().backward()
+        with pytest.raises(BudgetError, match="least_nonlinear_bits"):
+            model(x)
+    with compress_activations(model, budget=budget, least_nonlinear_bits=2) as compressed:
+        model(x).sum().backward()
+        with pytest.warns(AccuracyWarning, match="leaves 2 bits"):
+            model(x).sum().backward()
+        assert compressed.saved.compressed_bytes <= budget
+
+
+def test_the_noise_of_rrelu_is_kept_when_it_is_written():
+    """Its kernel fills what autograd saved before it ran: gradients were infinite."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.RReLU(0.1, 0.9), nn.Linear(64, 32), nn.RReLU())
+    model, x = copy.deepcopy(plain), torch.randn(128, 32)
+
+    def gradients(model):
+        torch.manual_seed(5)
+        return torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+    expected = gradients(plain)
+    with compress_activations(model, bits=8) as compressed:
+        found = gradients(model)
+        assert compressed.saved.ratio > 1
+    # Eight bits are an error of 1/255 of a group's range, a hundredth of its spread.
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_relu_reads_bits(dtype, last):
+    """The gradient is bit-equal to torch's, its gradient too; the mask takes 1 bit."""
+    form = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(4, 8, 16, 16).to(dtype, memory_format=form)
+    x[0, 0, 0, :2] = torch.tensor([float("nan"), 0.0])
+    x.requires_grad_()
+    weight = torch.randn(16, 16, 8, 4).to(dtype).permute(3, 2, 0, 1)  # lies otherwise than x
+
+    class Relu(nn.Module):
+        def forward(self, x):
+            return torch.relu(x * 1)
+
+    model = Relu()
+
+    def twice():
+        (once,) = torch.autograd.grad((model(x) * weight).sum(), x, create_graph=True)
+        y = model(x)
+        (slope,) = torch.autograd.grad(y, x, weight.clone().requires_grad_(), create_graph=True)
+        return once, slope
+
+    expected = twice()
+    with compress_activations(model, bits=8) as compressed:
+        found = twice()
+        assert compressed.saved.compressed_bytes == x.numel() / 8
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def test_running_again_is_refused_with_what_to_write_instead():
+    with pytest.raises(ValueError, match=r"recompute=.*sn_memory\.torch\.plan\(model, sample"):
+        compress_activations(nn.Linear(4, 4), bits=8, recompute="never")

@@ -65,7 +65,7 @@ class Seen:
 
         def make(graph: Graph, budget: int) -> Plan:
             return plan_graph(graph, budget, techniques=("keep", "recompute"), planner="auto",
-                              time_limit_s=5, historical=False)  # fmt: skip
+                              time_limit_s=5, from_sqrt_n=False)  # fmt: skip
 
         class Planner(inductor.FusedPlanner):
             def plans(self, budget, asked):

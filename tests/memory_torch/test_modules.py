@@ -13,7 +13,6 @@ from sn_memory.torch import (
     PlanWarning,
     TraceError,
     checkpoint_policy,
-    compress_activations,
     plan,
     verify,
 )
@@ -311,8 +310,5 @@ def test_inference_mode_inside_a_forward():
     planned = plan(TaughtOften(), sample, "80%", backend="modules", profile=False)
     assert planned.sn_memory.plan.decided("recompute")
     assert verify(planned, sample).equal
-    model = TaughtOften()
-    with compress_activations(model, bits=8, recompute=["blocks.0", "blocks.1"]):
-        model(sample).sum().backward()
     with pytest.raises(TraceError, match="made in inference mode"):
-        checkpoint_policy(model, sample, "80%", profile=False, blocks=[Taught])
+        checkpoint_policy(TaughtOften(), sample, "80%", profile=False, blocks=[Taught])

@@ -377,6 +377,8 @@ def test_refusals():
         plan(model, sample, 1000, **SETTINGS)
     with pytest.raises(ValueError, match="expected one of auto, graph"):
         plan(model, sample, "100%", backend="xla", **SETTINGS)
+    with pytest.raises(PlanError, match="compress_activations"):
+        plan(model, sample, "100%", techniques=("keep", "compress"), **SETTINGS)
     with pytest.raises(PlanError, match="no plan for this sample"):
         verify(model, sample)
     with pytest.raises(TraceError, match="hashable"):

@@ -9,16 +9,16 @@ from sn_memory.base.clock import now
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
 from sn_memory.graph.graph import Ints
 from sn_memory.graph.holes import KEEP, Holes
-from sn_memory.plan.search.anneal import COLD, Rules
-from sn_memory.plan.search.mixed import Mixed, carried
+from sn_memory.plan.search.candidates import Candidate, carried
+from sn_memory.plan.search.improve import COLD, Rules
 
 WORD = (1 << 64) - 1
 # What a hole that is moved is tried with.
 WAITS = (BESIDE, BESIDE, BESIDE, BESIDE, BESIDE, OUT, BACK, BOTH)
 
 
-def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixed | None:
-    """Return what `sn_memory.plan.search.anneal.anneal` returns."""
+def anneal(holes: Holes, start: Candidate, rules: Rules, *, deadline: float) -> Candidate | None:
+    """Return what `sn_memory.plan.search.improve.anneal` returns."""
     return carried(holes, *_Annealer(holes, start, rules).run(lambda: now() > deadline))
 
 
@@ -43,7 +43,7 @@ class _Draw:
 
 
 class _Annealer:
-    def __init__(self, holes: Holes, start: Mixed, rules: Rules) -> None:
+    def __init__(self, holes: Holes, start: Candidate, rules: Rules) -> None:
         self.holes, self.rules, self.draw = holes, rules, _Draw(rules.seed)
         self.choice, self.moved = list(start.choice), dict(start.moved)
         lanes = rules.offload and holes.graph.device.can_offload
@@ -92,7 +92,7 @@ class _Annealer:
         # As a whole number the sum may pass 64 bits.
         return float(above.sum(dtype=float)) / max(1, room)
 
-    def take(self, here: Mixed) -> None:
+    def take(self, here: Candidate) -> None:
         """Stand where this was carried out; note it if it is the best so far."""
         schedule = here.schedule
         self.seconds, self.over = here.seconds, self.excess(schedule.live_bytes)

@@ -66,7 +66,7 @@ def fit(
     rounds: int = 200,
     factors: Sequence[float] = (),
 ) -> tuple[list[int], Schedule] | None:
-    """Return what `sn_memory.plan.search.greedy.fit` returns."""
+    """Return what `sn_memory.plan.search.fit.fit` returns."""
     current = list(choice)
     banned: set[int] = set(moves or ())
     schedule = _lowered(holes, current, moves)
@@ -199,7 +199,7 @@ def trim(
     moves: dict[int, tuple[int, int]] | None,
     filtered: bool,
 ) -> tuple[list[int], Schedule]:
-    """Return what `sn_memory.plan.search.greedy.trim` returns for holes in this order."""
+    """Return what `sn_memory.plan.search.fit.trim` returns for holes in this order."""
     current, best = list(choice), schedule
     room = _room(holes, best, budget_bytes)
     for hole in order:

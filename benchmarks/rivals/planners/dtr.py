@@ -18,9 +18,7 @@ from contextlib import suppress
 import numpy as np
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk.carry import carry_out, choose
-from sn_memory.plan.walk.origins import Origins
-from sn_memory.plan.walk.walk import Event, Walk
+from sn_memory.plan.walk import Event, Origins, Walk, carry_out, choose
 
 from .union_find import Groups
 

@@ -13,9 +13,7 @@ import math
 import numpy as np
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk.carry import carry_out
-from sn_memory.plan.walk.follow import follow
-from sn_memory.plan.walk.origins import Origins, origins
+from sn_memory.plan.walk import Origins, carry_out, follow, origins
 
 from .sweep import best_of_sweep
 

@@ -7,11 +7,20 @@ a budget only as many leave as it takes, oldest first, which vDNN leaves to a ch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk.carry import carry_out
-from sn_memory.plan.walk.follow import follow, offloadable
-from sn_memory.plan.walk.kinds import is_conv
-from sn_memory.plan.walk.origins import origins
+from sn_memory.plan.walk import (
+    Event,
+    Origins,
+    Walk,
+    carry_out,
+    fetch_ahead,
+    follow,
+    is_conv,
+    offloadable,
+    origins,
+)
 
 from .sweep import best_of_sweep
 
@@ -33,13 +42,7 @@ def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
 
     def draft(count: int) -> Plan:
         chosen = movable[:count]
-        events = follow(
-            graph,
-            kept=kept,
-            offloaded=chosen,
-            eager=set(chosen),
-            checkpoint=lambda op: is_conv(graph, op),
-        )
+        events = _events(graph, origin, chosen)
         reasons = dict.fromkeys(chosen, "input of a convolution; waits on the host")
         return carry_out(graph, events, planner="offload_conv", reasons=reasons)
 
@@ -47,3 +50,28 @@ def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
         return draft(len(movable))
     counts = [len(movable) * share // _SHARES for share in range(_SHARES + 1)]
     return best_of_sweep(graph, "offload_conv", lambda: counts, draft, budget_bytes)
+
+
+def _events(graph: Graph, origin: Origins, chosen: Iterable[int]) -> list[Event]:
+    """Copy storages out only while their last forward reader runs, which waits for the copy."""
+    walk, arrays = Walk(graph), graph.arrays
+    leaving: dict[int, list[int]] = {}
+    for storage in chosen:
+        leaving.setdefault(origin.last_forward[storage], []).append(storage)
+    for op in range(len(graph.ops)):
+        walk.bring(
+            s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
+        )
+        mine = leaving.get(op, [])
+        # What it makes itself is there only when it has run.
+        own = [storage for storage in mine if op in origin.makers[storage]]
+        for storage in mine:
+            if storage not in own:
+                walk.offload(storage)
+        walk.run(op)
+        for storage in own:
+            walk.offload(storage)
+        for storage in mine:
+            walk.leave(storage)
+            walk.settle(storage)
+    return fetch_ahead(graph, walk.events, lambda op: is_conv(graph, op))

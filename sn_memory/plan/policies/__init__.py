@@ -5,28 +5,21 @@
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
 `plan_graph(..., planner="auto")` begins from the plan of `sqrt_n`. Other planners of the literature
-are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk/`.
+are in `benchmarks/rivals/planners`, which compares with them. What they share is in `plan/walk.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Final, Protocol
+from typing import Final
 
-from ...graph.graph import Graph
 from ..plan import Plan
 
-
-class Policy(Protocol):
-    """What a policy is."""
-
-    def __call__(self, graph: Graph, *, budget_bytes: int | None) -> Plan: ...
-
-
+Policy = Callable[..., Plan]
 # Public name to module of this package and function there.
 _FUNCTIONS: Final[dict[str, tuple[str, str]]] = {
-    "liveness": ("liveness", "plan"),
+    "liveness": ("superneurons", "liveness"),
     "superneurons_speed": ("superneurons", "speed_centric"),
     "superneurons_memory": ("superneurons", "memory_centric"),
     "superneurons": ("superneurons", "cost_aware"),
@@ -42,5 +35,5 @@ def names() -> tuple[str, ...]:
 def policy(name: str) -> Policy:
     """Return the policy of this name; raises KeyError for a name there is not."""
     module, function = _FUNCTIONS[name]
-    found: Callable[..., Plan] = getattr(import_module(f".{module}", __name__), function)
+    found: Policy = getattr(import_module(f".{module}", __name__), function)
     return found

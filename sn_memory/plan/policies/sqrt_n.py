@@ -14,13 +14,15 @@ import numpy as np
 
 from ...graph.graph import Graph, Ints
 from ..plan import Plan
-from ..walk.carry import carry_out, choose
-from ..walk.follow import follow
-from ..walk.origins import Origins, origins
+from ..walk import Origins, carry_out, choose, follow, origins
 
 
 def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
-    """Cut into sqrt(n) segments of equal numbers of forward ops."""
+    """Cut into sqrt(n) segments of as many forward ops each; of as many bytes if that is too much.
+
+    Where layers differ, the largest of the equal numbers sets the peak. Segments of `s` bytes each
+    hold `total / s` cuts and one segment, which is least at the root of total times a cut's bytes.
+    """
     origin = origins(graph)
     forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
     crossing = crossing_bytes(graph, origin)
@@ -29,7 +31,13 @@ def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
         narrowest(crossing, forward[start : start + width])
         for start in range(0, max(0, len(forward) - width), width)
     ]
-    return choose([plan_of_cuts(graph, origin, cuts, "sqrt_n")], budget_bytes)
+    plans = [plan_of_cuts(graph, origin, cuts, "sqrt_n")]
+    if budget_bytes is not None and plans[0].peak_bytes > budget_bytes:
+        total = sum(int(graph.arrays.bytes[it]) for it, made in enumerate(origin.forward) if made)
+        size = math.sqrt(total * float(crossing[forward].mean())) if forward else 0.0
+        cuts = cuts_by_bytes(graph, forward, crossing, size)
+        plans.append(plan_of_cuts(graph, origin, cuts, "sqrt_n"))
+    return choose(plans, budget_bytes)
 
 
 def crossing_bytes(graph: Graph, origin: Origins) -> Ints:
@@ -46,6 +54,20 @@ def narrowest(crossing: Ints, window: Sequence[int]) -> int:
     """Return the op of a window after which a cut keeps the fewest bytes."""
     # The last of equals, so that segments do not shrink.
     return min(reversed(window), key=lambda op: int(crossing[op]))
+
+
+def cuts_by_bytes(graph: Graph, forward: Sequence[int], crossing: Ints, size: float) -> list[int]:
+    """Return where to cut so that each segment makes so many bytes: algorithm 3 of the paper."""
+    cuts, window, held = list[int](), list[int](), 0
+    for op in forward:
+        held += sum(int(graph.arrays.bytes[it]) for it in graph.arrays.outputs[op])
+        # The cut may fall anywhere in the second half of the segment.
+        if held > size / 2:
+            window.append(op)
+        if held > size:
+            cuts.append(narrowest(crossing, window))
+            window, held = [], 0
+    return cuts
 
 
 def plan_of_cuts(graph: Graph, origin: Origins, cuts: Sequence[int], planner: str) -> Plan:

@@ -16,16 +16,20 @@ algorithm whose workspace fits then. A storage read by two forward ops counts as
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from ...graph.graph import Graph
+from ..emit import plan_from_decisions
 from ..plan import Plan
-from ..walk.carry import carry_out, choose
-from ..walk.follow import follow, offloadable
-from ..walk.kinds import is_checkpoint, is_conv
-from ..walk.origins import Origins, origins
+from ..walk import Origins, carry_out, choose, follow, is_checkpoint, is_conv, offloadable, origins
 
 # How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
 _CACHE_SIZES = 8
+
+
+def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
+    """Keep each storage to its last use, as their first stage does, and reference counts do."""
+    return plan_from_decisions(graph, {}, planner="liveness")
 
 
 def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
@@ -108,23 +112,20 @@ def _held_by_speed(graph: Graph, origin: Origins, segment: set[int]) -> int:
 def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) -> Plan:
     origin = origins(graph)
     kept = checkpoints(graph, origin)
+    keeps = partial(is_checkpoint, graph)
     reasons = {
         storage: "between checkpoint layers; rebuilt "
         + ("for each backward layer" if storage in each else "once")
         for storage in range(len(graph.storages))
     }
 
-    def at_checkpoint(op: int) -> bool:
-        return is_checkpoint(graph, op)
-
     def draft(offloaded: list[int]) -> Plan:
         reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
-        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=at_checkpoint)
+        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=keeps)
         return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
 
     convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}
-    plain = follow(graph, kept=kept, each=each)
-    movable = offloadable(graph, plain, convolutions)
+    movable = offloadable(graph, follow(graph, kept=kept, each=each), convolutions)
     if budget_bytes is None:
         return choose([draft([]), draft(movable)], None)
     drafts = []

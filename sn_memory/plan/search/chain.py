@@ -1,4 +1,11 @@
-"""Checkpoints at several levels: dynamic programming over the chain of blocks.
+"""A training graph as a chain of blocks, and checkpoints of the chain at several levels.
+
+Rotor (Beaumont et al., 2019) and Rockmate (2023) cut a network where one tensor is all that goes
+on, and solve each block by itself. We do the same, and allow more than one storage to cross a cut,
+so that skips over many blocks (U-Net) make wider cuts instead of one huge block. A block is its
+forward ops, its backward ops, and one stand-in op between them for all later blocks. Blocks that
+are equal as numbers are solved once: an `Option` is one way to carry a block out, a trade of memory
+for time.
 
 E(i, j)[m] is the fewest extra seconds to carry blocks i to j out, forward and backward, within m
 bytes above what is held before block i:
@@ -6,10 +13,10 @@ bytes above what is held before block i:
     take an option of block i, and go on with i + 1 to j in what its held bytes leave, or
     run i to k - 1 forward holding nothing, do k to j, then i to k - 1 from the start again.
 
-This is rotor's recursion (Beaumont et al., 2019) with more than one option per block. Bytes are
-counted in units, held and peak rounded up, so that what fits in units fits in bytes. One table
-serves all budgets. Stretches of equal blocks that are crossed by as many bytes share one entry: a
-loop of a thousand equal calls has as many entries as it has lengths, not their square.
+This is rotor's recursion with more than one option per block. Bytes are counted in units, held and
+peak rounded up, so that what fits in units fits in bytes. One table serves all budgets. Stretches
+of equal blocks that are crossed by as many bytes share one entry: a loop of a thousand equal calls
+has as many entries as it has lengths, not their square.
 
 A solution is written down as a choice per hole: what the second line holds at an inner level is
 held only from the moment that level begins.
@@ -17,19 +24,351 @@ held only from the moment that level begins.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...base.clock import now, spend
-from ...graph.graph import Floats
-from ...graph.holes import KEEP, Holes
-from .block_options import Option, options
-from .blocks import Block, signature, split
+from ...cost.schedule import Impossible, Schedule
+from ...graph.graph import Floats, Graph
+from ...graph.holes import KEEP, Holes, holes
+from ...graph.records import Op, Storage
+from ..bound import relax
+from ..simulate import simulate
+from .fit import fit, trim
 
+REST = "later blocks"
 UNITS = 400
 # Units of work to look at one way over all budgets.
 WAY = 60
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of forward ops with the backward ops that belong to it.
+
+    Parameters
+    ----------
+    first, last
+        Its forward ops, half-open.
+    turn, until
+        Its backward ops, half-open.
+    crossing
+        Storages of earlier ops that ops from `first` on read in the forward pass.
+    shape
+        The holes of its own graph; `ops` are the graph's numbers of that graph's ops, -1 for the
+        stand-in, and `storages` those of its storages.
+    forward_s, forward_peak_bytes
+        Its forward ops run once more, holding nothing but what crosses.
+    ambient_bytes
+        What backward ops of other blocks have made and still hold during its backward.
+    """
+
+    first: int
+    last: int
+    turn: int
+    until: int
+    crossing: tuple[int, ...]
+    shape: Holes = field(repr=False)
+    ops: list[int] = field(repr=False)
+    storages: list[int] = field(repr=False)
+    forward_s: float
+    forward_peak_bytes: int
+    ambient_bytes: int
+
+
+def turn_of(graph: Graph) -> int:
+    """Return the first backward op; the number of ops if there is none."""
+    for at, op in enumerate(graph.ops):
+        if op.phase == "backward":
+            return at
+    return len(graph.ops)
+
+
+def split(shape: Holes, *, most: int = 100) -> list[Block]:
+    """Cut a graph into at most about `most` blocks; an empty list where there is no backward."""
+    graph = shape.graph
+    turn = turn_of(graph)
+    if turn == len(graph.ops) or turn < 4:
+        return []
+    last_forward = [-1] * len(graph.storages)
+    for op in range(turn):
+        for storage in shape.touched[op]:
+            last_forward[storage] = op
+    cuts = _cuts(shape, turn, last_forward, most)
+    owner = [-1] * len(graph.storages)
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+        for op in range(first, last):
+            for storage in graph.arrays.outputs[op]:
+                owner[storage] = number
+    turns = _turns(shape, cuts, owner, last_forward, turn)
+    until = max(at for at, op in enumerate(graph.ops) if op.phase == "backward") + 1
+    ambient = _ambient(shape, turn, turns, until)
+    blocks = []
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+        end = turns[number - 1] if number else until
+        blocks.append(_block(shape, first, last, turns[number], end, ambient[number]))
+    return blocks
+
+
+def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[int]:
+    """Choose where to cut: at few crossing storages, before dear ops, not too often."""
+    width = np.zeros(turn + 1, np.int64)
+    for storage, last in enumerate(last_forward):
+        if last >= 0 and shape.chain[storage]:
+            made = shape.chain[storage][0]
+            if made < turn:
+                width[made + 1 : last + 1] += 1
+    longest = max(24, 2 * turn // most)
+    shortest = max(2, turn // (2 * most))
+    cuts = [0]
+    for at in range(1, turn):
+        if at - cuts[-1] < shortest or turn - at < 2:
+            continue
+        narrow = width[at] <= 1
+        dear = shape.seconds[at] >= shape.seconds[at - 1]
+        if narrow and (dear or at - cuts[-1] >= 4):
+            cuts.append(at)
+        elif at - cuts[-1] >= longest:
+            span = width[cuts[-1] + longest // 2 : at + 1]
+            cuts.append(cuts[-1] + longest // 2 + int(span.argmin()))
+    return [*cuts, turn]
+
+
+def _turns(
+    shape: Holes, cuts: list[int], owner: list[int], last_forward: list[int], turn: int
+) -> list[int]:
+    """Return the backward op at which each block's own backward begins; falling along the chain."""
+    count = len(cuts) - 1
+    begins = [len(shape.graph.ops)] * count
+    for op in range(len(shape.graph.ops) - 1, turn - 1, -1):
+        for storage in shape.touched[op]:
+            block = owner[storage]
+            if block >= 0 and last_forward[storage] < cuts[block + 1]:
+                begins[block] = op
+    begins[-1] = turn
+    for block in range(count - 2, -1, -1):
+        if begins[block] == len(shape.graph.ops):
+            begins[block] = begins[block + 1]
+        begins[block] = max(begins[block], begins[block + 1])
+    return begins
+
+
+def _ambient(shape: Holes, turn: int, turns: list[int], until: int) -> list[int]:
+    """Return for each block the bytes that backward ops made before it and hold until after it."""
+    spans = []
+    for storage, chain in enumerate(shape.chain):
+        if chain and chain[0] >= turn:
+            mine = shape.of(storage)
+            end = len(shape.graph.ops) if shape.stays[mine[-1]] else shape.start[mine[-1]]
+            spans.append((chain[0], end, shape.bytes[storage]))
+    result = []
+    ends = [until, *turns[:-1]]
+    starts = np.array([span[0] for span in spans], np.int64)
+    stops = np.array([span[1] for span in spans], np.int64)
+    sizes = np.array([span[2] for span in spans], np.int64)
+    for begin, end in zip(turns, ends, strict=True):
+        if not spans:
+            result.append(0)
+            continue
+        result.append(int(sizes[(starts < begin) & (stops >= end)].sum()))
+    return result
+
+
+def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: int) -> Block:
+    graph, arrays = shape.graph, shape.graph.arrays
+    forward, backward = list(range(first, last)), list(range(turn, until))
+    inside = {*forward, *backward}
+    made = {storage for op in inside for storage in arrays.outputs[op]}
+    made_forward = {storage for op in forward for storage in arrays.outputs[op]}
+    read = {storage for op in inside for storage in shape.needs[op]}
+    crossing_in = {
+        storage for op in forward for storage in shape.needs[op] if storage not in made_forward
+    }
+    incoming = {
+        storage
+        for op in backward
+        for storage in shape.needs[op]
+        if storage not in made and shape.chain[storage] and shape.chain[storage][0] >= last
+    }
+    going_out, keep = [], set()
+    for storage in sorted(made | incoming):
+        outside = [
+            shape.start[hole] for hole in shape.of(storage) if shape.start[hole] not in inside
+        ]
+        if storage in made_forward and any(op < turn for op in outside):
+            going_out.append(storage)
+        if graph.storages[storage].keep or any(op >= until for op in outside):
+            keep.add(storage)
+    numbers = sorted(made | read | incoming)
+    storages = [
+        Storage(
+            graph.storages[storage].name,
+            shape.bytes[storage],
+            "activation" if storage in made or storage in incoming else "input",
+            keep=storage in keep,
+        )
+        for storage in numbers
+    ]
+    names = [storage.name for storage in graph.storages]
+    rest = Op(
+        REST,
+        tuple(names[storage] for storage in going_out),
+        tuple(names[storage] for storage in sorted(incoming)),
+        seconds=0.0,
+        once=True,
+    )
+    ops = [_copy(graph, shape, op, made) for op in forward]
+    ops += [rest, *(_copy(graph, shape, op, made | incoming) for op in backward)]
+    own = holes(Graph(storages, ops, name=REST))
+    forward_s = sum(shape.seconds[op] for op in forward)
+    rise = simulate(own, own.natural()).live_bytes[: len(forward)].max(initial=0)
+    return Block(
+        first,
+        last,
+        turn,
+        until,
+        tuple(sorted(storage for storage in crossing_in if shape.chain[storage])),
+        own,
+        [*forward, -1, *backward],
+        numbers,
+        forward_s,
+        int(rise) - own.graph.base_bytes,
+        ambient,
+    )
+
+
+def _copy(graph: Graph, shape: Holes, op: int, made: set[int]) -> Op:
+    record, arrays = graph.ops[op], graph.arrays
+    names = [graph.storages[storage].name for storage in arrays.reads[op]]
+    written = {graph.storages[storage].name for storage in arrays.writes[op]}
+    return Op(
+        record.name,
+        tuple(name for name in names if name not in written),
+        tuple(graph.storages[storage].name for storage in arrays.outputs[op]),
+        tuple(name for name in names if name in written),
+        tuple(graph.storages[it].name for it in arrays.releases[op] if it in made),
+        seconds=shape.seconds[op],
+        once=not record.repeatable,
+        workspaces=(),
+    )
+
+
+def signature(block: Block) -> tuple[object, ...]:
+    """Return what two blocks share exactly when one's options are the other's."""
+    graph = block.shape.graph
+    return (
+        tuple(block.shape.bytes),
+        tuple((storage.role, storage.keep) for storage in graph.storages),
+        tuple(block.shape.seconds),
+        tuple(block.shape.workspace),
+        tuple(graph.arrays.reads),
+        tuple(graph.arrays.outputs),
+        tuple(graph.arrays.writes),
+        tuple(graph.arrays.releases),
+        tuple(op.once for op in graph.ops),
+    )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to carry a block out.
+
+    Parameters
+    ----------
+    held_bytes
+        Held from its forward to its backward, what crosses into the next block included.
+    peak_bytes
+        The most in its own forward or backward, above what earlier blocks hold.
+    extra_s
+        Seconds of rebuilds.
+    choice
+        Per hole of the block's own graph.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+    extra_s: float
+    choice: tuple[int, ...] = field(repr=False)
+
+
+def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
+    """Return the block's ways to trade held bytes and peak for seconds, none worse in all three."""
+    shape = block.shape
+    natural = shape.natural()
+    start = simulate(shape, natural)
+    found = [_option(block, natural, start)]
+    rest = block.last - block.first
+    base = shape.graph.base_bytes
+    incoming = sum(shape.bytes[storage] for storage in shape.graph.arrays.outputs[rest])
+    held = found[0].held_bytes
+    least = sum(shape.bytes[storage] for storage in shape.graph.arrays.reads[rest])
+    for point in range(points):
+        if now() > deadline:
+            break
+        room = least + (held - least) * point // points
+        relaxed = relax(shape, rest, base + incoming + room, offload=False, deadline=deadline)
+        if relaxed is None:
+            continue
+        choice = list(natural)
+        for storage, kept in relaxed.kept.items():
+            for hole in shape.of(storage):
+                spans = shape.start[hole] < rest < shape.end[hole] and not shape.stays[hole]
+                if spans and shape.rebuildable[storage]:
+                    choice[hole] = KEEP if kept > 0.999 else 0
+        _consider(block, choice, found)
+    low = max(_working_set(shape), base)
+    for point in range(1, points):
+        if now() > deadline:
+            break
+        target = low + (start.peak_bytes - low) * point // points
+        fitted = fit(shape, natural, target, deadline=deadline, rounds=30)
+        if fitted is not None:
+            choice, _ = trim(shape, fitted[0], target, deadline=deadline)
+            _consider(block, choice, found)
+    return _best(found)
+
+
+def _working_set(shape: Holes) -> int:
+    return shape.graph.base_bytes + max(
+        sum(shape.bytes[storage] for storage in touched) for touched in shape.touched
+    )
+
+
+def _consider(block: Block, choice: list[int], found: list[Option]) -> None:
+    try:
+        schedule = simulate(block.shape, choice)
+    except Impossible:
+        return
+    found.append(_option(block, choice, schedule))
+
+
+def _option(block: Block, choice: list[int], schedule: Schedule) -> Option:
+    shape = block.shape
+    rest = block.last - block.first
+    base = shape.graph.base_bytes
+    incoming = sum(shape.bytes[storage] for storage in shape.graph.arrays.outputs[rest])
+    run = schedule.ops.index(rest)
+    return Option(
+        int(schedule.live_bytes[run]) - base - incoming,
+        schedule.peak_bytes - base,
+        schedule.run_seconds - sum(shape.seconds),
+        tuple(choice),
+    )
+
+
+def _best(found: list[Option]) -> list[Option]:
+    """Leave out options that another one beats or equals in all three."""
+    kept: list[Option] = []
+    for option in sorted(found, key=lambda it: (it.extra_s, it.held_bytes, it.peak_bytes)):
+        if not any(
+            other.held_bytes <= option.held_bytes and other.peak_bytes <= option.peak_bytes
+            for other in kept
+        ):
+            kept.append(option)
+    return kept
 
 
 class Chain:

@@ -2,7 +2,7 @@
 
 Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
 the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
-improved by annealing (`anneal.py`) and by ruin and repair (`repair.py`).
+improved by annealing and by ruin and repair (`improve.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
 from ..plan import Plan
 from ..simulate import simulate
-from .anneal import Rules, anneal
-from .archive import Archive, Candidate
+from .candidates import Archive, Candidate, all_moved
 from .chain import Chain
-from .greedy import fit, trim
-from .initial import start_from_relaxed, starts_from_plan
-from .mixed import Mixed, all_moved, from_relaxed, improve
-from .repair import refine
+from .fit import fit, trim
+from .improve import Rules, anneal, improve, refine
+from .starts import from_relaxed, start_from_relaxed, starts_from_plan
 from .widen import widen
 
 # A candidate this close to the bound ends the search.
@@ -132,7 +130,7 @@ class Search:
         self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
 
-    def take(self, found: Mixed, origin: str, budget_bytes: int) -> None:
+    def take(self, found: Candidate, origin: str, budget_bytes: int) -> None:
         """Put what was found into the archive, and say so."""
         self.archive.add(found.choice, found.schedule, origin, found.moved)
         self.report(origin, budget_bytes)
@@ -221,7 +219,7 @@ class Search:
         rules = Rules(
             budget_bytes, self.offload, self.recompute, tries, warm, seed, waits or seed % 2 == 1
         )
-        found = anneal(self.shape, start.mixed, rules, deadline=deadline)
+        found = anneal(self.shape, start, rules, deadline=deadline)
         if found is not None:
             self.take(found, "annealing", budget_bytes)
 
@@ -266,7 +264,7 @@ class Search:
             return
         found = refine(
             self.shape,
-            best.mixed,
+            best,
             budget_bytes,
             offload=self.offload,
             enough_s=target,
@@ -309,7 +307,7 @@ class Search:
         """
         large = len(self.shape.graph.ops) > RELAXED
         at = moments(self.shape, 1)[0]
-        starts: list[Mixed] = []
+        starts: list[Candidate] = []
         for lanes in () if large else (1.0, 0.8, 0.6, 0.4):
             if self.late:
                 break

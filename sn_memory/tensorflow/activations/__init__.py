@@ -1,4 +1,4 @@
-"""compress_activations: inputs of layers in few bits, and the peak forecast.
+"""compress_activations: inputs of layers in few bits.
 
-It imports `modules`, `compress`, `trace` and what is above them.
+It imports `modules` and the core, `activations` among it.
 """

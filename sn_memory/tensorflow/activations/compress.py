@@ -13,23 +13,19 @@ gradients are the same, but tf.custom_gradient itself holds each result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ...activations import Controller, Peaks
+from ...activations import Controller
 from ...base.sizes import parse_bytes
-from ..compress.compressor import MIN_ELEMENTS, Compressor
-from ..compress.kept import keep, relu_by_signs, restored
-from ..compress.pooling import Places
 from ..modules.sections import name_of
-from .forecast import peaks, predicted_peak
+from .compressor import Compressor
+from .kept import Places, keep, relu_by_signs, restored
 
-__all__ = ["MIN_ELEMENTS", "CompressedActivations", "compress_activations"]
 _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
 
 
@@ -47,8 +43,7 @@ class CompressedActivations:
     def __init__(self, model: keras.Model, compressor: Compressor) -> None:
         self.model, self.controller = model, compressor.controller
         self._compressor = compressor
-        self._sizes_known = False
-        self._changes: list[tuple[Any, str, Any, Any]] = []
+        self._changes: list[tuple[Any, str, Any]] = []
         self.wrapped: list[str] = []
         for layer in model._flatten_layers(include_self=False):
             kind, key = type(layer).__name__, self._name(layer)
@@ -77,56 +72,9 @@ class CompressedActivations:
 
     def close(self) -> None:
         """Give the layers their own calls back. Compile the model again: it may hold a trace."""
-        self._put_back()
+        for layer, name, own in reversed(self._changes):
+            setattr(layer, name, own)
         self._changes = []
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let the layers have their own calls for a while."""
-        self._put_back()
-        try:
-            yield
-        finally:
-            for layer, name, _, ours in self._changes:
-                setattr(layer, name, ours)
-
-    @contextmanager
-    def sizes_known(self) -> Iterator[None]:
-        """Let traces that are made meanwhile have compressed inputs of fixed size. Not to be run.
-
-        A run may not rely on it: where too many elements escape, an input is kept as it is.
-        """
-        self._sizes_known = True
-        try:
-            yield
-        finally:
-            self._sizes_known = False
-
-    def predict(self, sample: Any) -> int:
-        """Return the peak of a step on a sample, in bytes, as it is compressed. Nothing is run.
-
-        The step is traced: forward and backward pass without a loss. All counts: variables, input,
-        gradients, outputs, what is decompressed for the op at work. A tf.TensorSpec will do.
-
-        Raises
-        ------
-        TraceError
-            If the model cannot be traced, or shapes depend on values.
-        """
-        return predicted_peak(self, sample)
-
-    def verify(self, sample: Any) -> Peaks:
-        """Run a step with and without compression, and compare the peaks with the predicted one.
-
-        Measured is what ops ask for in blocks of 256 KiB and more (`Allocations`). The outputs'
-        gradients are random. Variables are put back.
-
-        Raises
-        ------
-        TraceError
-            As `predict`; or if the device's allocator does not count.
-        """
-        return peaks(self, sample)
 
     def report(self) -> str:
         """Return a row per layer: elements, bits, predicted error of the weight's gradient."""
@@ -137,12 +85,8 @@ class CompressedActivations:
         self._compressor.refresh()
 
     def _set(self, layer: Any, name: str, value: Any) -> None:
-        self._changes.append((layer, name, getattr(layer, name), value))
+        self._changes.append((layer, name, getattr(layer, name)))
         setattr(layer, name, value)
-
-    def _put_back(self) -> None:
-        for layer, name, own, _ in reversed(self._changes):
-            setattr(layer, name, own)
 
     def _name(self, layer: Any) -> str:
         """What the controller knows a layer by: no two may be alike."""
@@ -155,9 +99,7 @@ class CompressedActivations:
 
         @tf.custom_gradient
         def compressed(x: Any) -> Any:
-            y, buffer, shape = keep(
-                call, x, partial(self._compressor.compress, key), self._bytes(key, x)
-            )
+            y, buffer, shape = keep(call, x, partial(self._compressor.compress, key))
             static, dtype = x.shape, x.dtype
             note = self._compressor.arrived(key, layer, x, y)
 
@@ -190,10 +132,6 @@ class CompressedActivations:
             return activation(compressed(inputs))
 
         return wrapped
-
-    def _bytes(self, key: str, x: Any) -> int | None:
-        n = x.shape.num_elements()
-        return None if n is None or not self._sizes_known else self._compressor.nbytes(key, n)
 
 
 def compress_activations(
@@ -247,7 +185,7 @@ def compress_activations(
         bits = 4
     controller = Controller(
         error=error, budget_bytes=None if budget is None else parse_bytes(budget), bits=bits,
-        every=every, start_bits=start_bits, recompute="never",
+        every=every, start_bits=start_bits,
     )  # fmt: skip
     compressor = Compressor(controller, optimizer, seed, threads)
     made = CompressedActivations(model, compressor)

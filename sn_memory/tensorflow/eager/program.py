@@ -45,7 +45,7 @@ class Program:
         self.actions = [action for action in plan.actions if action.kind in ("run", "free")]
         if len(self.actions) < len(plan.actions):
             raise PlanError(
-                "the plan offloads or compresses; here ops are only kept and recomputed. Plan with "
+                "the plan offloads; here ops are only kept and recomputed. Plan with "
                 'techniques=("keep", "recompute").'
             )
         firsts = list(dict.fromkeys(it.target for it in plan.actions if it.kind == "run"))

@@ -1,4 +1,4 @@
-"""compress_activations: chosen tensors in few bits, modules that run again, the peak forecast.
+"""compress_activations: what autograd saves for the backward pass, in few bits.
 
-It imports `trace`, `compress` and what is above them.
+It imports `model` and the core, `activations` among it.
 """

@@ -1,30 +1,24 @@
 """compress_activations: what autograd saves for the backward pass, in far fewer bytes.
 
-Between steps a controller chooses bits and, under a budget, modules that run again (rerun.py); in
-each forward pass all that is saved is compressed (saving.py), and in some of them watched.
+Between steps a controller chooses bits; in each forward pass all that is saved is compressed
+(saving.py), and in some of them watched.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from ...activations import Controller, Peaks
+from ...activations import Controller
 from ...base.errors import PlanWarning
 from ...base.sizes import parse_bytes
-from ..compress.calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weight_of
-from ..compress.compressor import Compressor, Saved
-from ..compress.saving import Pass
 from ..errors import TraceError
 from ..model.guard import transformed
-from .candidates import Units
-from .forecast import peaks, predicted_peak
-from .rerun import Run
-
-__all__ = ["MIN_ELEMENTS", "CompressedActivations", "Peaks", "Saved", "compress_activations"]
+from .saving import Call, Pass, Saved, coverage_of, storages_of, weight_of
+from .treatments import Compressor
 
 
 def compress_activations(
@@ -34,7 +28,6 @@ def compress_activations(
     budget: float | str | None = None,
     bits: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    recompute: Literal["auto", "never"] | Sequence[str] = "auto",
     form: Literal["fixed", "paper"] = "fixed",
     seed: int = 0,
     threads: int = 1,
@@ -55,10 +48,6 @@ def compress_activations(
         Instead: 1, 2, 4 or 8 for all inputs of linear and convolution layers.
     optimizer
         Where momentum is read; SGD's momentum_buffer, or exp_avg and exp_avg_sq.
-    recompute
-        Modules that run again in the backward pass from their inputs, which wait for it in 8 bits.
-        "auto": under a budget, as many as it takes to leave 8 bits to ops that are not linear.
-        "never", or the names of modules, whatever is given besides.
     form
         "fixed" rounds at random; "paper" to nearest within a tolerance,
         entropy-coded (needs `error`).
@@ -101,17 +90,14 @@ def compress_activations(
         raise ValueError(
             f"compress_activations: form={form!r}; expected fixed, or paper together with error="
         )
+    if "recompute" in settings:
+        raise ValueError(
+            "compress_activations: got recompute=; here nothing runs again. For modules that do, "
+            "and keep a budget of the whole step with exact gradients, write instead: "
+            "model = sn_memory.torch.plan(model, sample, budget)"
+        )
     budget_bytes = None if budget is None else parse_bytes(budget)
-    if not isinstance(recompute, str):
-        known = {name for name, _ in model.named_modules() if name}
-        if unknown := [name for name in recompute if name not in known]:
-            raise ValueError(
-                f"compress_activations: recompute names {unknown}; expected modules inside the "
-                "model. Take names that named_modules() gives, other than the empty one."
-            )
-    controller = Controller(
-        error=error, budget_bytes=budget_bytes, bits=bits, recompute=recompute, **settings
-    )
+    controller = Controller(error=error, budget_bytes=budget_bytes, bits=bits, **settings)
     return CompressedActivations(model, controller, optimizer, form, seed, threads)
 
 
@@ -143,9 +129,7 @@ class CompressedActivations:
         """The pass that saves just now."""
         self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
-        self._units: Units | None = None
-        self._looked = self._ready = self._warned = False
-        self._forwards: dict[str, Any] = {}
+        self._warned = self._nothing_watched = False
         self._gathered: dict[str, dict[str, Any]] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._magnitudes: dict[torch.nn.Parameter, float] = {}
@@ -180,22 +164,12 @@ class CompressedActivations:
         if transformed():
             self._warn_uncompressed()
             return
-        watch = None
-        if not self.compressor.blank:
-            self._refresh()
-            watch = self._watch if self.controller.due(self._step) else None
-            self._step += 1
-        self.current = Pass(
-            self.compressor,
-            storages_of([*self.model.parameters(), *self.model.buffers()]),
-            storages_of((args, kwargs)),
-            watch=watch,
-        )
+        self.refresh()
+        watch = self._watch if self.controller.due(self._step) else None
+        self._step += 1
+        there = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
+        self.current = Pass(self.compressor, storages_of(there), watch)
         self.current.__enter__()
-        self._let_run_again()
-        if self.controller.choosing and not self._looked and not self.compressor.blank:
-            self._looked, self._units = True, Units(self.current)
-            self.current.enter(self._units)
 
     def _warn_uncompressed(self) -> None:
         if not self._warned:
@@ -208,68 +182,22 @@ class CompressedActivations:
             )
 
     def _end(self, *_: object) -> None:
-        # Run again, a module of the model calls it: then it is not ours to end.
+        # Called by a module of its own, the model ends where its outer call does.
         if self.current is None or self.current.path:
             return
         self.current.__exit__()
-        self._run_plainly()
-        if not self.compressor.blank:
-            self.saved = self.current.saved
+        self.saved = self.current.saved
+        # A budget is kept where no gradient of a weight is waited for, too.
+        self._nothing_watched = self.current.watch is not None and not self._watched
         self.current = None
-        if self._units is not None:
-            for unit in self._units.found():
-                self.controller.observe_unit(unit)
-            self._units = None
-            # Where no gradient is waited for, there is nothing else to come.
-            self._ready = not self._watched
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self.current is None:
-            return
-        name = self._names.get(module, "")
-        self.current.path.append(name)
-        if self._units is not None:
-            self._units.enter(module, name, (args, kwargs))
+        if self.current is not None:
+            self.current.path.append(self._names.get(module, ""))
 
     def _leave(self, *_: object) -> None:
-        if self.current is None or not self.current.path:
-            return
-        self.current.path.pop()
-        if self._units is not None:
-            self._units.leave()
-
-    # Modules that run again.
-
-    def _let_run_again(self) -> None:
-        """Put forward passes that can be run again in the place of those of the units chosen.
-
-        For one forward pass: a copy made of the model in between is a model of its own.
-        """
-        for name in self.controller.again:
-            module = self.model.get_submodule(name)
-            self._forwards[name] = module.__dict__.get("forward")
-            module.__dict__["forward"] = self._repeatable(name, module, module.forward)
-
-    def _run_plainly(self) -> None:
-        for name, own in self._forwards.items():
-            module = self.model.get_submodule(name)
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
-        self._forwards = {}
-
-    def _repeatable(
-        self, name: str, module: torch.nn.Module, forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            current = self.current
-            if current is None or not current.can_repeat or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            exact_bytes = self.controller.budget_bytes or 0
-            return Run(self, name, module, forward, exact_bytes).first(current, args, kwargs)
-
-        return run
+        if self.current is not None and self.current.path:
+            self.current.path.pop()
 
     # Statistics: sums of squares of what arrives at a layer's output, and the yardstick.
 
@@ -302,11 +230,11 @@ class CompressedActivations:
         self._watched.append(result.register_hook(arrived))
         self._watched.append(weight.register_hook(magnitude))
 
-    def _refresh(self) -> None:
-        """Hand over what the last backward pass gathered, and let the controller choose."""
-        if not self._gathered and not self._ready:
+    def refresh(self) -> None:
+        """Choose bits now from what was gathered; otherwise the next forward pass does."""
+        if not self._gathered and not self._nothing_watched:
             return
-        self._ready = False
+        self._nothing_watched = False
         for key, about in self._gathered.items():
             yardstick = self._yardstick(self._weights[key])
             self.controller.observe_gradient(key, yardstick=yardstick, **about)
@@ -315,10 +243,6 @@ class CompressedActivations:
         self._watched = []
         self._gathered = {}
         self.controller.refresh()
-
-    def refresh(self) -> None:
-        """Choose bits now from what was gathered; otherwise the next forward pass does."""
-        self._refresh()
 
     def _yardstick(self, weight: torch.nn.Parameter) -> float:
         """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.
@@ -333,27 +257,6 @@ class CompressedActivations:
         if state.get("momentum_buffer") is not None:
             return float(state["momentum_buffer"].float().abs().mean())
         return self._magnitudes.get(weight, 0.0)
-
-    def predict(self, sample: Any) -> int:
-        """Return the peak of a step on a sample, in bytes, as compressed now. Needs no memory.
-
-        The step runs on tensors without values. All counts: parameters, gradients, what is
-        decompressed for the op at work. Sizes that depend on values are as last seen.
-
-        Raises
-        ------
-        TraceError
-            If the model looks at values.
-        """
-        return predicted_peak(self, sample)
-
-    def verify(self, sample: Any) -> Peaks:
-        """Run a step with and without compression, and compare the peaks with the predicted one.
-
-        In place of a loss, the outputs' gradients are random (1 for a scalar). Gradients, buffers
-        and the states of chance are put back.
-        """
-        return peaks(self, sample)
 
     def measure(
         self, loss: Callable[[], torch.Tensor], repeats: int = 1

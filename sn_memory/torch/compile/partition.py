@@ -26,7 +26,7 @@ _Actions = list[tuple[str, str]]
 def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward graph of a plan that keeps and recomputes.
 
-    Raises ReplayError for a plan that moves or compresses storages.
+    Raises ReplayError for a plan that moves storages.
     """
     actions = [(action.kind, action.target) for action in plan.actions]
     other = {kind for kind, _ in actions} - {"run", "free"}

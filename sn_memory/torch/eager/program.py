@@ -82,7 +82,7 @@ class Program:
     Raises
     ------
     ReplayError
-        For a plan that would move or compress what the caller holds.
+        For a plan that would move what the caller holds.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class _Writer:
                 current.append(self.run(target, call, way))
             else:
                 storage = self.named.storage_of[target]
-                if storage in outside or kind in ("compress", "decompress"):
+                if storage in outside:
                     raise ReplayError(
                         f"the plan would {kind} {target!r}, which this back end cannot do: "
-                        "outputs and their gradients belong to the caller, and nothing is "
-                        "compressed here. Plan with the techniques keep and recompute."
+                        "outputs and their gradients belong to the caller. Plan with the "
+                        "techniques keep and recompute."
                     )
                 current += self.move(at, kind, storage)
             if current is not before and self.ready_at.get(at):

@@ -88,7 +88,6 @@ def tried(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     *,
     plain_bytes: int,
-    gradients: bool = True,
     counted: bool = False,
 ) -> Trial:
     """Run a planned step once on the sample, and the model's own if memory allows; compare.
@@ -101,8 +100,6 @@ def tried(
         The plain model and the sample.
     plain_bytes
         What the model's own step needs at its peak.
-    gradients
-        Whether gradients are to be compared; they are not where they are right on average only.
     counted
         Whether to count what the model's own step takes, on the CPU.
 
@@ -136,14 +133,14 @@ def tried(
     try:
         expected = _measured(model, model, arguments, counted=counted)
         plain_peak_bytes = expected.peak_bytes if counted else 0
-        different = _kept(differences(expected.results, got.results), gradients)
+        different = differences(expected.results, got.results)
         if not somewhere(model, bool(different)):
             return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
         # Kernels that add in any order differ from themselves.
         again = differences(expected.results, _measured(model, model, arguments).results)
     except torch.OutOfMemoryError:
         return Trial(False, {}, remark="the model's own step does not fit into memory")
-    found = _judged(different, _kept(again, gradients), (*model.parameters(), *_results(expected)))
+    found = _judged(different, again, (*model.parameters(), *_results(expected)))
     if somewhere(model, bool(found.failure)) and not found.failure:
         return Trial(True, different, failure="on another rank its results are not the model's")
     reason = _reason(model, arguments) if isinstance(step, _Replay) else ""
@@ -302,14 +299,6 @@ def _measured(
 
 def _results(found: Measured) -> list[torch.Tensor]:
     return [it for it in found.results.values() if it is not None]
-
-
-def _kept(different: dict[str, float], gradients: bool) -> dict[str, float]:
-    return {
-        name: apart
-        for name, apart in different.items()
-        if gradients or not name.startswith("gradient of ")
-    }
 
 
 def _real(held: Sequence[torch.Tensor]) -> bool:

@@ -101,19 +101,6 @@ def cached_costs(
     return [None if it is None else (it[0], it[1]) for it in found]
 
 
-def cached_seconds(
-    works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
-) -> list[float | None]:
-    """Return seconds as `cached_costs` does, of what takes no scratch."""
-
-    def cost(measure: Callable[[], float | None]) -> Cost:
-        seconds = measure()
-        return None if seconds is None else (seconds, 0)
-
-    pairs = [(text, partial(cost, measure)) for text, measure in works]
-    return [it and it[0] for it in cached_costs(pairs, device)]
-
-
 def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
     """Return what calls cost as far as the file has it; nothing is measured."""
     times = OpTimes(cache_name(device), _is_cost, circumstances())

@@ -109,11 +109,6 @@ def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], 
     return [(mask, *flattened(tree)) for mask, tree in zip(masks, trees, strict=True)]
 
 
-def byte_view(storage: int, nbytes: int) -> View:
-    """Return the View of a storage as a row of bytes."""
-    return View(storage, (nbytes,), (1,), 0, torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a kernel.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from ...graph.graph import Graph
-from ...graph.records import Compressed, Device, Op, Storage, Workspace
+from ...graph.records import Device, Op, Storage, Workspace
 from ...run.loss import loss_op
 from ..chunked_loss import chunked_counter
 from .captured import Captured
@@ -63,7 +63,6 @@ def to_graph(
     extra: Sequence[Storage] = (),
     replayable: bool = True,
     ways: Sequence[tuple[Workspace, ...]] | None = None,
-    compressed: Mapping[int, Compressed] | None = None,
     random_state_bytes: int = 0,
     unplanned_peak_bytes: int | None = None,
 ) -> Named:
@@ -81,8 +80,6 @@ def to_graph(
         Whether random ops can be run again from the state they were run from.
     ways
         Per call, the ways to carry it out; none where there is no choice.
-    compressed
-        Per storage that has one, its compressed form.
     random_state_bytes
         Of a generator's state in the memory that is planned: it is kept until the last time that a
         random op runs, and twice while that runs.
@@ -96,7 +93,7 @@ def to_graph(
         for number, call in zip(numbers, recording.calls, strict=True)
     ]
     names = _storage_names(captured, ops)
-    storages = _storages(captured, names, compressed or {})
+    storages = _storages(captured, names)
     handed_out = _handed_out(captured)
     rows = [
         _op(call, ops[at], names, handed_out, captured, seconds[at], replayable)
@@ -228,9 +225,7 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
     return names
 
 
-def _storages(
-    captured: Captured, names: dict[int, str], compressed: Mapping[int, Compressed]
-) -> list[Storage]:
+def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.output_gradients}
@@ -245,8 +240,7 @@ def _storages(
         role = recording.given.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
-        small = compressed.get(number) if number not in kept else None
-        result.append(Storage(names[number], size, role, number in kept, small, number in held))
+        result.append(Storage(names[number], size, role, number in kept, number in held))
     return result
 
 

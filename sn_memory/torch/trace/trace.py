@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,17 +23,14 @@ from ...base.sizes import show_bytes
 from ...cost.devices import NOMINAL, speeds
 from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
-from ...graph.records import Compressed, Device, Storage, Workspace
-from ...graph.rewrite import waits
+from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
-from ..errors import TraceError
 from ..model.step import chance_put_back, device_of
 from ..model.wrapping import check_model, check_optimizer
 from .capture import capture
 from .captured import Captured
-from .compressible import Form, Widths, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
 from .fake_step import fake_step, fake_step_on
 from .op_seconds import (
@@ -68,8 +65,6 @@ class Trace:
         The graph with its names.
     captured
         The calls behind it.
-    forms
-        Per storage that may be compressed, by name, how.
     layouts
         What it was traced with.
     notes
@@ -78,7 +73,6 @@ class Trace:
 
     named: Named
     captured: Captured
-    forms: Mapping[str, Form] = field(default_factory=dict)
     layouts: Layouts | None = None
     notes: tuple[str, ...] = ()
 
@@ -131,7 +125,6 @@ def trace(
     optimizer: Any = None,
     workspaces: bool | Measure = False,
     overlap: bool = False,
-    bits: int | Widths | None = None,
     layouts: Layouts | None = None,
     accumulate: bool = False,
     update: str = "step",
@@ -170,10 +163,6 @@ def trace(
         of a call and the name of a way that returns seconds and workspace bytes.
     overlap
         Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
-    bits
-        State the compressed forms of what may wait so for the backward pass: 1, 2, 4 or 8 bits of
-        a value, or the controller of `compress_activations`, which has seen some steps. What ReLUs,
-        pooling layers and dropout ask for is exact. None: no storage has one.
     layouts
         How kernels were seen to lay their results out, where fake tensors say otherwise: what the
         trial of `plan` saw.
@@ -194,8 +183,7 @@ def trace(
     Raises
     ------
     TraceError
-        For a model whose course depends on values, or that a replay would not do justice to; with
-        `bits`, for one that is not on the CPU, where compressing runs.
+        For a model whose course depends on values, or that a replay would not do justice to.
 
     Examples
     --------
@@ -237,8 +225,6 @@ def trace(
         )
     if plain_bytes is not None:
         plain_bytes += sum(it.bytes for it in held)
-    found = {} if bits is None else _forms(captured, place, bits)
-    costs = seconds_of_forms(found, found_device, profile=profile and place.type != "meta")
     named = to_graph(
         captured,
         name=type(model).__name__,
@@ -247,15 +233,12 @@ def trace(
         allocator=_allocator(place),
         extra=(*held, *(_left(model, captured) if accumulate else ())),
         ways=ways,
-        compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
         # Of other devices the state is on the host.
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
         unplanned_peak_bytes=plain_bytes,
     )
     notes += _notes_on_baseline(named.graph)
-    number = named.storage_of
-    forms_of = {it: found[number[it]] for it in waits(named.graph)}
-    return Trace(named, captured, forms_of, layouts, notes)
+    return Trace(named, captured, layouts, notes)
 
 
 def _notes_on_baseline(graph: Graph) -> tuple[str, ...]:
@@ -362,17 +345,6 @@ def _left(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
         if it.grad is not None and name not in counted
     )
     return (Storage("gradients that stay as they are", held, "state"),) if held else ()
-
-
-def _forms(captured: Captured, place: torch.device, bits: int | Widths) -> dict[int, Form]:
-    if place.type not in ("cpu", "meta"):
-        raise TraceError(
-            f"compress runs on the host, and the model is on {place}: it would wait for copies "
-            "there and back. Plan with the technique offload."
-        )
-    if isinstance(bits, int) and bits not in (1, 2, 4, 8):
-        raise ValueError(f"got bits {bits!r}, expected 1, 2, 4, 8 or a Controller.")
-    return forms(captured.recording, bits)
 
 
 def trace_unplanned(

@@ -1,7 +1,7 @@
-"""The candidates found so far for a graph: all of them stay.
+"""What the search has found for a graph: choices that can be carried out, and what they lead to.
 
-A front over many budgets is monotone by construction when each budget takes the fastest of all
-candidates within it, whatever budget they were found for.
+All of them stay. A front over many budgets is monotone by construction when each budget takes the
+fastest of all candidates within it, whatever budget they were found for.
 """
 
 from __future__ import annotations
@@ -9,31 +9,62 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...cost.offload import host_peak_bytes, lane_seconds
-from ...cost.schedule import Schedule, equip
+from ...cost.offload import BOTH, host_peak_bytes, lane_seconds
+from ...cost.schedule import Impossible, Schedule, equip
 from ...graph.holes import Holes
-from ..simulate import simulate
-from .mixed import Mixed
+from ..simulate import simulate, simulate_moved
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice that can be carried out, and what it leads to."""
+    """A choice with moved holes, carried out.
+
+    Parameters
+    ----------
+    choice
+        See `simulate`.
+    moved
+        The holes that are spent on the host, each with the copies that ops wait for: see `windows`.
+    schedule, seconds
+        What it leads to.
+    origin
+        By which way it was found.
+    """
 
     choice: list[int] = field(repr=False)
+    moved: Mapping[int, int]
     schedule: Schedule = field(repr=False)
     seconds: float
-    origin: str
-    moved: Mapping[int, int]
+    origin: str = ""
 
     @property
     def peak_bytes(self) -> int:
         return self.schedule.peak_bytes
 
-    @property
-    def mixed(self) -> Mixed:
-        """The same as a start for improvements."""
-        return Mixed(self.choice, self.moved, self.schedule, self.seconds)
+
+def finished(
+    shape: Holes, choice: Sequence[int], schedule: Schedule, moved: Mapping[int, int]
+) -> Candidate | None:
+    """Return the candidate of a schedule; None where the host is too small for it."""
+    pinned = shape.graph.device.pinned_bytes
+    if pinned is not None and host_peak_bytes(shape, schedule) > pinned:
+        return None
+    return Candidate(list(choice), dict(moved), schedule, lane_seconds(shape, schedule))
+
+
+def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Candidate | None:
+    """Carry a choice with moved holes out; None if that cannot be, or the host is too small."""
+    try:
+        schedule, _ = simulate_moved(shape, choice, moved)
+    except Impossible:
+        return None
+    return finished(shape, choice, schedule, moved)
+
+
+def all_moved(shape: Holes) -> Candidate | None:
+    """Return what leaves the least on the device without rebuilds: all is away between its uses."""
+    leaves = [hole for hole in range(shape.count) if shape.may_leave(hole)]
+    return carried(shape, shape.natural(), dict.fromkeys(leaves, BOTH))
 
 
 class Archive:
@@ -53,15 +84,11 @@ class Archive:
         schedule: Schedule,
         origin: str,
         moved: Mapping[int, int] | None = None,
-    ) -> Candidate | None:
+    ) -> None:
         """Put a candidate in, unless it breaks the host's limit."""
-        pinned = self.shape.graph.device.pinned_bytes
-        if pinned is not None and host_peak_bytes(self.shape, schedule) > pinned:
-            return None
-        seconds = lane_seconds(self.shape, schedule)
-        candidate = Candidate(list(choice), schedule, seconds, origin, moved or {})
-        self.items.append(candidate)
-        return candidate
+        found = finished(self.shape, choice, schedule, moved or {})
+        if found is not None:
+            self.items.append(replace(found, origin=origin))
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate within a budget; among equals the smallest peak.

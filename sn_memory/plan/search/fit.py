@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from ...base.clock import late_or_units
 from ...cost.schedule import Schedule
 from ...graph.holes import KEEP, Holes
-from ..compiled import compiled
-from ..simulate import simulate
+from ..simulate import compiled, simulate
 
 # Graphs of up to this many ops are simulated for every decision that `trim` might take back.
 TRY_ALL = 6000

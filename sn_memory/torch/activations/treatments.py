@@ -7,7 +7,7 @@ decompressing run on the host; a tensor on another device is copied there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,15 +17,14 @@ import torch
 
 from sn_compress.codecs.registry import codec as named_codec
 
+from ...activations import Controller
 from ..errors import ReplayError
 from ..model.marks import version_of
-from .signs import masked
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
-
-
 _AT_ONCE = 2**14  # elements
+_CHUNK = 1 << 16  # elements, a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,6 @@ class Mask:
         bits = np.packbits(mask, bitorder="little")
         self.buffer, self.value = _buffer([bits]), value
         self.nbytes = self.buffer.numel()
-
-    def mask(self) -> Mask:
-        return self
 
     def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a gradient with zeros where the mask is not set."""
@@ -247,7 +243,7 @@ class Lossy:
 
 
 class Kept(Protocol):
-    """What is kept of a tensor: those above, or a promise to make it again."""
+    """What is kept of a tensor: one of those above."""
 
     nbytes: int
 
@@ -280,4 +276,107 @@ def _buffer(parts: list[Any]) -> torch.Tensor:
         end = start + part.nbytes
         view[start:end] = part.view(np.uint8)
         start = end
+    return made
+
+
+@dataclass
+class Compressor:
+    """What looks at values and compresses them; each tensor draws its own random numbers."""
+
+    controller: Controller
+    form: str
+    seed: int
+    threads: int
+    drawn: int = 0
+
+    def rounded(self, tensor: torch.Tensor, bits: int, tolerance: float, form: str) -> Lossy:
+        """Return the values in these bits."""
+        chosen = codec(bits, tolerance, form, self.seed, self.threads)
+        self.drawn += 1
+        return Lossy(flat_values(tensor), chosen, self.drawn - 1)
+
+    def sign(self, tensor: torch.Tensor) -> Mask:
+        """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
+        return Mask(~(flat_values(tensor) <= 0), 1.0)
+
+    def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
+        """Return what is kept of a tensor of which nothing is lost."""
+        if kind == "exact":
+            return Exact(tensor)
+        if kind == "shape":
+            return Shape()
+        if kind == "integers":
+            if tensor.dtype == torch.bool:
+                return Mask(flat_values(tensor), 1.0)
+            if window is not None and window.bits and tensor.dtype == torch.int64:
+                return Places(tensor, window)
+            narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
+            return Narrow(tensor.detach()) if narrow else Exact(tensor)
+        values = flat_values(tensor)
+        if kind == "sign":
+            return Mask(values > 0, 1.0)
+        return Mask(values != 0, two_values(values) or 0.0)
+
+
+class SignRelu(torch.autograd.Function):
+    """relu(x); `keep` is given the result and returns what is kept of it, and its layout.
+
+    Hooks of saved tensors give autograd's own backward pass of a ReLU what it asks for: a number
+    per element. Decompressed, these are as large as the gradient, and often what a step's peak is
+    made of. Here the backward pass reads bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keep: Callable[..., Any]) -> torch.Tensor:
+        """Return relu(x)."""
+        y = x.relu()
+        ctx.kept = keep(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient where a bit is set, and 0 elsewhere."""
+        kept, layout = ctx.kept
+        return _Masked.apply(gradient, kept, layout), None
+
+
+class _Masked(torch.autograd.Function):
+    """A gradient through a ReLU, which is linear in it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, mask: Any, layout: Any) -> torch.Tensor:
+        ctx.kept = mask, layout
+        return torch.as_tensor(mask.through(gradient, layout))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Masked.apply(gradient, *ctx.kept), None, None
+
+
+def masked(gradient: torch.Tensor, bits: np.ndarray[Any, Any], layout: Any) -> torch.Tensor:
+    """Return a gradient with zeros where a bit is not set.
+
+    Parameters
+    ----------
+    bits
+        [n / 8] uint8, in the order of the memory of `layout`.
+    """
+    made = torch.empty_strided(
+        layout.shape, layout.stride, dtype=gradient.dtype, device=gradient.device
+    )
+    made.copy_(gradient)
+    flat = made.as_strided((layout.numel,), (1,))
+    # As integers: an AND is ten times faster than to select, and what goes is +0, NaN too.
+    whole = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    host = whole.numpy() if whole.device.type == "cpu" else None
+    for start in range(0, layout.numel, _CHUNK):
+        count = min(_CHUNK, layout.numel - start)
+        on = np.unpackbits(bits[start // 8 :][: -(-count // 8)], count=count, bitorder="little")
+        ones = np.negative(on.view(np.int8))
+        if host is not None:
+            part = host[start : start + count]
+            np.bitwise_and(part, ones.astype(part.dtype), out=part)
+        else:
+            part = whole[start : start + count]
+            part &= torch.from_numpy(ones).to(part.device, part.dtype)
     return made

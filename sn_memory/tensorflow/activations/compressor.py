@@ -50,11 +50,6 @@ class Compressor:
         self._looking = False
         self._gathered: dict[str, dict[str, Any]] = {}
 
-    def nbytes(self, key: str, n: int) -> int:
-        """Return what n elements are compressed in just now, if not too many escape."""
-        bits = self.controller.bits(key) if n >= MIN_ELEMENTS else None
-        return 4 * n if bits is None else int(self._codecs[bits].payload_bytes(n))
-
     def compress(self, key: str, x: Array) -> Array:
         """A payload; or plain float32 where that is smaller, or too many elements escape."""
         self._count(key)

@@ -9,22 +9,160 @@ known by module path, op and slot; what an op needs of it decides how it is kept
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from ...activations import treatment
-from ...activations.saved import INPUT
-from ..errors import ReplayError
+from ...activations import coverage, treatment
+from ...base.sizes import show_bytes
 from ..model.marks import version_of
-from . import treatments
-from .calls import DRAWS_BY_VALUE, MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
-from .compressor import Compressor, Saved
-from .signs import SignRelu
-from .treatments import Exact, Kept, Layout, Lossy
+from .treatments import (
+    Compressor,
+    Exact,
+    Kept,
+    Layout,
+    Lossy,
+    SignRelu,
+    Window,
+    flat_values,
+    is_dense,
+    two_values,
+)
+
+MIN_ELEMENTS = 1024
+"""Smaller tensors are left alone."""
+_WITHOUT_KERNEL = (torch.float64,)
+
+
+@dataclass
+class Call:
+    """A call of an op that is running: its name, where, and what it saved so far."""
+
+    name: str
+    place: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slots: int = 0
+    lossy: list[str] = field(default_factory=list)
+
+
+class Calls(TorchFunctionMode):
+    """Hands each call of an op on: the function, its arguments and its keywords."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+def _tensors(values: Any) -> Iterable[torch.Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+def rectified(call: Call) -> torch.Tensor | None:
+    """What a ReLU is given whose backward pass can read bits; None of any other call."""
+    if call.name != "relu":
+        return None
+    inplace = call.kwargs.get("inplace", call.args[1] if len(call.args) > 1 else False)
+    x: Any = call.kwargs.get("input", call.args[0] if call.args else None)
+    # Of other types of tensors, autograd functions know nothing.
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    if inplace or not plain or not (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype.is_floating_point
+    return x if fits and x.dtype not in _WITHOUT_KERNEL else None
+
+
+def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
+    """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
+    if call.name == "linear" or call.name.startswith("conv"):
+        first = next(iter(_tensors((call.args, call.kwargs))), None)
+        return first is not None and tensor.numel() == first.numel()
+    sizes = {argument.numel() for argument in _tensors((call.args, call.kwargs))}
+    return tensor.numel() in sizes or not sizes
+
+
+def storages_of(values: Any) -> frozenset[int]:
+    """Return the storages of the tensors among some values."""
+    return frozenset(it.untyped_storage()._cdata for it in _tensors(values))
+
+
+def weight_of(call: Call) -> torch.nn.Parameter | None:
+    """The parameter whose gradient an op's input makes, if it is one the theory knows."""
+    if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
+        return None
+    given = call.kwargs.get("weight", call.args[1] if len(call.args) > 1 else None)
+    return given if isinstance(given, torch.nn.Parameter) and given.requires_grad else None
+
+
+def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float:
+    """The part of a layer's products that do not meet padding."""
+    if call.name == "linear":
+        return 1.0
+    names = ("input", "weight", "bias", "stride", "padding", "dilation")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    kernel = list(weight.shape[2:])
+    each = len(kernel)
+    sizes = [
+        _each(given.get(name, value), each) for name, value in (("stride", 1), ("dilation", 1))
+    ]
+    padding = given.get("padding", 0)
+    if padding == "same":
+        padding = [apart * (taps - 1) // 2 for apart, taps in zip(sizes[1], kernel, strict=True)]
+    padding = [0] * each if padding == "valid" else _each(padding, each)
+    return coverage(
+        list(given["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
+    )
+
+
+def window_of(call: Call) -> Window | None:
+    """Return the windows that a pooling call looks at; None of any other call."""
+    if call.name != "max_pool2d":
+        return None
+    names = ("input", "kernel_size", "stride", "padding", "dilation")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    kernel = _each(given["kernel_size"], 2)
+    stride = _each(given.get("stride") or kernel, 2)
+    padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
+    pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
+    return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
+
+
+def _each(value: Any, count: int) -> list[int]:
+    return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
+
+    plain_bytes: int
+    compressed_bytes: int
+    elements: int
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes over compressed ones."""
+        return self.plain_bytes / max(self.compressed_bytes, 1)
+
+    @property
+    def saving_bytes(self) -> int:
+        return self.plain_bytes - self.compressed_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
+            f"{self.ratio:.1f} times less"
+        )
 
 
 @dataclass
@@ -39,53 +177,35 @@ class _Memory:
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
 
-class Promises(Protocol):
-    """A unit that runs: in its first run it promises what it saves, in the second it keeps it."""
-
-    def promise(self, layout: Layout) -> Kept:
-        """Return what stands for the next tensor."""
-
-    def fulfil(self, kept: Kept, layout: Layout) -> None:
-        """Take the next tensor. May raise, to say that there are no more."""
-
-
 class Pass:
-    """What a forward pass, or a second one of a unit, saves while it is entered.
+    """What a forward pass saves while it is entered.
 
     Parameters
     ----------
     compressor
         Compresses.
-    resident, given
+    left_alone
         Storages that are there anyway: of the model, and of what it was given.
-    path, counts
-        Of modules, the innermost last; of calls so far, by path and op.
     watch
         Called with each call that saved something lossy, and its result.
-    again
-        The unit that runs a second time, if this is that.
-    exactly
-        Nothing is compressed.
+
+    Attributes
+    ----------
+    path
+        Of modules, the innermost last.
     """
 
     def __init__(
         self,
         compressor: Compressor,
-        resident: frozenset[int],
-        given: frozenset[int],
-        *,
-        path: Sequence[str] = (),
-        counts: Mapping[tuple[str, str], int] | None = None,
+        left_alone: frozenset[int],
         watch: Callable[[Call, Any], None] | None = None,
-        again: Promises | None = None,
-        exactly: bool = False,
     ) -> None:
         self.compressor, self.controller = compressor, compressor.controller
-        self.resident, self.left_alone, self.path = resident, resident | given, list(path)
-        self.counts = dict(counts or {})
-        self.first: Promises | None = None
-        """The unit that runs its first time just now."""
-        self._watch, self._again, self._exactly = watch, again, exactly
+        self.path: list[str] = []
+        self._left_alone = left_alone
+        self._counts: dict[tuple[str, str], int] = {}  # of calls so far, by path and op
+        self.watch = watch
         self._call: Call | None = None
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
@@ -103,15 +223,6 @@ class Pass:
         self._contexts.close()
         self._storages.clear()
 
-    def enter(self, context: Any) -> None:
-        """Enter a context that is left with this one."""
-        self._contexts.enter_context(context)
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether a unit that begins here may be one that runs again: it is in no other."""
-        return self.first is None and self._again is None
-
     @property
     def saved(self) -> Saved:
         """What was saved so far."""
@@ -126,14 +237,14 @@ class Pass:
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
         path = self.path[-1] if self.path else ""
-        count = self.counts[path, name] = self.counts.get((path, name), 0) + 1
+        count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
         place = f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
         call = self._call = Call(name, place, args, kwargs)
         try:
             x = rectified(call) if self._is_innermost() else None
             result = func(*args, **kwargs) if x is None else SignRelu.apply(x, self._sign)
-            if self._watch is not None and call.lossy:
-                self._watch(call, result)
+            if self.watch is not None and call.lossy:
+                self.watch(call, result)
         finally:
             self._call = None
         return result
@@ -149,7 +260,7 @@ class Pass:
         path = self.path[-1] if self.path else "model"
         call = self._call or Call("", f"{path}/", (), {})
         storage = tensor.untyped_storage()
-        if storage._cdata in self.left_alone:
+        if storage._cdata in self._left_alone:
             call.slots += 1
             return Exact(tensor), Layout.of(tensor)
         return self._delivered(tensor, call, lambda *it: self._keep(tensor, call, *it))
@@ -160,7 +271,7 @@ class Pass:
         return self._delivered(
             y,
             self._call,
-            lambda key, memory: self._counted(self.compressor.sign(y, key), key, memory),
+            lambda key, memory: self._counted(self.compressor.sign(y), key, memory),
         )
 
     def _delivered(
@@ -171,41 +282,7 @@ class Pass:
         memory = self._memory(tensor.untyped_storage())
         memory.saved = True
         self._elements += layout.numel
-        if self.first is not None:
-            if call.name in DRAWS_BY_VALUE:
-                raise ReplayError(
-                    f"{call.place}: {call.name} draws a random number for each value that is not "
-                    "above 0, and a second run, from rounded inputs, would draw others. Leave the "
-                    "module out of recompute=."
-                )
-            # What a unit saves in its first run is a promise.
-            if treatment(call.name) == "linear" and layout.numel >= MIN_ELEMENTS:
-                call.lossy.append(key)
-            return self.first.promise(layout), layout
-        kept = keep(key, memory)
-        if self._again is not None:
-            self._again.fulfil(kept, layout)
-        return kept, layout
-
-    def given(self, tensor: torch.Tensor, name: str, place: int) -> tuple[Kept, Layout]:
-        """Keep what a unit was given."""
-        if tensor.untyped_storage()._cdata in self.left_alone:
-            return Exact(tensor), Layout.of(tensor)
-        if not treatments.is_dense(tensor):
-            tensor = tensor.detach().contiguous()
-        memory = self._memory(tensor.untyped_storage())
-        call = Call(INPUT, f"{name}/{INPUT}", (tensor,), {})
-        kept = self._keep(tensor, call, f"{name}/{INPUT}/{place}", memory)
-        return kept, Layout.of(tensor)
-
-    def know(self, tensor: torch.Tensor, kept: Kept) -> None:
-        """Let a tensor be known as compressed already, should it be saved."""
-        if isinstance(kept, Lossy):
-            self._memory(tensor.untyped_storage()).kept[_where(tensor)] = kept
-
-    def group(self, tensor: torch.Tensor, key: str) -> str:
-        """Return the name of the memory that a tensor lies in; `key`, if it has none yet."""
-        return self._memory(tensor.untyped_storage()).groups.setdefault(_where(tensor), key)
+        return keep(key, memory), layout
 
     def _memory(self, storage: Any) -> _Memory:
         """The record of a storage; an address that is used anew gets a new one."""
@@ -228,18 +305,16 @@ class Pass:
         return kept
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
-        """Compress a tensor; in a second run that compresses nothing, keep it."""
-        if self._exactly:
-            return Exact(tensor)
-        kind = self._kind(tensor, call, key)
+        """Compress a tensor."""
+        kind = self._kind(tensor, call)
         if kind in ("linear", "nonlinear"):
             return self._lossy(tensor, call, key, memory, linear=kind == "linear")
-        kept = self.compressor.exact(tensor, kind, window_of(call), key)
+        kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
-    def _kind(self, tensor: torch.Tensor, call: Call, key: str) -> str:
+    def _kind(self, tensor: torch.Tensor, call: Call) -> str:
         """The treatment of a tensor: that of its op, unless it is of another type or size."""
-        if tensor.numel() < MIN_ELEMENTS or not treatments.is_dense(tensor):
+        if tensor.numel() < MIN_ELEMENTS or not is_dense(tensor):
             return "exact"
         if not tensor.dtype.is_floating_point:
             return "integers"
@@ -247,7 +322,7 @@ class Pass:
         kind = treatment(call.name) if call.name else "exact"
         if tensor.dtype == torch.float64 or kind == "exact" or not of_input_size(tensor, call):
             return "exact"
-        if kind == "mask" and not self.compressor.holds_two(tensor, key):
+        if kind == "mask" and two_values(flat_values(tensor)) is None:
             return "nonlinear"
         return kind
 
@@ -261,7 +336,7 @@ class Pass:
             tolerance = self.controller.exact_tolerance(key) if exact else tolerance
             # Until the first refresh there is no tolerance, and the fixed form does without.
             form = "paper" if 2.0**-100 <= tolerance <= 2.0**100 else "fixed"
-        n, group = tensor.numel(), self.group(tensor, key)
+        n, group = tensor.numel(), memory.groups.setdefault(_where(tensor), key)
         if bits is None or tolerance < 2.0**-100:
             memory.exact = True
             self.controller.observe(key, n=n, bits=None, variance=0.0, linear=linear, group=group)

@@ -7,7 +7,7 @@ import pytest
 
 from sn_memory import BudgetError, Device, Graph, Op, Storage, plan_graph
 from sn_memory.check.replay import carry_out
-from sn_memory.plan.slack import with_slack
+from sn_memory.plan.copies import WIDE, spread_copies
 
 
 def chain(layers, speed):
@@ -51,7 +51,7 @@ def test_within_the_room_and_no_slower(speed):
             except BudgetError:
                 continue
             room = plan.peak_bytes + int(np.random.default_rng(layers).integers(0, 100))
-            actions = with_slack(graph, plan.actions, room)
+            actions = spread_copies(graph, plan.actions, room, times=WIDE)
             found = carry_out(graph, replace(plan, actions=actions))
             assert sorted(actions) == sorted(plan.actions)
             assert found.peak_bytes <= room
@@ -65,6 +65,6 @@ def test_without_room_or_speeds_all_stays():
     graph = chain(9, 100.0)
     plan = plan_graph(graph, "75%", techniques=("keep", "offload"), time_limit_s=0.5,
                       deterministic=True)  # fmt: skip
-    assert with_slack(graph, plan.actions, plan.peak_bytes - 1) == plan.actions
+    assert spread_copies(graph, plan.actions, plan.peak_bytes - 1) == plan.actions
     bare = Graph(graph.storages, graph.ops, name="bare")
-    assert with_slack(bare, plan.actions, 10**9) == plan.actions
+    assert spread_copies(bare, plan.actions, 10**9) == plan.actions

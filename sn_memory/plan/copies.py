@@ -1,0 +1,177 @@
+"""Copies that start ahead and end late: what one schedule of copies does for plans of both kinds.
+
+The search places a copy back right before its first reader, or in a window of just the seconds that
+it takes, and gives the memory of what is copied out back as early: then the ops wait, for each copy
+or wherever an op was faster than it was said to be. Where live bytes stay within the budget there
+is room: a copy back starts earlier, the last one first, and what is copied out is given back later.
+
+A copy is an action `prefetch` or `offload`, or a run of an op that is one: `graph/hosted.py` writes
+the copies of parameters and optimizer state as ops of the kinds `fetch` and `store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cost.state_lanes import BY_HOST, COPIES
+from ..graph.graph import Graph
+from .buffers import live_bytes
+from .plan import Action
+
+# Windows are so many times what a copy takes, where there is room. Small copies are the many, and a
+# lane that is a thread wakes milliseconds late where the machine has other work.
+WIDE = 32.0
+# A copy back passes no other: those before it have to move first.
+_PASSES = 4
+
+
+def spread_copies(
+    graph: Graph, actions: Sequence[Action], room_bytes: int, *, times: float = 1.0
+) -> tuple[Action, ...]:
+    """Return the actions with copies moved apart from the ops that wait for them.
+
+    Parameters
+    ----------
+    graph, actions
+        A plan of it.
+    room_bytes
+        What live bytes stay within. Actions that need more stay as they are.
+    times
+        How many times its own seconds a copy gets, where there is room.
+    """
+    lanes = any(it.kind in ("offload", "prefetch") for it in actions)
+    if lanes and not graph.device.can_offload:
+        return tuple(actions)
+    row = _Row(graph, list(actions), room_bytes, times)
+    if max(row.live, default=0) > room_bytes:
+        return tuple(actions)
+    for _ in range(_PASSES):
+        if not row.start_earlier():
+            break
+    row.free_later()
+    return tuple(row.actions)
+
+
+class _Row:
+    """The actions of a plan, with the bytes live during each and when it starts if no op waits."""
+
+    def __init__(self, graph: Graph, actions: list[Action], room: int, times: float) -> None:
+        self.graph, self.actions, self.room, self.times = graph, actions, room, times
+        self.index, self.names = graph.op_index, graph.storage_index
+        arrays = graph.arrays
+        self.bytes: list[int] = arrays.bytes.tolist()
+        self.kinds = [op.kind for op in graph.ops]
+        self.touches = [
+            {*arrays.reads[op], *arrays.outputs[op], *arrays.writes[op], *arrays.releases[op]}
+            for op in range(len(graph.ops))
+        ]
+        self.live = live_bytes(graph, actions)
+        self.clock, now = [], 0.0
+        for action in actions:
+            self.clock.append(now)
+            now += self.op_seconds(action)
+
+    def op_seconds(self, action: Action) -> float:
+        """Return the seconds that an action keeps the ops' lane for; none for a copy."""
+        if action.kind != "run" or self.kinds[self.index[action.target]] in (*COPIES, BY_HOST):
+            return 0.0
+        return self.graph.arrays.seconds[self.index[action.target]][action.way]
+
+    def is_copy(self, action: Action, kind: str, op_kind: str) -> bool:
+        """Whether an action is such a copy, or a run of an op that is."""
+        return action.kind == kind or (
+            action.kind == "run" and self.kinds[self.index[action.target]] == op_kind
+        )
+
+    def ends(self, action: Action) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the storages that a copy reads and those that it makes."""
+        if action.kind == "run":
+            op = self.index[action.target]
+            return self.graph.arrays.reads[op], self.graph.arrays.outputs[op]
+        storage = (self.names[action.target],)
+        return (storage, ()) if action.kind == "offload" else ((), storage)
+
+    def copy_seconds(self, action: Action) -> float:
+        """Return how long a copy takes on its lane."""
+        if action.kind == "run":
+            return self.graph.arrays.seconds[self.index[action.target]][action.way]
+        device = self.graph.device
+        out = action.kind == "offload"
+        speed = device.to_host_bytes_per_s if out else device.to_device_bytes_per_s
+        assert speed is not None
+        return device.transfer_latency_s + self.bytes[self.names[action.target]] / speed
+
+    def start_earlier(self) -> bool:
+        """Move each copy back to an earlier action, the last one first; say whether any moved."""
+        moved = False
+        taken = float("inf")  # from when on a later copy has the lane
+        backs = [at for at, it in enumerate(self.actions) if self.is_copy(it, "prefetch", "fetch")]
+        for at in reversed(backs):
+            action, seconds = self.actions[at], self.copy_seconds(self.actions[at])
+            reads, (storage,) = self.ends(action)
+            latest = min(taken, self.needed(storage, at)) - seconds
+            wanted = latest - (self.times - 1) * seconds
+            touched, place = {*reads, storage}, at
+            while (
+                place > 0
+                and self.clock[place] > wanted
+                and not self.bars(place - 1, touched, ("prefetch", "fetch"))
+                and self.live[place - 1] + self.bytes[storage] <= self.room
+            ):
+                place -= 1
+            if place < at:
+                moved = True
+                self.move(at, place, self.bytes[storage])
+            taken = max(latest, self.clock[place])
+        return moved
+
+    def free_later(self) -> None:
+        """Give what is copied out back later, the last one first."""
+        lane, ends = 0.0, {}
+        frees: list[tuple[int, float]] = []
+        for at, action in enumerate(self.actions):
+            if self.is_copy(action, "offload", "store"):
+                seconds = self.copy_seconds(action)
+                lane = max(lane, self.clock[at]) + seconds
+                end = lane + (self.times - 1) * seconds
+                ends.update(dict.fromkeys(self.ends(action)[0], end))
+            elif action.kind == "free" and self.names[action.target] in ends:
+                frees.append((at, ends.pop(self.names[action.target])))
+        for at, end in reversed(frees):
+            storage, place = self.names[self.actions[at].target], at
+            while (
+                place + 1 < len(self.actions)
+                and self.clock[place + 1] < end
+                and not self.bars(place + 1, {storage}, ())
+                and self.live[place + 1] + self.bytes[storage] <= self.room
+            ):
+                place += 1
+            if place > at:
+                self.move(at, place, self.bytes[storage])
+
+    def needed(self, storage: int, at: int) -> float:
+        """Return when what is copied back at an action is used."""
+        for later in range(at + 1, len(self.actions)):
+            action = self.actions[later]
+            if action.kind == "run" and storage in self.touches[self.index[action.target]]:
+                return self.clock[later]
+        return self.clock[at]
+
+    def bars(self, at: int, storages: set[int], kinds: tuple[str, ...]) -> bool:
+        """Whether what touches these storages may not pass an action, nor one of these kinds."""
+        kind, target, _ = self.actions[at]
+        if kind != "run":
+            return self.names[target] in storages or kind in kinds
+        op = self.index[target]
+        fixed = self.graph.ops[op].fixed or self.kinds[op] in kinds
+        return fixed or bool(storages & self.touches[op])
+
+    def move(self, at: int, to: int, size: int) -> None:
+        """Move an action; so many bytes more are live during those that it passes."""
+        first, last = (to, at) if to < at else (at + 1, to + 1)
+        self.live[first:last] = [it + size for it in self.live[first:last]]
+        self.actions.insert(to, self.actions.pop(at))
+        self.live.insert(to, self.live.pop(at))
+        self.clock.insert(to, self.clock.pop(at))
+        near = to + 1 if to < at else to - 1
+        self.live[to], self.clock[to] = self.live[near], self.clock[near]

@@ -1,0 +1,243 @@
+"""Better candidates from good ones: annealing, ruin and repair, single holes that change sides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...base.clock import late_or_units, now
+from ...cost.offload import BESIDE, BOTH, windows
+from ...graph.holes import KEEP, Holes
+from ..simulate import compiled
+from .candidates import Candidate, carried
+from .fit import fit, trim
+
+# Heat, in shares of the first seconds: what a try may lose at the start, and at the end.
+COLD = 1e-5
+# A trial this much slower than the best is still gone on from, at first; the less, the more
+# attempts have failed (record-to-record travel, Dueck, 1993).
+SLACK = 0.02
+# How far prices are off in an attempt, in doublings (standard deviation).
+NOISE = (0.0, 0.3, 1.0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an annealing may do.
+
+    Parameters
+    ----------
+    budget_bytes
+        To be kept by what is found.
+    offload, recompute
+        Whether holes may be spent on the host; whether storages may be made again.
+    tries
+        Changes to try; the heat falls over all of them.
+    warm
+        Heat at the start.
+    seed
+        Of the random numbers.
+    wait
+        Whether holes are tried on the host with ops that wait for the copies.
+    """
+
+    budget_bytes: int
+    offload: bool
+    recompute: bool
+    tries: int
+    warm: float
+    seed: int = 0
+    wait: bool = True
+
+
+def anneal(holes: Holes, start: Candidate, rules: Rules, *, deadline: float) -> Candidate | None:
+    """Return the fastest found by simulated annealing within the budget, else the smallest peak.
+
+    Better choices are kept, at first also slightly worse ones. Greedy fitting only lets go, and is
+    stuck near the floor, where the plan that fits holds something dear for a moment, drops it, and
+    brings it back just in time. Here a choice may be over the budget on the way. Bytes too many
+    have a price that rises while it is over and falls while it is within, so that the search swings
+    about what just fits (annealing: Kirkpatrick et al., 1983; strategic oscillation: Glover, 1977).
+    Rebuilds and stays on the host are chosen together, by the replayed time of ops and lanes.
+    csrc/memory/annealing.cpp does this at five microseconds a try on a graph of a hundred ops, a
+    few hundred on thousands.
+
+    None where the last word cannot be carried out, which the start can.
+    """
+    device = holes.graph.device
+    lanes = (0.0, 0.0, 0.0)
+    out, back = device.to_host_bytes_per_s, device.to_device_bytes_per_s
+    if rules.offload and out is not None and back is not None:
+        lanes = (out, back, device.transfer_latency_s)
+    pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
+    # 0 is a hole that is not moved.
+    away = [1 + start.moved[hole] if hole in start.moved else 0 for hole in range(holes.count)]
+    choice, away = compiled(holes).anneal(
+        start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
+        (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
+        wait=rules.wait,
+    )  # fmt: skip
+    return carried(holes, choice, {hole: it - 1 for hole, it in enumerate(away) if it})
+
+
+def refine(
+    holes: Holes,
+    start: Candidate,
+    budget_bytes: int,
+    *,
+    offload: bool,
+    enough_s: float,
+    tries: int,
+    deadline: float,
+) -> Candidate:
+    """Return the fastest found by ruin and repair, the given one at worst.
+
+    Greedy fitting decides in one order and cannot take a group of decisions back. Undoing all that
+    ends in a random stretch of the execution, or a random part of everything, and fitting again
+    from there visits other orders (Schrimpf et al., 2000). What is undone may come back as a stay
+    on the host. The random numbers are fixed, so the same search gives the same plan.
+
+    Ends after `tries` attempts in a row without gain, at the deadline, or below `enough_s`.
+    """
+    draw = random.Random(0)
+    natural = holes.natural()
+    best = here = start
+    idle = 0
+    while idle < tries and now() < deadline and best.seconds > enough_s:
+        idle += 1
+        ruined = _ruined(holes, here, natural, draw, offload=offload)
+        if ruined is None:
+            continue
+        noise = draw.choice(NOISE)
+        found = _repaired(holes, *ruined, budget_bytes, draw, noise, deadline)
+        if found is None:
+            continue
+        if found.seconds < here.seconds or found.seconds < best.seconds * (
+            1 + SLACK * (1 - idle / tries)
+        ):
+            here = found
+        if found.seconds < best.seconds * (1 - 1e-9):
+            best, idle = found, 0
+    return best
+
+
+def _ruined(
+    holes: Holes, here: Candidate, natural: list[int], draw: random.Random, *, offload: bool
+) -> tuple[list[int], dict[int, int]] | None:
+    """Undo what ends in a stretch, in part; None if there was nothing to undo."""
+    count = len(holes.graph.ops)
+    length = max(2, int(count * draw.uniform(0.02, 0.4)))
+    begin = draw.randrange(count)
+    part = draw.uniform(0.2, 1.0)
+    # In some attempts nothing new leaves for the host: lanes have little room to begin with.
+    leaving = draw.choice((0.0, 0.05, 0.3)) if offload else 0.0
+    choice, moved = list(here.choice), dict(here.moved)
+    for hole, held in enumerate(here.choice):
+        if not begin <= holes.end[hole] < begin + length:
+            continue
+        if (held != natural[hole] or hole in moved) and draw.random() < part:
+            # A rebuild on the way to something else may be dropped again, up to some moment.
+            later = held != KEEP and draw.random() < 0.15
+            choice[hole] = draw.randint(holes.start[hole], count) if later else natural[hole]
+            moved.pop(hole, None)
+            if leaving and holes.may_leave(hole) and draw.random() < leaving:
+                moved[hole] = draw.choice((BESIDE, BOTH))
+        elif held == KEEP and hole not in moved and draw.random() < 0.1 and holes.is_free(hole):
+            if leaving and holes.may_leave(hole) and draw.random() < leaving:
+                moved[hole] = draw.choice((BESIDE, BOTH))
+            elif holes.rebuildable[holes.storage[hole]]:
+                choice[hole] = 0
+    if choice == here.choice and moved == here.moved:
+        return None
+    return choice, moved
+
+
+def _repaired(
+    holes: Holes,
+    choice: list[int],
+    moved: dict[int, int],
+    budget_bytes: int,
+    draw: random.Random,
+    noise: float,
+    deadline: float,
+) -> Candidate | None:
+    """Return a choice within the budget that starts from this one; None if none was found."""
+    for hole in moved:
+        choice[hole] = KEEP
+    moves = windows(holes, moved)
+    factors = [2 ** draw.gauss(0, noise) for _ in choice] if noise else ()
+    fitted = fit(
+        holes, choice, budget_bytes, deadline=deadline, moves=moves, rounds=20, factors=factors
+    )
+    if fitted is None:
+        return None
+    trimmed, _ = trim(holes, fitted[0], budget_bytes, deadline=deadline, moves=moves)
+    found = carried(holes, trimmed, moved)
+    if found is None or found.schedule.peak_bytes > budget_bytes:
+        return None
+    return found
+
+
+def improve(
+    shape: Holes, start: Candidate, budget_bytes: int, *, recompute: bool, deadline: float
+) -> Candidate:
+    """Let single holes change sides, dearest first, as long as the time falls."""
+    best = start
+    for _ in range(4):
+        before = best.seconds
+        for hole in _dearest(shape, best):
+            if now() > deadline:
+                return best
+            for choice, moved in _sides(shape, best, hole, recompute):
+                trial = carried(shape, choice, moved)
+                if (
+                    trial is not None
+                    and trial.schedule.peak_bytes <= budget_bytes
+                    and trial.seconds < best.seconds
+                ):
+                    best = trial
+        if best.seconds > before * (1 - 1e-4):
+            break
+    return best
+
+
+def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
+    """Return the holes let go or moved, those first that cost most per byte."""
+    price: dict[int, float] = {}
+    for hole, held in enumerate(mixed.choice):
+        storage = shape.storage[hole]
+        inner = hole + 1 < shape.first[storage + 1] and shape.bytes[storage] > 0
+        if hole in mixed.moved:
+            price[hole] = lane_share(shape, storage) / shape.bytes[storage]
+        elif inner and held != KEEP and shape.chain[storage][0] in mixed.schedule.again:
+            own = sum(shape.seconds[op] for op in shape.chain[storage])
+            price[hole] = own / shape.bytes[storage]
+    return sorted(price, key=lambda hole: -price[hole])
+
+
+def lane_share(shape: Holes, storage: int) -> float:
+    """Return the seconds that a round trip of a storage takes of the slower lane."""
+    device = shape.graph.device
+    speeds = [device.to_host_bytes_per_s, device.to_device_bytes_per_s]
+    slowest = min(speed for speed in speeds if speed is not None)
+    return device.transfer_latency_s + shape.bytes[storage] / slowest
+
+
+def _sides(
+    shape: Holes, mixed: Candidate, hole: int, recompute: bool
+) -> list[tuple[list[int], Mapping[int, int]]]:
+    """Return what else can be done in a hole: stay, leave to be rebuilt, move, wait less."""
+    held = list(mixed.choice)
+    held[hole] = KEEP
+    rest = {other: waits for other, waits in mixed.moved.items() if other != hole}
+    sides: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
+    if hole in mixed.moved:
+        if recompute and shape.rebuildable[shape.storage[hole]]:
+            dropped = list(mixed.choice)
+            dropped[hole] = 0
+            sides.append((dropped, rest))
+        sides += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
+    elif not shape.held[shape.storage[hole]]:
+        sides += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
+    return sides

@@ -1,4 +1,0 @@
-"""What a layer keeps in fewer bytes, and who compresses it on the host.
-
-It imports the core, `activations` among it.
-"""
