@@ -23,7 +23,7 @@ from keras import layers
 from tables import markdown
 
 import sn_memory.tensorflow
-from sn_memory.tensorflow.trace.model import model_step
+from sn_memory.tensorflow.model import model_step
 
 WIDTHS = (8, 4)
 IMAGES = (BATCH, 32, 32, 3)

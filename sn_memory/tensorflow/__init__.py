@@ -14,12 +14,9 @@ from .errors import TraceError
 from .estimate import estimate
 from .loss.function import chunked_cross_entropy
 from .loss.model import LossInChunks, chunk_loss
-from .model.allocations import Allocations
-from .model.memory import AllocatorPeak
-from .plan import plan
-from .plan_step import plan_step
-from .planned import Planned
-from .planned_step import PlannedStep
+from .memory import Allocations, AllocatorPeak
+from .plan import plan, plan_step
+from .planned import Planned, PlannedStep
 from .trace.trace import Trace, trace
 from .verify import verify
 

@@ -16,9 +16,9 @@ from ..graph.records import Device
 from ..plan.policies import policy
 from ..run.estimate import Estimate
 from ..run.reserved import stays
-from .card import bfc_settings
-from .trace.model import call_arguments
-from .trace.trace import Trace, optimizer_bytes, trace, uncounted
+from .model import call_arguments
+from .target import bfc_settings
+from .trace.trace import Trace, optimizer_bytes, trace
 
 _NOT_MODELLED = (
     "ops are those of the graph TensorFlow made here; kernels' workspaces on the named device are "
@@ -59,9 +59,9 @@ def estimate(
     there = named(device) if isinstance(device, str) and not is_here(device) else None
     rates = speeds(device)
     traced = trace(model, sample, profile=False, device=rates)
-    unknown = uncounted(traced.named)
-    if unknown:
-        warnings.warn(f"A step holds more than estimated: {unknown}.", PlanWarning, stacklevel=2)
+    if traced.uncounted:
+        text = f"A step holds more than estimated: {traced.uncounted}."
+        warnings.warn(text, PlanWarning, stacklevel=2)
     held = optimizer_bytes(model, optimizer) if optimizer is not None else 0
     args = call_arguments(sample)
 

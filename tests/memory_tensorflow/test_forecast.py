@@ -17,8 +17,9 @@ from keras import layers
 import sn_compress
 from sn_memory.tensorflow import TraceError, compress_activations
 from sn_memory.tensorflow.activations.forecast import _constants_pushed_down
-from sn_memory.tensorflow.model.memory import has_statistics
-from sn_memory.tensorflow.trace.model import call_arguments, capture_model
+from sn_memory.tensorflow.memory import has_statistics
+from sn_memory.tensorflow.model import call_arguments
+from sn_memory.tensorflow.trace.capture import capture_model
 
 
 def dense(count=6, width=256, activation="relu"):

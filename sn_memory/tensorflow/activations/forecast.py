@@ -20,12 +20,10 @@ from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ..compress.kept import all_counted
-from ..eager.trial import asked
-from ..model.compare import put_back
-from ..model.variables import variables_of
+from ..eager import asked
+from ..model import call_arguments, model_step, put_back, variables_of
 from ..trace import kernels
-from ..trace.capture import Captured
-from ..trace.model import call_arguments, capture_model, model_step
+from ..trace.capture import Captured, capture_model
 from ..trace.op_seconds import unmeasured
 from ..trace.to_graph import to_graph
 

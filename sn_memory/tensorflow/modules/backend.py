@@ -19,16 +19,11 @@ import tensorflow as tf
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..eager.trial import left_alone
 from ..errors import TraceError
-from ..model.allocations import MARK, Allocations
-from ..model.compare import put_back
-from ..model.memory import has_statistics
-from ..model.variables import variables_of
-from ..trace.model import model_step, twin_of
+from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
+from ..model import model_step, put_back, restore_model, twin_of, variables_of
 from ..trace.small_blocks import small_bytes
-from .made_up import SHARE, fewer_rows, made_up
-from .probe import Probe, bytes_of
+from .probe import Probe
 from .rerun import run_again
 from .sections import Chain, Item, Section, run_in_sections
 
@@ -44,6 +39,8 @@ _PARTS = (4, 8, 16)
 _STEPS, _STEPS_S, _LEAST_STEPS = 16, 4.0, 8
 # Where steps differed, the next may differ by more: such a part of that is left free.
 _MARGIN = 4
+# What the rows of a sample that may not fit are divided by.
+_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -72,12 +69,10 @@ class LayerStep:
 
     Parameters
     ----------
-    model, args
+    model, sample
         The plain model and a real sample; it is run, and left as it was.
     budget
         As in `plan`.
-    device
-        Whose memory is planned.
     resident_bytes
         What counts beside the step: the optimizer's state.
     safely
@@ -101,35 +96,41 @@ class LayerStep:
         sample: Any,
         budget: float | str,
         *,
-        device: str,
         resident_bytes: int = 0,
         safely: bool = False,
     ) -> None:
         args = sample if isinstance(sample, tuple) else (sample,)
         if safely:
-            args = tf.nest.map_structure(made_up, args)
-        if any(isinstance(it, tf.TensorSpec) for it in tf.nest.flatten(args)):
+            args = tf.nest.map_structure(_synthetic, args)
+        if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(args)):
             raise TraceError(
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
                 "tensor, or change the model so that it can be traced."
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         variables = variables_of(model)
-        given = [*variables, *tf.nest.flatten(args)]
-        self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
+        self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tf.nest.flatten(args))))
         self.sections: tuple[Section, ...] = ()
-        with put_back(variables), left_alone(model):
-            search = _Search(self, model, args, device, safely=safely)
-            self.plan = search.safe(int(budget)) if safely else search.plan(budget)
+        with put_back(variables), restore_model(model):
+            self.plan = _Search(self, model, args, safely=safely).plan(budget)
 
     def run(self, model: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a model's own call, with the chosen sections run again later."""
-        with run_in_sections(self.sections, _again, model):
+        with run_in_sections(self.sections, _rerun, model):
             return call(*args, **kwargs)
 
 
-def _again(section: Section, function: Any, given: list[Any]) -> list[Any]:
+def _rerun(section: Section, function: Any, given: list[Any]) -> list[Any]:
     return run_again(function, given, section.changed)
+
+
+def _synthetic(leaf: Any) -> Any:
+    """Return values for a tf.TensorSpec: numbers drawn at random, zeros or True."""
+    if not isinstance(leaf, tf.TensorSpec):
+        return leaf
+    if leaf.dtype.is_floating:
+        return tf.random.stateless_normal(leaf.shape, (1, 2), dtype=leaf.dtype)
+    return tf.cast(tf.fill(leaf.shape, leaf.dtype == tf.bool), leaf.dtype)
 
 
 class _InSections:
@@ -143,132 +144,102 @@ class _InSections:
 class _Search:
     """Looks for the layers to run again: probes once, then measures choices."""
 
-    def __init__(
-        self,
-        step: LayerStep,
-        model: Any,
-        args: tuple[Any, ...],
-        device: str,
-        *,
-        safely: bool,
-    ) -> None:
-        self.step, self.args, self.device = step, args, device
+    def __init__(self, step: LayerStep, model: Any, args: tuple[Any, ...], *, safely: bool) -> None:
+        self.step, self.model, self.args, self.safely = step, model, args, safely
+        self.device = main_device()
         self.twin = twin_of(model, _InSections)
         self.twin.__dict__["_sn_memory_step"] = step
-        self.model = model
         # Bytes of the sample for one of what was watched.
         self.scale = 1
-        self.probe = self.of_few_rows() if safely else Probe(model, args, device)
-
-    def plan(self, budget: float | str) -> MeasuredPlan:
-        baseline = self.measured([])
-        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
-        units, best = self.cut(baseline, budget_bytes)
-        if units and best.peak_bytes <= budget_bytes:
-            best = self.measured(units)
-        chosen, best = fewest_again(
-            units,
-            best,
-            lambda again: self.measured(again, budget_bytes),
-            budget_bytes=budget_bytes,
-            baseline_bytes=baseline.peak_bytes,
-            how="with layers run again",
-        )
-        self.step.sections = tuple(it.section for it in chosen)
-        return measured_plan(
-            units,
-            chosen,
-            best,
-            baseline,
-            budget_bytes=budget_bytes,
-            baseline_seconds=self.seconds(),
-        )
+        self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
 
     def of_few_rows(self) -> Probe:
         """Watch a quarter of the rows, or all where those leave nothing to be seen."""
-        args = fewer_rows(self.args)
-        if args is not None:
+        rows = {it.shape[0] if it.shape.rank else 0 for it in tf.nest.flatten(self.args)}
+        count = rows.pop() // _SHARE if len(rows) == 1 else 0
+        if count:
+            few = tf.nest.map_structure(lambda it: it[:count], self.args)
             try:
-                probe = Probe(self.model, args, self.device)
+                probe = Probe(self.model, few, self.device)
             except Exception as error:  # noqa: BLE001 - whatever it is, other rows are no sample
                 log.info("a quarter of the rows is no sample: %s", error)
             else:
-                if any(it.left_bytes > 0 for it in probe.behaviour.values()):
-                    self.scale = SHARE
+                if self.leaves_bytes(probe):
+                    self.scale = _SHARE
                     return probe
         return Probe(self.model, self.args, self.device)
 
-    def safe(self, budget_bytes: int) -> MeasuredPlan:
-        """Return a choice found without a step in which nothing runs again."""
-        counts = has_statistics(self.device)
+    @staticmethod
+    def leaves_bytes(probe: Probe) -> bool:
+        return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
+
+    def plan(self, budget: float | str) -> MeasuredPlan:
+        counts = not self.safely or has_statistics(self.device)
+        baseline = _NONE if self.safely else self.measured([])
+        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         if counts:
-            units, best = self.cut(None, budget_bytes)
+            units, best = self.cut(baseline, budget_bytes)
         else:
-            stretches = list(self.stretches(self.model, _DEPTH))
-            whole = sum(self.probe.left_bytes(*it) for it in stretches)
-            units = [it for at in stretches for it in self.divided(*at, whole // _PARTS[-1])]
-            best = _NONE
-        if not units:
-            if any(it.left_bytes > 0 for it in self.probe.behaviour.values()) or not counts:
+            units, best = self.divide(_DEPTH, _PARTS[-1]), _NONE
+        if self.safely and not units:
+            if self.leaves_bytes(self.probe) or not counts:
                 raise TraceError("none of its layers can be run again")
             # Whatever they leave is too small to be seen.
             best = self.measured([], 0)
+        if units and not self.safely and best.peak_bytes <= budget_bytes:
+            best = self.measured(units)
         chosen = units
-        if counts and best.peak_bytes <= budget_bytes:
+        if not self.safely or (counts and best.peak_bytes <= budget_bytes):
             chosen, best = fewest_again(
                 units,
                 best,
                 lambda again: self.measured(again, budget_bytes),
                 budget_bytes=budget_bytes,
-                # For the error of a budget that is too small; this one is kept.
-                baseline_bytes=0,
+                baseline_bytes=baseline.peak_bytes,
                 how="with layers run again",
             )
-        self.step.sections = tuple(it.section for it in chosen)
-        return measured_plan(
-            units, chosen, best, _NONE, budget_bytes=budget_bytes, baseline_seconds=self.seconds()
-        )
-
-    def seconds(self) -> float:
-        """Seconds of the forward pass, as watched."""
-        return sum(
-            self.probe.behaviour[it].seconds
+        self.step.sections = tuple(unit.section for unit in chosen)
+        forward_s = sum(
+            self.probe.behaviour[item].seconds
             for chain in self.probe.chains[self.model]
-            for it in chain.items
+            for item in chain.items
+        )
+        return measured_plan(
+            units, chosen, best, baseline, budget_bytes=budget_bytes, baseline_seconds=forward_s
         )
 
-    def cut(self, baseline: _Measured | None, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
+    def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
         """Return the units with the smallest peak when all run again, and that step."""
-        best: tuple[list[_Unit], _Measured] = ([], baseline or _NONE)
-        if baseline is not None and baseline.peak_bytes <= budget_bytes:
+        best: tuple[list[_Unit], _Measured] = ([], baseline)
+        if baseline is not _NONE and baseline.peak_bytes <= budget_bytes:
             return best
         seen: set[tuple[tuple[Item, ...], ...]] = set()
         for depth in range(1, _DEPTH + 1):
-            stretches = list(self.stretches(self.model, depth))
-            whole = sum(self.probe.left_bytes(*it) for it in stretches)
             for parts in _PARTS:
-                units = [
-                    unit
-                    for chain, items in stretches
-                    for unit in self.divided(chain, items, whole // parts)
-                ]
+                units = self.divide(depth, parts)
                 items = tuple(unit.section.items for unit in units)
                 if not units or items in seen:
                     continue
                 seen.add(items)
-                found = self.measured(units, 0)
-                if best[1] is _NONE or found.peak_bytes < best[1].peak_bytes:
-                    best = (units, found)
+                step = self.measured(units, 0)
+                if best[1] is _NONE or step.peak_bytes < best[1].peak_bytes:
+                    best = (units, step)
         return best
+
+    def divide(self, depth: int, parts: int) -> list[_Unit]:
+        """Divide what can be run again, to a depth, into about so many units."""
+        stretches = list(self.stretches(self.model, depth))
+        wanted = sum(self.probe.left_bytes(*stretch) for stretch in stretches) // parts
+        return [unit for stretch in stretches for unit in self.divided(*stretch, wanted)]
 
     def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
         """Items in a row that can be run again; what cannot is opened, as deep as there is."""
         for chain in self.probe.chains[layer]:
             row: list[Item] = []
             for item in chain.items:
-                found = self.probe.behaviour[item]
+                behaviour = self.probe.behaviour[item]
                 opened = self.probe.chains.get(item.operation, [])
-                if found.calls and found.repeatable and not (opened and depth > 1):
+                if behaviour.calls and behaviour.repeatable and not (opened and depth > 1):
                     row.append(item)
                     continue
                 if row:
@@ -290,24 +261,24 @@ class _Search:
             near = [end for end, size in left.items() if 0.5 * wanted <= size <= 1.5 * wanted]
             if not near:
                 near = [next((end for end, size in left.items() if size >= wanted), len(items))]
-            begin = min(near, key=lambda end: (self.crossing_bytes(chain, items, end), -end))
+            begin = min(near, key=lambda end: (self.crossing_bytes(chain, items[end - 1]), -end))
             ends.append(begin)
         if ends[-1] < len(items):
             ends.append(len(items))
         for one, other in pairwise(ends):
             yield from self.unit(chain, items[one:other])
 
-    def crossing_bytes(self, chain: Chain, items: tuple[Item, ...], end: int) -> int:
-        return self.probe.crossing_bytes(chain, chain.items.index(items[end - 1]))
+    def crossing_bytes(self, chain: Chain, item: Item) -> int:
+        return self.probe.crossing_bytes(chain, chain.items.index(item))
 
     def unit(self, chain: Chain, items: tuple[Item, ...]) -> Iterator[_Unit]:
         """Return a unit, if it leaves anything."""
-        found = [self.probe.behaviour[it] for it in items]
-        changed = {id(it): it for mine in found for it in mine.changed}
+        behaviours = [self.probe.behaviour[item] for item in items]
+        changed = {id(it): it for behaviour in behaviours for it in behaviour.changed}
         left = self.probe.left_bytes(chain, items)
         if left > 0:
             section = Section(chain, items, tuple(changed.values()))
-            yield _Unit(section, self.scale * left, sum(it.seconds for it in found))
+            yield _Unit(section, self.scale * left, sum(it.seconds for it in behaviours))
 
     def measured(self, units: Sequence[_Unit], budget_bytes: int | None = None) -> _Measured:
         """Count steps of the sample with units run again.
@@ -315,7 +286,7 @@ class _Search:
         The worst of two, if that is above the budget; else of many, and a margin for the next. What
         the model does by itself has none.
         """
-        self.step.sections = tuple(it.section for it in units)
+        self.step.sections = tuple(unit.section for unit in units)
         step = model_step(self.twin).get_concrete_function(*self.args)
         base = self.step.base_bytes + small_bytes(step.graph, self.device)
         step(*self.args)
@@ -329,12 +300,12 @@ class _Search:
 
     def counted(self, step: Any, count: int) -> tuple[list[int], str]:
         """Return the peaks of so many steps, of fewer if they are long, and the op of the worst."""
-        with Allocations(self.device) as found:
+        with Allocations(self.device) as asked_for:
             began = time.perf_counter()
             for place in range(count):
                 if place >= _LEAST_STEPS and time.perf_counter() - began > _STEPS_S:
                     break
                 with tf.profiler.experimental.Trace(f"{MARK}{place}"):
                     step(*self.args)
-        op = found.holders[0].op if found.holders else "the variables"
-        return list(found.scratch_bytes.values()), op
+        op = asked_for.holders[0].op if asked_for.holders else "the variables"
+        return list(asked_for.scratch_bytes.values()), op

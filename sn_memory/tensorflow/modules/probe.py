@@ -1,10 +1,11 @@
-"""What each part of a Keras model does in one forward pass: seconds, bytes it leaves, marks.
+"""What each part of a Keras model does in one forward pass: seconds, bytes it leaves, effects.
 
 The sample runs once eagerly under a tape, for seconds and bytes; and once symbolically in Keras'
 stateless scope, where its updates of variables show as such. What else has an effect (stateful
 random ops, variables of TensorFlow's own, losses added inside, attributes set, Python's or NumPy's
-chance) would not be the same when run again, and is told apart. So is what reads variables where
-Keras does not see it, as a tf.function of a layer does: when it runs again, they may be updated.
+random numbers) would not be the same when run again, and is told apart. So is what reads variables
+where Keras does not see it, as a tf.function of a layer does: when it runs again, they may be
+updated.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..model.allocations import MARK, Allocations
-from ..model.arguments import closed
-from ..model.memory import has_statistics
-from ..model.variables import variables_of
+from ..guards import opaque, tensors_in
+from ..memory import MARK, Allocations, bytes_of, has_statistics
+from ..model import as_specs, variables_of
 from ..trace import kernels
 from .sections import Chain, Item, chains_of, crossing, watched
 
@@ -33,10 +33,8 @@ class Behaviour:
 
     Parameters
     ----------
-    calls
-        How often it was called.
-    seconds
-        Of its calls.
+    calls, seconds
+        How often it was called, and what that took.
     left_bytes
         Asked for in its calls and held after them, beside its results.
     result_bytes
@@ -84,14 +82,14 @@ class Probe:
             layer = layers.pop()
             if layer not in self.chains:
                 self.chains[layer] = chains_of(layer)
-                inside = [it.operation for chain in self.chains[layer] for it in chain.items]
+                inside = [item.operation for chain in self.chains[layer] for item in chain.items]
                 layers += [it for it in inside if isinstance(it, keras.layers.Layer)]
         self._all = [chain for chains in self.chains.values() for chain in chains]
         self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
         self.held: dict[Item, int] = {}
-        self._variables = {id(it): it for it in variables_of(model)}
-        self._trains = {id(it) for it in model.trainable_variables}
-        self._measure(model, args, device)
+        # Once before: kernels are loaded, and what a layer sets once is set.
+        model(*args, training=True)
+        (self._measure if has_statistics(device) else self._by_results)(model, args, device)
         self._trace(model, args)
 
     def left_bytes(self, chain: Chain, items: tuple[Item, ...]) -> int:
@@ -127,43 +125,37 @@ class Probe:
                 pass
             return results
 
-        # Once before: kernels are loaded, and what a layer sets once is set.
-        model(*args, training=True)
-        if not has_statistics(device):
-            self._by_results(model, args)
-            return
-        with watched(self._all, around), Allocations(device) as found:
+        with watched(self._all, around), Allocations(device) as asked_for:
             with tf.GradientTape() as tape:
                 results = model(*args, training=True)
             del tape, results
         for name, item in marks.items():
-            begin, end = found.held_bytes[f"{name} begins"], found.held_bytes[name]
-            mine = self.behaviour[item]
-            mine.left_bytes += end - begin - sum(mine.result_bytes)
+            begin, end = asked_for.held_bytes[f"{name} begins"], asked_for.held_bytes[name]
+            behaviour = self.behaviour[item]
+            behaviour.left_bytes += end - begin - sum(behaviour.result_bytes)
             self.held[item] = end
 
     def _called(self, item: Item, call: Callable[[], Any]) -> Any:
         """Call, and note what that took and what came of it."""
         began = time.perf_counter()
         results = call()
-        found = self.behaviour[item]
-        found.seconds += time.perf_counter() - began
-        found.calls += 1
-        flat = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
-        found.result_bytes = tuple(bytes_of(it) for it in flat)
+        behaviour = self.behaviour[item]
+        behaviour.seconds += time.perf_counter() - began
+        behaviour.calls += 1
+        behaviour.result_bytes = tuple(map(bytes_of, tensors_in(results)))
         return results
 
-    def _by_results(self, model: Any, args: tuple[Any, ...]) -> None:
+    def _by_results(self, model: Any, args: tuple[Any, ...], _: str) -> None:
         """Take results for what items leave: nothing else is told where no allocator counts."""
         held = 0
 
         def around(item: Item, call: Callable[[], Any]) -> Any:
             nonlocal held
             results = self._called(item, call)
-            found = self.behaviour[item]
-            found.left_bytes += sum(found.result_bytes)
+            size = sum(self.behaviour[item].result_bytes)
+            self.behaviour[item].left_bytes += size
             # As much again is left beside the results.
-            held += 2 * sum(found.result_bytes)
+            held += 2 * size
             self.held[item] = held
             return results
 
@@ -171,30 +163,32 @@ class Probe:
             model(*args, training=True)
 
     def _trace(self, model: Any, args: tuple[Any, ...]) -> None:
-        layers = [it for it in self.chains if isinstance(it, keras.layers.Layer)]
+        """Find out which items can be run again, and what they change."""
+        variables = {id(it): it for it in variables_of(model)}
+        weights = {id(it) for it in model.trainable_variables}
 
         def around(item: Item, call: Callable[[], Any]) -> Any:
             graph = tf.compat.v1.get_default_graph()
-            count, updates, chance = len(graph.get_operations()), _updates(scope), _chance()
-            losses, attributes = len(scope.losses), _attributes(item.operation)
+            count, updates = len(graph.get_operations()), dict(scope.state_mapping)
+            before, attributes = (len(scope.losses), _rng_state()), _attributes(item.operation)
             results = call()
-            found, now = self.behaviour[item], _updates(scope)
-            changed = [key for key, value in now.items() if updates.get(key) is not value]
-            found.changed += [self._variables[it] for it in changed if it in self._variables]
+            behaviour = self.behaviour[item]
+            now = scope.state_mapping.items()
+            changed = [key for key, value in now if updates.get(key) is not value]
+            behaviour.changed += [variables[it] for it in changed if it in variables]
             ops = graph.get_operations()[count:]
             seen = {id(graph.capture(it._value.handle)) for it in scope.read.values()}
-            found.repeatable &= (
+            behaviour.repeatable &= (
                 # What is changed is known, and no weight: its gradient would be lost.
-                all(it in self._variables and it not in self._trains for it in changed)
-                and len(scope.losses) == losses
+                all(it in variables and it not in weights for it in changed)
+                and (len(scope.losses), _rng_state()) == before
+                and _same(_attributes(item.operation), attributes)
                 and not any(kernels.has_effect(it) or kernels.is_random(it) for it in ops)
                 and all(id(it) in seen for op in ops for it in kernels.variables_read(op))
-                and _chance() == chance
                 # In the body of a loop, a gradient of ours would read variables that it cannot.
                 and graph is top[-1]
                 # Tensors inside of what cannot be opened would have no gradient.
-                and closed(results) is None
-                and _same(_attributes(item.operation), attributes)
+                and opaque(results) is None
             )
             return results
 
@@ -205,11 +199,11 @@ class Probe:
             model(*inputs, training=True)
 
         scope = _Watching(collect_losses=True)
-        specs = tf.nest.map_structure(lambda it: tf.TensorSpec(it.shape, it.dtype), args)
         with watched(self._all, around), scope:
-            tf.function(forward, autograph=False).get_concrete_function(*specs)
-        for layer in layers:
-            layer._clear_losses()
+            tf.function(forward, autograph=False).get_concrete_function(*as_specs(args))
+        for layer in self.chains:
+            if isinstance(layer, keras.layers.Layer):
+                layer._clear_losses()
 
 
 class _Watching(keras.StatelessScope):  # type: ignore[misc]
@@ -224,19 +218,10 @@ class _Watching(keras.StatelessScope):  # type: ignore[misc]
         return super().get_current_value(variable)
 
 
-def _updates(scope: Any) -> dict[int, Any]:
-    return dict(scope.state_mapping)
-
-
-def bytes_of(value: Any) -> int:
-    """Bytes of a tensor or variable."""
-    count = tf.TensorShape(value.shape).num_elements() or 0
-    return int(count) * int(tf.as_dtype(value.dtype).size)
-
-
 def _attributes(operation: Any) -> list[dict[str, Any]]:
+    """What a layer and those in it have in their attributes."""
     inside = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
-    return [dict(it.__dict__) for it in inside]
+    return [dict(layer.__dict__) for layer in inside]
 
 
 def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -246,6 +231,6 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     )
 
 
-def _chance() -> tuple[Any, str]:
+def _rng_state() -> tuple[Any, str]:
     legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
     return random.getstate(), repr(legacy.get_state(legacy=False))

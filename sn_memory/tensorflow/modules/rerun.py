@@ -12,7 +12,7 @@ IdentityN, as in Keras' optimizers, and afterwards takes that apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,12 @@ from tensorflow.python.eager import record  # what tf.recompute_grad stops its t
 from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 from ..errors import TraceError, as_it_is
+from ..trace.capture import without_made_up_zeros
 from ..trace.kernels import READS, variables_read
-from ..trace.reached import those_there
+from .sections import Function
 
 # What Keras has in force around the call of a layer, for those inside.
 _SETTINGS = ("current_call_ctx", "autocast_scope")
-Function = Callable[[list[Any]], list[Any]]
 
 
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
     masks = [get_keras_mask(it) for it in inputs]
-    given = [*inputs, *(it for it in masks if it is not None)]
+    given = [*inputs, *(mask for mask in masks if mask is not None)]
     before = [(it, tf.identity(it._value)) for it in changed]
     settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
     masked: list[int] = []
@@ -60,9 +60,9 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
             if mask is not None:
                 set_keras_mask(tensor, next(rest))
         results = function(own)
-        found = [get_keras_mask(it) for it in results]
-        masked[:] = [place for place, it in enumerate(found) if it is not None]
-        return [*results, *(it for it in found if it is not None)]
+        made = [get_keras_mask(result) for result in results]
+        masked[:] = [place for place, mask in enumerate(made) if mask is not None]
+        return [*results, *(mask for mask in made if mask is not None)]
 
     @tf.custom_gradient
     def passes(*tensors: Any) -> Any:
@@ -91,9 +91,9 @@ def _backward(
     settings: dict[str, Any],
 ) -> Any:
     """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
-    incoming = those_there(incoming)
-    arrived = [it for it in incoming if it is not None]
+    incoming = without_made_up_zeros(incoming)
     # Not before it is needed: the executor would run it at once.
+    arrived = [it for it in incoming if it is not None]
     with tf.control_dependencies(arrived), scope, _in_force(settings):
         sources = [tf.identity(it) for it in tensors]
         wanted = [it for it in sources if it.dtype.is_floating]
@@ -103,31 +103,27 @@ def _backward(
             with _no_reads():
                 results = once(sources)
         pairs = [
-            (result, output_gradient)
-            for result, output_gradient in zip(results, incoming, strict=True)
-            if output_gradient is not None and result.dtype.is_floating
+            pair
+            for pair in zip(results, incoming, strict=True)
+            if pair[1] is not None and pair[0].dtype.is_floating
         ]
-        found = tape.gradient(
-            [it for it, _ in pairs],
+        gradients = tape.gradient(
+            [result for result, _ in pairs],
             [*wanted, *values],
             [output_gradient for _, output_gradient in pairs],
         )
-    ours, theirs = found[: len(wanted)], found[len(wanted) :]
+    ours, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
     # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.
-    with tf.control_dependencies([_values(it) for it in theirs if it is not None]):
+    with tf.control_dependencies(
+        [getattr(it, "values", it) for it in of_weights if it is not None]
+    ):
         rest = iter([None if it is None else tf.identity(it) for it in ours])
-    gradients = [next(rest) if it.dtype.is_floating else None for it in sources]
-    return (gradients, theirs) if weights else gradients
+    of_tensors = [next(rest) if it.dtype.is_floating else None for it in sources]
+    return (of_tensors, of_weights) if weights else of_tensors
 
 
 class _Reads:
-    """What the first run read from variables.
-
-    Parameters
-    ----------
-    graph
-        The one that it runs in.
-    """
+    """What the first run, in a graph, read from variables."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -139,11 +135,12 @@ class _Reads:
         """Note the variables that ops read meanwhile; those read inside of loops are read once."""
         count = len(self.graph.get_operations())
         yield
-        for op in self.graph.get_operations()[count:]:
+        ops = self.graph.get_operations()[count:]
+        for op in ops:
             for handle in variables_read(op):
                 if op.type == READS:
                     self.values.setdefault(id(handle), op.outputs[0])
-        for op in self.graph.get_operations()[count:]:
+        for op in ops:
             for handle in variables_read(op):
                 if id(handle) not in self.values:
                     kind = get_resource_handle_data(handle).shape_and_type[0].dtype
@@ -151,22 +148,17 @@ class _Reads:
                     self.values[id(handle)] = value
 
     def value(self, variable: Any) -> Any:
-        """Return what was read from a variable of TensorFlow.
-
-        Raises
-        ------
-        TraceError
-            If it was not read.
-        """
-        found = self.values.get(id(self.graph.capture(variable.handle)))
-        if found is None:
-            error = TraceError(
-                f"a layer that runs again reads {variable.name!r}, which it did not read in the "
-                "forward pass. Plan the model with backend='graph', or let the layer read the same "
-                "variables each time."
+        """Return what was read from a variable of TensorFlow; raise TraceError if it was not."""
+        value = self.values.get(id(self.graph.capture(variable.handle)))
+        if value is None:
+            raise as_it_is(
+                TraceError(
+                    f"a layer that runs again reads {variable.name!r}, which it did not read in "
+                    "the forward pass. Plan the model with backend='graph', or let the layer read "
+                    "the same variables each time."
+                )
             )
-            raise as_it_is(error)
-        return found
+        return value
 
 
 class _AsRead(keras.StatelessScope):  # type: ignore[misc]
@@ -195,10 +187,10 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
         return value
 
     def get_current_value(self, variable: Any) -> Any:
-        found = super().get_current_value(variable)
-        if found is None:
-            found = self.watched.get(id(variable._value))
-        return self.reads.value(variable._value) if found is None else found
+        value = super().get_current_value(variable)
+        if value is None:
+            value = self.watched.get(id(variable._value))
+        return self.reads.value(variable._value) if value is None else value
 
 
 @contextmanager
@@ -227,7 +219,3 @@ def _in_force(settings: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in now.items():
             global_state.set_global_attribute(name, value)
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

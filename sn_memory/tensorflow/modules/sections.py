@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src.models.functional import Functional  # keras.Model makes it; it has no public name
 
-from ..model.arguments import closed
+from ..guards import opaque, refilled, tensors_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +37,11 @@ class Item:
     operation: Any
     node: Any = None
 
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Itself, as a section has its items."""
+        return (self,)
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -54,12 +58,7 @@ class Chain:
 class Section:
     """Items next to each other in a chain, to be run again together.
 
-    Parameters
-    ----------
-    chain, items
-        Where, and which.
-    changed
-        Keras variables that they change.
+    `changed` are the Keras variables that they change.
     """
 
     chain: Chain
@@ -69,14 +68,15 @@ class Section:
     @property
     def name(self) -> str:
         """The name of its item, or those of the first and the last."""
-        names = [it.name for it in self.items]
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        first, last = self.items[0].name, self.items[-1].name
+        return first if len(self.items) == 1 else f"{first} to {last}"
 
 
+Function = Callable[[list[Any]], list[Any]]
 # Runs something in place of the call of an item: gets the call, with its arguments bound.
 Around = Callable[[Item, Callable[[], Any]], Any]
 # Runs a section in place of its items: gets a function of tensors, and the tensors.
-Again = Callable[[Section, Callable[[list[Any]], list[Any]], list[Any]], list[Any]]
+Rerun = Callable[[Section, Function, list[Any]], list[Any]]
 
 
 def functional_of(layer: Any) -> Any:
@@ -95,7 +95,7 @@ def chains_of(layer: Any) -> list[Chain]:
     """Return the parts right below a layer."""
     functional = functional_of(layer)
     if functional is None:
-        return [Chain((Item(name_of(it), it),)) for it in layer._layers]
+        return [Chain((Item(name_of(inner), inner),)) for inner in layer._layers]
     items = tuple(
         Item(name_of(node.operation), node.operation, node)
         for depth in sorted(functional._nodes_by_depth, reverse=True)
@@ -105,14 +105,28 @@ def chains_of(layer: Any) -> list[Chain]:
     return [Chain(items, functional)]
 
 
+def crossing(chain: Chain) -> list[set[int]]:
+    """Return, per item, the tensors that are made up to there and needed later, by their ids."""
+    needed = [{id(it) for it in chain.functional.outputs}]
+    for item in reversed(chain.items[1:]):
+        needed.append(needed[-1] | {id(it) for it in item.node.input_tensors})
+    made: set[int] = set()
+    crossings = []
+    for item, later in zip(chain.items, reversed(needed), strict=True):
+        made |= {id(it) for it in item.node.outputs}
+        crossings.append(made & later)
+    return crossings
+
+
 @contextmanager
 def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
     """Let each item's call go through `around`."""
     with ExitStack() as undo:
         for chain in chains:
             if chain.functional is not None:
-                groups = [(None, (item,)) for item in chain.items]
-                run = _runner(chain, groups, around, _at_once)
+                run = _runner(
+                    chain, chain.items, around, lambda _, function, given: function(given)
+                )
                 undo.enter_context(_replaced(chain.functional, "_run_through_graph", run))
             else:
                 (item,) = chain.items
@@ -122,47 +136,25 @@ def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def run_in_sections(sections: Sequence[Section], again: Again, model: Any) -> Iterator[None]:
-    """Let each section be run by `again`.
+def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> Iterator[None]:
+    """Let each section be run by `rerun`.
 
-    Parameters
-    ----------
-    model
-        A twin of the model whose sections they are, to be changed in its place.
+    model : a twin of the model whose sections they are, to be changed in its place
     """
     with ExitStack() as undo:
-        for section in (it for it in sections if it.chain.functional is None):
-            (item,) = section.items
-            call = _around_section(section, again)
-            undo.enter_context(_replaced(item.operation, "call", call))
+        for section in sections:
+            if section.chain.functional is None:
+                call = _around_section(section, rerun)
+                undo.enter_context(_replaced(section.items[0].operation, "call", call))
         for chain in dict.fromkeys(it.chain for it in sections if it.chain.functional is not None):
-            groups: list[tuple[Section | None, tuple[Item, ...]]] = []
             of = {item: it for it in sections if it.chain is chain for item in it.items}
-            for item in chain.items:
-                mine = of.get(item)
-                if mine is None:
-                    groups.append((None, (item,)))
-                elif item is mine.items[0]:
-                    groups.append((mine, mine.items))
-            run = _runner(chain, groups, _plainly, again)
+            groups = list(dict.fromkeys(of.get(item, item) for item in chain.items))
+            run = _runner(chain, groups, lambda _, call: call(), rerun)
             functional = chain.functional
             if functional._nodes_by_depth is model.__dict__.get("_nodes_by_depth"):
                 functional = model
             undo.enter_context(_replaced(functional, "_run_through_graph", run))
         yield
-
-
-def crossing(chain: Chain) -> list[set[int]]:
-    """Return, per item, the tensors that are made up to there and needed later, by their ids."""
-    needed = [{id(it) for it in chain.functional.outputs}]
-    for item in reversed(chain.items[1:]):
-        needed.append(needed[-1] | {id(it) for it in item.node.input_tensors})
-    made: set[int] = set()
-    found = []
-    for item, later in zip(chain.items, reversed(needed), strict=True):
-        made |= {id(it) for it in item.node.outputs}
-        found.append(made & later)
-    return found
 
 
 @contextmanager
@@ -179,29 +171,21 @@ def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
             thing.__dict__[name] = before
 
 
-def _plainly(_: Item, call: Callable[[], Any]) -> Any:
-    return call()
-
-
-def _at_once(_: Section, function: Callable[[list[Any]], list[Any]], given: list[Any]) -> list[Any]:
-    return function(given)
-
-
-def _runner(chain: Chain, groups: Sequence[Any], around: Around, again: Again) -> Any:
+def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, rerun: Rerun) -> Any:
     """Return what runs the calls of a functional model, in the place of Keras'."""
     functional = chain.functional
     plain = functional._run_through_graph
-    results = {id(it) for it in functional.outputs}
-    needs = [{id(it) for item in items for it in item.node.input_tensors} for _, items in groups]
-    later = [results] * len(groups)
-    for place in reversed(range(len(groups) - 1)):
-        later[place] = later[place + 1] | needs[place + 1]
+    # Per group, the tensors that are needed after it, by their ids.
+    later = [{id(it) for it in functional.outputs}]
+    for group in reversed(groups[1:]):
+        later.append(later[-1] | {id(it) for item in group.items for it in item.node.input_tensors})
+    later.reverse()
 
     def call(operation_fn: Any, item: Item, tensors: dict[int, Any]) -> None:
         args, kwargs = item.node.arguments.fill_in(tensors)
         operation = operation_fn(item.operation)
-        found = around(item, lambda: operation(*args, **kwargs))
-        made = zip(item.node.outputs, keras.tree.flatten(found), strict=True)
+        results = around(item, lambda: operation(*args, **kwargs))
+        made = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
         tensors.update((id(it), value) for it, value in made)
 
     def run(inputs: Any, operation_fn: Any = lambda it: it, call_fn: Any = None) -> Any:
@@ -209,21 +193,21 @@ def _runner(chain: Chain, groups: Sequence[Any], around: Around, again: Again) -
             return plain(inputs, operation_fn, call_fn)
         given = keras.tree.flatten(inputs)
         tensors = {id(it): value for it, value in zip(functional.inputs, given, strict=True)}
-        for (section, items), wanted in zip(groups, later, strict=True):
-            if section is None:
-                call(operation_fn, items[0], tensors)
+        for group, wanted in zip(groups, later, strict=True):
+            if isinstance(group, Item):
+                call(operation_fn, group, tensors)
             else:
-                _run_section(section, again, tensors, wanted, partial(call, operation_fn))
+                _run_section(group, rerun, tensors, wanted, partial(call, operation_fn))
             # Keras holds all to the end; run eagerly, that is all the memory of the pass.
             tensors = {key: value for key, value in tensors.items() if key in wanted}
-        found = [tensors[id(it)] for it in functional.outputs]
-        return keras.tree.pack_sequence_as(functional._outputs_struct, found)
+        outputs = [tensors[id(it)] for it in functional.outputs]
+        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
     return run
 
 
 def _run_section(
-    section: Section, again: Again, tensors: dict[int, Any], wanted: set[int], call: Any
+    section: Section, rerun: Rerun, tensors: dict[int, Any], wanted: set[int], call: Any
 ) -> None:
     """Run items of a functional model as one function of the tensors that enter."""
     made = [id(it) for item in section.items for it in item.node.outputs]
@@ -237,7 +221,7 @@ def _run_section(
             call(item, inside)
         return [inside[it] for it in leave]
 
-    results = again(section, function, [tensors[it] for it in enter])
+    results = rerun(section, function, [tensors[it] for it in enter])
     tensors.update(zip(leave, results, strict=True))
 
 
@@ -250,31 +234,23 @@ def _around_call(item: Item, around: Around) -> Any:
     return call
 
 
-def _around_section(section: Section, again: Again) -> Any:
+def _around_section(section: Section, rerun: Rerun) -> Any:
     """Return what runs the call of a layer as a function of the tensors among its arguments."""
     plain = section.items[0].operation.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if closed((args, kwargs)) is not None:
+        if opaque((args, kwargs)) is not None:
             # Tensors inside of it would have no gradient.
             return plain(*args, **kwargs)
-        leaves = tf.nest.flatten((args, kwargs))
-        places = [at for at, it in enumerate(leaves) if isinstance(it, tf.Tensor)]
-        structure: list[Any] = []
+        structure: Any = None
 
         def function(given: list[Any]) -> list[Any]:
-            filled = list(leaves)
-            for at, value in zip(places, given, strict=True):
-                filled[at] = value
-            args_again, kwargs_again = tf.nest.pack_sequence_as((args, kwargs), filled)
-            found = plain(*args_again, **kwargs_again)
-            structure[:] = [found]
-            return [it for it in tf.nest.flatten(found) if isinstance(it, tf.Tensor)]
+            nonlocal structure
+            args_again, kwargs_again = refilled((args, kwargs), given)
+            structure = plain(*args_again, **kwargs_again)
+            return tensors_in(structure)
 
-        results = iter(again(section, function, [leaves[at] for at in places]))
-        (found,) = structure
-        return tf.nest.map_structure(
-            lambda it: next(results) if isinstance(it, tf.Tensor) else it, found
-        )
+        results = rerun(section, function, tensors_in((args, kwargs)))
+        return refilled(structure, results)
 
     return call

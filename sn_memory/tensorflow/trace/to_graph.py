@@ -18,14 +18,15 @@ from ...graph.liveness import peak
 from ...graph.records import Device, Op, Storage, Workspace
 from ...run.loss import LOSS, loss_op
 from . import kernels
-from .buffers import Buffers, overwritten, phases
+from .buffers import Buffers, phases
 from .capture import Captured, Node, bodies
 
+# Seconds of a node (None: a roofline) and bytes of its workspace.
 Costs = Callable[[Node], tuple[float | None, int]]
 
 
 @dataclass(frozen=True)
-class Named:
+class GraphBinding:
     """The graph of a captured step, and what its names stand for.
 
     Parameters
@@ -48,11 +49,6 @@ class Named:
     storage: dict[int, str]
     buffers: Buffers
 
-    @property
-    def uncounted(self) -> tuple[str, ...]:
-        """Values whose bytes the trace does not tell: lists that loops fill, strings."""
-        return tuple(self.buffers.uncounted)
-
 
 def to_graph(
     captured: Captured,
@@ -63,13 +59,11 @@ def to_graph(
     allocator: str = "none",
     extra: Sequence[Storage] = (),
     inside: bool = False,
-) -> Named:
+) -> GraphBinding:
     """Return the graph of a captured step.
 
     Parameters
     ----------
-    costs
-        Seconds (None: a roofline) and workspace bytes of a node.
     extra
         Resident storages that are no part of the step.
     inside
@@ -79,7 +73,7 @@ def to_graph(
     builder.build()
     storages = [*builder.storages.values(), *extra]
     graph = Graph(storages, builder.ops, name=name, device=device, allocator=allocator)
-    return Named(graph, builder.node_of, builder.followers, builder.storage, builder.buffers)
+    return GraphBinding(graph, builder.node_of, builder.followers, builder.storage, builder.buffers)
 
 
 class _Builder:
@@ -96,8 +90,7 @@ class _Builder:
 
     def build(self) -> None:
         self.add_given()
-        stand_ins = set(self.captured.stand_ins)
-        handed_back = {self.buffers.producer[value] for value in stand_ins}
+        handed_back = {self.buffers.producer[value] for value in self.captured.stand_ins}
         previous = ""
         for at in sorted(self.buffers.needed):
             if at in handed_back:
@@ -105,7 +98,10 @@ class _Builder:
                     previous = self.add_loss()
                 continue
             if self.buffers.is_view(at):
-                self.add_constants(at)
+                node = self.captured.nodes[at]
+                for value in node.outputs:
+                    if value in self.buffers.folded and self.buffers.root[value] == value:
+                        self.add(value, node.name, "constant")
             elif self.is_small(at):
                 self.followers[previous].append(at)
             else:
@@ -129,31 +125,26 @@ class _Builder:
         if small:
             self.storages["small variables"] = Storage("small variables", small, "state")
 
-    def add_constants(self, at: int) -> None:
-        for value in self.captured.nodes[at].outputs:
-            if value in self.buffers.folded and self.buffers.root[value] == value:
-                self.add(value, self.captured.nodes[at].name, "constant")
-
     def add(self, value: int, wanted: str, role: str) -> str | None:
         """Make the storage of a root, unless it is small or there."""
         if self.buffers.small(value) or value in self.storage:
             return None
-        name, again = wanted, 1
+        name, count = wanted, 1
         while name in self.storages:
-            again += 1
-            name = f"{wanted} ({again})"
-        kept = self.buffers.last.get(value, -1) == len(self.captured.nodes) and role in (
-            "activation",
-            "gradient",
-        )
-        self.storages[name] = Storage(name, self.buffers.sizes[value], role, keep=kept)
+            count += 1
+            name = f"{wanted} ({count})"
+        keep = role in ("activation", "gradient") and self.is_result(value)
+        self.storages[name] = Storage(name, self.buffers.sizes[value], role, keep=keep)
         self.storage[value] = name
         return name
+
+    def is_result(self, value: int) -> bool:
+        return self.buffers.last.get(value, -1) == len(self.captured.nodes)
 
     def is_small(self, at: int) -> bool:
         node = self.captured.nodes[at]
         alone = node.op.type not in kernels.LOOPS and not kernels.is_collective(node.op)
-        return alone and all(self.buffers.small(it) for it in (*node.inputs, *node.outputs))
+        return alone and all(self.buffers.small(value) for value in (*node.inputs, *node.outputs))
 
     def add_op(self, at: int) -> str:
         node, buffers = self.captured.nodes[at], self.buffers
@@ -163,14 +154,15 @@ class _Builder:
         makes: list[str] = []
         for value in node.inputs:
             root = buffers.root[value]
-            if root not in self.storage:
-                continue
-            changes = effect and value in self.captured.variables
-            (writes if changes else reads).append(self.storage[root])
-        with_maxima = op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima
-        if with_maxima:
+            if root in self.storage:
+                changes = effect and value in self.captured.variables
+                (writes if changes else reads).append(self.storage[root])
+        seconds, space = self.costs(node)
+        if op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima:
             reads.append(self.maxima[node.inputs[1]])
-        over = overwritten(at, node, buffers)
+            # Run alone, it has to find them first.
+            space = 0
+        over = buffers.overwritten(at)
         for place, value in enumerate(node.outputs):
             if place == 0 and over is not None:
                 self.take_over(over, value)
@@ -180,10 +172,6 @@ class _Builder:
             suffix = f":{place}" if len(node.outputs) > 1 else ""
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
-        seconds, space = self.costs(node)
-        if with_maxima:
-            # Run alone, it has to find them first.
-            space = 0
         if kernels.keeps_maxima(op) and not buffers.small(node.outputs[0]):
             makes.append(self.add_maxima(node))
             # Run alone, it drops them at once.
@@ -219,7 +207,7 @@ class _Builder:
             variables = self.captured.variables
             return node.op.type != kernels.READS and any(it in variables for it in node.inputs)
         return node.op.type in kernels.LOOPS and any(
-            it in self.buffers.changes for it in node.inputs
+            value in self.buffers.changes for value in node.inputs
         )
 
     def add_maxima(self, node: Node) -> str:
@@ -232,13 +220,13 @@ class _Builder:
     def inner_bytes(self, body: Captured) -> int:
         """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
         inner = to_graph(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
-        self.buffers.uncounted += inner.uncounted
+        self.buffers.uncounted += inner.buffers.uncounted
         return peak(inner.graph).bytes - inner.graph.base_bytes
 
     def take_over(self, over: int, value: int) -> None:
         name = self.storage[over]
         self.storage[value] = name
-        if self.buffers.last.get(value, -1) == len(self.captured.nodes):
+        if self.is_result(value):
             old = self.storages[name]
             self.storages[name] = Storage(name, old.bytes, old.role, keep=True)
 
@@ -261,5 +249,5 @@ def flops(op: Any) -> float:
         left = op.inputs[0].shape.as_list()
         inner = left[-2] if op.get_attr("adj_x") else left[-1]
         return 2.0 * float(op.outputs[0].shape.num_elements()) * float(inner)
-    found = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
-    return float(found or 0)
+    count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
+    return float(count or 0)
