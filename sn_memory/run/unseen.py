@@ -37,19 +37,10 @@ class UnseenInput(ABC, Generic[S]):
     ----------
     name
         Of the model, for messages.
-    budget_bytes
-        The most bytes.
     strict
         Raise where a warning would say that what runs is no plan of its ops.
     clock
         What planning at first sight took, and may take.
-
-    Attributes
-    ----------
-    how
-        How it was planned, as `PlannedKind` has it.
-    over
-        Where no plan of ops keeps the budget: the error, which says the smallest peak.
     """
 
     log: ClassVar[logging.Logger]
@@ -57,7 +48,9 @@ class UnseenInput(ABC, Generic[S]):
 
     def __init__(self, name: str, budget_bytes: int, *, strict: bool, clock: TimeToPlan) -> None:
         self.name, self.budget_bytes, self.strict, self.clock = name, budget_bytes, strict, clock
+        # How it was planned, as `PlannedKind` has it.
         self.how = ""
+        # Where no plan of ops keeps the budget: the error, which says the smallest peak.
         self.over: BudgetError | None = None
         self.began = time.perf_counter()
 

@@ -49,16 +49,9 @@ _OVER: Final = 1.05
 
 
 class Program:
-    """A plan for a captured step, ready to be put into graphs.
+    """A plan for a traced step, accepted by check_plan, ready to be put into graphs.
 
-    Parameters
-    ----------
-    traced
-        The step.
-    plan
-        A plan of its graph, accepted by check_plan.
-    settings
-        Of a model's layers, those that are constants of the step.
+    settings : of a model's layers, those that are constants of the step
     """
 
     def __init__(self, traced: Trace, plan: Plan, settings: Settings | None = None) -> None:
@@ -80,7 +73,7 @@ class Program:
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
-        if self.captured.stand_ins:
+        if self.captured.placeholders:
             targets = [action.target for action in self.actions]
             self.boundary = targets.index(LOSS)
             self.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
@@ -100,12 +93,7 @@ class Program:
 class Emission:
     """One time a program is put into the graph that is being built.
 
-    Parameters
-    ----------
-    program
-        What is to be put there.
-    given
-        Tensors for the step's arguments.
+    given : tensors for the step's arguments
     """
 
     def __init__(self, program: Program, given: list[Any]) -> None:
@@ -126,7 +114,7 @@ class Emission:
 
     def backward(self, incoming: list[Any]) -> None:
         """Put the actions after the loss there, given the gradients of the outputs."""
-        for value, tensor in zip(self.captured.stand_ins, incoming, strict=True):
+        for value, tensor in zip(self.captured.placeholders, incoming, strict=True):
             self.made[value] = tensor
         self.previous = [*self.previous, *(it.op for it in incoming)]
         for at in self.named.followers[LOSS]:
@@ -289,6 +277,9 @@ def try_model(
     (other ranks, Python), the planned step is only put together. The plain one is left out where
     the device has no memory for it.
 
+    Raises TrialError if it cannot be put together or run, holds more than the budget, or comes to
+    other results.
+
     Parameters
     ----------
     variables
@@ -297,14 +288,6 @@ def try_model(
         The ops of the step; None where the model itself runs.
     base_bytes
         What counts beside the step.
-    plan
-        Whose budget is to be kept.
-
-    Raises
-    ------
-    TrialError
-        If the planned step cannot be put together or run, holds more than the budget, or comes to
-        other results.
     """
     step, device = model_step(planned), main_device()
     try:

@@ -69,19 +69,19 @@ def estimate(
         resized = tf.nest.map_structure(lambda it: _resized(it, batch), args)
         return peak(trace(model, resized, profile=False).graph).bytes + held
 
-    highest = peak(traced.graph)
+    highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
     roles = dict.fromkeys(("parameter", "state", "input"), 0)
-    for value in (*traced.captured.arguments, *traced.captured.captures):
-        role = "input" if value in traced.captured.arguments else "state"
-        if value in traced.captured.variables:
-            role = "parameter" if traced.captured.variables[value].trainable else "state"
-        roles[role] += traced.named.buffers.sizes[value]
-    gradients = {traced.named.buffers.root[value] for value in traced.captured.gradients}
+    for value in (*captured.arguments, *captured.captures):
+        role = "input" if value in captured.arguments else "state"
+        if value in captured.variables and captured.variables[value].trainable:
+            role = "parameter"
+        roles[role] += buffers.sizes[value]
+    gradients = {buffers.root[value] for value in captured.gradients}
     return Estimate(
         parameters_bytes=roles["parameter"],
         buffers_bytes=roles["state"],
         inputs_bytes=roles["input"],
-        gradients_bytes=sum(traced.named.buffers.sizes[root] for root in gradients),
+        gradients_bytes=sum(buffers.sizes[root] for root in gradients),
         optimizer_bytes=held,
         activations_bytes=_left(traced),
         step_bytes=highest.bytes + held,

@@ -58,13 +58,9 @@ def call_of(
     """Return what tells a call from others, and its tensors in an order of their own.
 
     The same argument by place and by name is the same call; `training` and defaults do not count.
+    Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
 
     signature : of the model's `call`
-
-    Raises
-    ------
-    TraceError
-        For an argument that is neither a tensor nor a plain value, such as a RaggedTensor.
     """
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -121,8 +122,8 @@ def plan(
 
     Notes
     -----
-    The planned step is put together here and, with a real sample, run once beside the plain one
-    (eager.py); the model is left as it was.
+    The planned step is put together here and, with a real sample, run once beside the plain one;
+    the model is left as it was.
 
     Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
     False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
@@ -197,28 +198,27 @@ def _for_several(
     return model
 
 
+@dataclass
 class _ModelPlanner:
     """Plans a model for one sample; the parameters are those of `plan`."""
 
-    def __init__(
-        self,
-        model: Any,
-        sample: Any,
-        budget: float | str,
-        options: PlanOptions,
-        profile: bool,
-        optimizer: Any,
-        time_limit_s: float,
-    ) -> None:
-        self.plain, self.before = plain_model(model), model.__dict__.get(RECORD)
+    model: Any
+    sample: Any
+    budget: float | str
+    options: PlanOptions
+    profile: bool
+    optimizer: Any
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        self.plain = plain_model(self.model)
         self.name = type(self.plain).__name__
-        self.sample, self.options = sample, options
-        self.profile, self.optimizer, self.time_limit_s = profile, optimizer, time_limit_s
         check_model(self.plain)
         return_freed()
-        if budget == LIMIT:
-            budget = limit_budget(self.plain, sample, optimizer=optimizer, device=options.device)
-        self.budget = budget
+        if self.budget == LIMIT:
+            self.budget = limit_budget(
+                self.plain, self.sample, optimizer=self.optimizer, device=self.options.device
+            )
 
     def twin(self, backend: str) -> Any:
         """Return the model, planned."""
@@ -254,7 +254,7 @@ class _ModelPlanner:
         with _as_trace_error():
             program = Program(traced, made, settings)
             record, key = Planned("graph", traced, made), traced.structure["key"]
-            record.take_over(self.before)
+            record.take_over(self.model.__dict__.get(RECORD))
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             say("trial", 0, 1)
             if main_device() == "CPU:0":
@@ -267,7 +267,7 @@ class _ModelPlanner:
         resident = 0 if self.optimizer is None else optimizer_bytes(self.plain, self.optimizer)
         step = LayerStep(self.plain, self.sample, self.budget, resident_bytes=resident)
         record = Planned("layers", None, step.plan)
-        record.take_over(self.before)
+        record.take_over(self.model.__dict__.get(RECORD))
         record.layers = step
         return self.tried(record, variables_of(self.plain), step.base_bytes)
 

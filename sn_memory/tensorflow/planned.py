@@ -57,12 +57,7 @@ class PlanOptions:
             )
 
     def plan(
-        self,
-        graph: Graph,
-        budget: float | str,
-        time_limit_s: float,
-        *,
-        historical: bool = True,
+        self, graph: Graph, budget: float | str, time_limit_s: float, *, historical: bool = True
     ) -> Plan:
         """Return a plan of a graph within a budget."""
         made = plan_on_target(
@@ -97,39 +92,27 @@ class Planned(PlannedRecord[Trace]):
         no trace.
     steps
         What runs, per kind of input.
-    layers
-        What runs layers again, for any input, if `plan` chose these.
-    refused
-        Why calls were run plainly; each is warned about once.
-    options, sample
-        How the model was planned last, and for what, with tf.TensorSpec in the place of tensors.
-        No options of a step, and before `plan` is done.
-    told
-        Per kind of input, how it was planned; see `kinds`.
-    at_sight
-        Of the kinds, those that came while training, with the number of the last trace of each.
-    measured
-        Choices of layers, each with the shapes it was measured on.
-    time
-        What planning at first sight took, and may take.
-    count
-        How often the model was put into a function.
-    running
-        What was put into a function last.
     """
 
     backend: str
     traced: Trace | None
     made: Any
     steps: dict[Hashable, Program | LayerStep] = field(default_factory=dict)
+    # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
+    # Why calls were run plainly; each is warned about once.
     refused: set[Hashable] = field(default_factory=set)
+    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; no
+    # options of a step, and before `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
     told: dict[Hashable, PlannedKind] = field(default_factory=dict)
+    # Of the kinds, those that came while training, with the number of the last trace of each.
     at_sight: dict[Hashable, int] = field(default_factory=dict)
+    # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
+    # How often the model was put into a function, and what was put there last.
     count: int = 0
     running: Program | LayerStep | None = None
 
@@ -174,15 +157,10 @@ class Planned(PlannedRecord[Trace]):
         how: str,
         seconds: float | None = None,
     ) -> None:
-        """Keep what runs for a kind of input.
+        """Keep what runs for a kind of input, whose calls have a key.
 
-        Parameters
-        ----------
-        call
-            The key of its call.
-        seconds
-            What planning took, if it came while training: then it is kept as long as there is room,
-            and those that were not used for longest go.
+        With the seconds that planning took while training, it is kept as long as there is room:
+        those that were not used for longest go.
         """
         self.forget(kind)
         self.steps[kind] = step

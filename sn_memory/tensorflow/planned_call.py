@@ -178,22 +178,12 @@ class ByKind:
     on, and no plan of bytes can be made for it. So batches are taken from the iterator here, and
     each kind goes to a function that has seen no other.
 
-    Parameters
-    ----------
-    model
-        The planned model.
-    make
-        Makes a training function of Keras, each time a new one.
-
-    Attributes
-    ----------
-    functions
-        Those made so far, per kind of batch; of more than KINDS, that which was not used for
-        longest goes.
+    make : makes a training function of Keras, each time a new one
     """
 
     def __init__(self, model: Any, make: Callable[[], Any]) -> None:
         self.model, self.make = model, make
+        # Per kind of batch; of more than KINDS, that which was not used for longest goes.
         self.functions: dict[Hashable, Any] = {}
         # For any batch: what Keras would use.
         self.any = make()

@@ -285,12 +285,11 @@ def test_a_gradient_of_the_input_runs_layers_again():
 
 
 def test_where_nothing_counts_the_finest_cut_runs_again(monkeypatch):
-    from sn_memory.tensorflow.modules import backend, probe
+    from sn_memory.tensorflow.modules import backend
 
     model = mlp()
     budgeted = rim.plan(model, rows(2048), "75%", **SETTINGS)
-    for it in (backend, probe):
-        monkeypatch.setattr(it, "has_statistics", lambda _: False)
+    monkeypatch.setattr(backend, "has_statistics", lambda _: False)
     step = relaxed(budgeted)
     with pytest.warns(rim.PlanWarning, match=r"layers run again.*not measured"):
         found = step(rows(2048))

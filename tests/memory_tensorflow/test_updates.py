@@ -14,8 +14,8 @@ import tensorflow as tf
 import sn_memory.tensorflow as rim
 from sn_memory.tensorflow.model import restore_model
 from sn_memory.tensorflow.modules import rerun
-from sn_memory.tensorflow.modules.probe import Probe
-from sn_memory.tensorflow.modules.sections import Section, chains_of
+from sn_memory.tensorflow.modules.backend import Probe
+from sn_memory.tensorflow.modules.rerun import Section, chains_of
 
 ROWS, WIDTH, RATE = 512, 128, 5.0
 # A late read loses the race nearly always: of eight runs seven were wrong.

@@ -26,7 +26,7 @@ from ...base.sizes import parse_bytes
 from ..compress.compressor import MIN_ELEMENTS, Compressor
 from ..compress.kept import keep, relu_by_signs, restored
 from ..compress.pooling import Places
-from ..modules.sections import name_of
+from ..modules.rerun import name_of
 from .forecast import peaks, predicted_peak
 
 __all__ = ["MIN_ELEMENTS", "CompressedActivations", "compress_activations"]

@@ -60,7 +60,7 @@ class Captured:
         The variable behind a captured handle.
     targets, gradients
         What was differentiated, and what came of it.
-    stand_ins
+    placeholders
         Of a model without its loss: values in place of the gradients of its outputs.
     graph
         Kept alive: functions that ops refer to belong to it.
@@ -74,7 +74,7 @@ class Captured:
     variables: dict[int, Any]
     targets: tuple[int, ...]
     gradients: tuple[int, ...]
-    stand_ins: tuple[int, ...]
+    placeholders: tuple[int, ...]
     graph: Any = field(repr=False)
 
     @property
@@ -83,12 +83,12 @@ class Captured:
         return {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
 
 
+@dataclass
 class TapeLog:
     """What gradient tapes were asked while the log was open."""
 
-    def __init__(self) -> None:
-        self.targets: list[Any] = []
-        self.results: list[Any] = []
+    targets: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -154,10 +154,10 @@ class _Taped:
                     f"an output of the model, {end.name!r}, has the shape {end.shape}, which "
                     f"depends on values or on an unknown batch. {SHAPE_OF_VALUES}"
                 )
-        stand_ins = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
-        gradients = tape.gradient(ends, variables, output_gradients=stand_ins)
+        placeholders = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
+        gradients = tape.gradient(ends, variables, output_gradients=placeholders)
         seen.update(
-            key=key, given=given, results=results, outs=outs, ends=ends, stand_ins=stand_ins,
+            key=key, given=given, results=results, outs=outs, ends=ends, placeholders=placeholders,
             gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
         )  # fmt: skip
         return results
@@ -185,15 +185,13 @@ def capture_model(
         said = f"{type(model).__name__} could not be traced: {first_line(error)}"
         raise TraceError(said) from error
     _check_losses_and_gradients(model, seen)
-    log = TapeLog()
-    log.targets = seen["ends"]
-    log.results = [gradient for gradient in seen["gradients"] if gradient is not None]
+    gradients = [gradient for gradient in seen["gradients"] if gradient is not None]
     captured = flat(
         concrete.graph,
-        log,
+        TapeLog(seen["ends"], gradients),
         given=seen["given"],
-        results=[*seen["outs"], *log.results],
-        stand_ins=seen["stand_ins"],
+        results=[*seen["outs"], *gradients],
+        placeholders=seen["placeholders"],
     )
     return captured, seen
 
@@ -224,37 +222,26 @@ def flat(
     *,
     given: Sequence[Any] | None = None,
     results: Sequence[Any] | None = None,
-    stand_ins: Sequence[Any] = (),
+    placeholders: Sequence[Any] = (),
 ) -> Captured:
-    """Return the ops of a traced graph as one list.
+    """Return the ops of a traced graph as one list; raises TraceError if nothing is differentiated.
 
     Parameters
     ----------
     given, results
         Tensors that count as arguments and results, in place of those of the graph.
-    stand_ins
+    placeholders
         Tensors in place of the gradients of a model's outputs.
-
-    Raises
-    ------
-    TraceError
-        If nothing is differentiated.
     """
     flattened = _Flattening()
     variables = {id(variable.handle): variable for variable in graph.variables}
-    captures, known = {}, {}
-    inside = {id(inner): outer for outer, inner in graph.captures}
-    arguments = [it for it in graph.inputs if id(it) not in inside]
-    for tensor in graph.inputs:
-        value = flattened.new(tensor)
-        if id(tensor) in inside:
-            outer = inside[id(tensor)]
-            captures[value] = outer
-            if id(outer) in variables:
-                known[value] = variables[id(outer)]
-    if given is not None:
-        arguments = list(given)
-        for tensor in arguments:
+    outer = {id(inner): outer for outer, inner in graph.captures}
+    inputs = [(flattened.new(it), it) for it in graph.inputs]
+    captures = {value: outer[id(it)] for value, it in inputs if id(it) in outer}
+    if given is None:
+        given = [it for it in graph.inputs if id(it) not in outer]
+    else:
+        for tensor in given:
             flattened.new(tensor)
     flattened.ops(graph, "")
     targets = flattened.values(it for it in log.targets if id(it) in flattened.numbers)
@@ -266,13 +253,13 @@ def flat(
     return Captured(
         flattened.nodes,
         flattened.tensors,
-        flattened.values(arguments),
+        flattened.values(given),
         flattened.values(graph.outputs if results is None else results),
         captures,
-        known,
+        {value: variables[id(it)] for value, it in captures.items() if id(it) in variables},
         targets,
         flattened.values(it for it in log.results if id(it) in flattened.numbers),
-        flattened.values(stand_ins),
+        flattened.values(placeholders),
         graph,
     )
 
@@ -371,12 +358,12 @@ def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
     the rest, and an optimizer passes them over. Zeros are not the same: moments go on, weights
     decay.
 
-    incoming : the gradients of the outputs, in the order of `captured.stand_ins`
+    incoming : the gradients of the outputs, in the order of `captured.placeholders`
     """
     arrived = [it is not None for it in without_made_up_zeros(incoming)]
     if all(arrived):
         return frozenset()
-    reached = dict(zip(captured.stand_ins, arrived, strict=True))
+    reached = dict(zip(captured.placeholders, arrived, strict=True))
     for node in captured.nodes:
         known = [reached[value] for value in node.inputs if value in reached]
         if known:

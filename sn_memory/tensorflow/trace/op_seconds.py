@@ -1,9 +1,8 @@
 """Seconds and workspace of each op: measured once per signature, kept in a file.
 
-Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
-trace tells what it asks for while it runs beyond its results: reordered operands, transposed
-copies, indices of maxima. What cannot be run so (loops, ops that change something) is left to the
-roofline, without workspace.
+Each op is run alone, eagerly, on random values of its shapes. The allocator's trace tells what it
+asks for beyond its results: reordered operands, transposed copies, indices of maxima. What cannot
+be run so (loops, ops that change something) is left to the roofline, without workspace.
 """
 
 from __future__ import annotations

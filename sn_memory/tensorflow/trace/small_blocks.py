@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import TraceError
 from ..memory import TRACED_BYTES
 from . import kernels
-from .buffers import Buffers
 from .capture import Captured, Node, bodies, undifferentiated
+from .to_graph import Buffers
 
 _PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # where the element is among the inputs
 
@@ -21,17 +21,10 @@ _PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # where the element is
 def small_bytes(graph: Any, device: str) -> int:
     """Return how much higher a step's peak is by blocks too small for the trace.
 
-    Parameters
-    ----------
-    graph
-        Of a concrete function.
-    device
-        Whose memory is counted; on a GPU the trace shows all blocks.
+    On a GPU the trace shows all blocks. Raises TraceError if a loop collects small blocks and its
+    length is not known.
 
-    Raises
-    ------
-    TraceError
-        If a loop collects small blocks and its length is not known.
+    graph : of a concrete function
     """
     if "GPU" in device:
         return 0

@@ -20,10 +20,9 @@ from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from ..memory import bytes_of, main_device
 from ..model import call_arguments
-from .buffers import updates_first
 from .capture import Captured, capture_model, capture_step, flat
 from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
-from .to_graph import Costs, GraphBinding, to_graph
+from .to_graph import Costs, GraphBinding, to_graph, updates_first
 
 OPTIMIZER = "optimizer state"
 
