@@ -44,7 +44,7 @@ from torch import nn
 from sn_memory.apoptosis import Choice, Merge
 from sn_memory.apoptosis.torch import Apoptosis
 from sn_memory.apoptosis.torch.groups import find_groups
-from sn_memory.apoptosis.torch.surgery import Patient, operate
+from sn_memory.apoptosis.torch.surgery import Pruner, merge_group
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/apoptosis.json"
@@ -155,14 +155,16 @@ def widths(net: nn.Module) -> list[int]:
 def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int]) -> None:
     """Take out the neurons with the shortest incoming weights until the widths are as wanted."""
     groups = [g for g in find_groups(torch.export.export(net, (sample,)), net) if not g.reason]
-    patient = Patient(net, optimizer)
+    pruner = Pruner(net, optimizer)
     for group, left in zip(groups, wanted, strict=True):
-        lengths = patient.value(group.slices[0].name).detach().flatten(1).norm(dim=1)
+        lengths = pruner.value(group.slices[0].name).detach().flatten(1).norm(dim=1)
         readers = len(group.sites)
         gone = sorted(lengths.argsort()[: group.width - left].tolist())
         merges = tuple(Merge(j, None) for j in gone)
         nothing = np.zeros((len(gone), left + 1))
-        operate(patient, group, Choice(group.width, merges, (0.0,) * readers, (nothing,) * readers))
+        merge_group(
+            pruner, group, Choice(group.width, merges, (0.0,) * readers, (nothing,) * readers)
+        )
 
 
 def score(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:

@@ -1,10 +1,9 @@
-"""Tables of docs/torch_memory.md on compiled steps, policies and losses in chunks.
+"""Tables of docs/torch_memory.md on compiled steps and policies.
 
     python benchmarks/compiled_report.py [--check]
 
-Writes between the markers of the page, from compiled_peaks.json, policy_peaks.json and
-loss_chunks.json of benchmarks/results; `--check` says whether the page is as they are. Nothing is
-planned or run here.
+Writes between the markers of the page, from compiled_peaks.json and policy_peaks.json of
+benchmarks/results; `--check` says whether the page is as they are. Nothing is planned or run here.
 """
 
 from __future__ import annotations
@@ -113,29 +112,9 @@ def policies(rows: list[Row]) -> str:
     return markdown(("step", "network", "budget, MiB", "promised", "measured", "over"), lines)
 
 
-def chunks(rows: list[Row]) -> str:
-    """Losses in chunks beside the whole one."""
-    lines = []
-    for row in rows:
-        of_size = [
-            it
-            for it in rows
-            if (it["framework"], it["hidden"]) == (row["framework"], row["hidden"])
-        ]
-        whole = next(it for it in of_size if it["chunks"] == "whole")
-        lines.append([
-            row["framework"], str(row["hidden"]), row["chunks"], f"{row['peak_bytes'] / 2**20:.0f}",
-            f"{row['peak_bytes'] / whole['peak_bytes']:.2f}", f"{row['cpu_s']:.2f}",
-            f"{row['cpu_s'] / whole['cpu_s']:.2f}", f"{max(row['differs']):.1e}",
-        ])  # fmt: skip
-    head = ("", "width", "chunks", "peak, MiB", "of whole", "CPU s", "of whole", "differs by")
-    return markdown(head, lines)
-
-
 PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "compiled": ("compiled_peaks.json", compiled),
     "policies": ("policy_peaks.json", policies),
-    "chunks": ("loss_chunks.json", chunks),
 }
 
 

@@ -22,8 +22,8 @@ from machine import ROOT, commit, machine
 
 from sn_memory import arrange, check_packing
 from sn_memory.pool.csv import read_csv
-from sn_memory.pool.greedy import RULES, first_fit, order_by
 from sn_memory.pool.problem import read_problem
+from sn_memory.pool.search import RULES, first_fit, order_by
 
 FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))
 CAPACITY = 1_048_576

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// sn_memory.cost.recompute.Presence: what is there when, and what runs again when.
+// Presence of tests/oracles/fitting_oracle.py: what is there when, and what runs again when.
 class Presence {
  public:
   explicit Presence(const Tables& tables)

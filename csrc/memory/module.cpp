@@ -193,7 +193,7 @@ PyObject* read(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool.greedy.first_fit."},
+    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool.search.first_fit."},
     {"problem", problem, METH_VARARGS, "A problem with its lists, for `search`."},
     {"search", search, METH_VARARGS, "See sn_memory.pool.search.Search."},
     {"run", run, METH_VARARGS, "See sn_memory.pool.search.Search.run."},

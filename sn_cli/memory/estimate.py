@@ -12,7 +12,7 @@ from sn_memory import PlanError
 from sn_memory.base.progress import speaking
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
-from sn_memory.run.fit_figure import save_fits
+from sn_memory.run.fit import save_fits
 
 from ..command import Answer, add_command, picture_file
 from .naming import MODEL_HELP, Given, Named, read_model

@@ -1,12 +1,10 @@
 """Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
 
 from ..base.errors import AccuracyWarning
-from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller
-from .peaks import Peaks
 from .policy import Treatment, treatment
-from .rerun import Unit
-from .rows import Row
+from .saved import Row, Unit
+from .savings import BatchSuggestion, Peaks, suggest_batch
 from .theory import coverage, error_tolerance, gradient_sd, paper_sd
 
 __all__ = [

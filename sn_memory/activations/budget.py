@@ -1,6 +1,8 @@
 """From a budget to the bits of each saved tensor, and to the units that run again.
 
-Units are taken until 4 bits are left for inputs of linear ops; if there are not enough, 2 or 1.
+An op that is not linear in what it saved needs 8 bits of it, and most of what a transformer saves
+is of that kind; a unit, a part of the model, that runs again needs its inputs only. Units are taken
+until 4 bits are left for inputs of linear ops; if there are not enough, 2 or 1.
 These then get bits from 1 up, where a bit helps most. The error of a tensor falls with each width
 by more than its bytes grow, so the greedy order is the best one, but for the last step taken.
 If it is allowed, what is not linear gives way next, to 4 and 2 bits, all alike, until at least 2
@@ -9,14 +11,13 @@ bits are left for the linear ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from ..plan.plan import BudgetError
-from .observed import Groups, Observed
-from .rerun import choose_again, is_inside
-from .rows import WIDTHS, compressed_bytes
+from .saved import WIDTHS, Groups, Observed, Unit, compressed_bytes, is_inside
 
 # Of linear ones. Where a budget leaves fewer, running again comes first.
 WANTED_BITS: Final = 4
@@ -127,4 +128,65 @@ def _units(seen: Observed, budget_bytes: int, nonlinear_bits: int) -> frozenset[
         chosen = choose_again(seen.units, held, budget_bytes, inside)
         if held(chosen) <= budget_bytes:
             break
+    return chosen
+
+
+def choose_again(
+    units: Mapping[str, Unit],
+    held: Callable[[frozenset[str]], int],
+    budget_bytes: int,
+    inside: Mapping[str, int],
+) -> frozenset[str]:
+    """Return units that, run again, leave at most `budget_bytes`, and cost little.
+
+    One after the other the unit that frees most per cost is taken, where more than is missing
+    counts for nothing; one that holds others takes their place. Those that turn out not to be
+    needed are dropped. If no choice fits, the one that leaves least is returned.
+
+    What a unit saves is all there while it runs again. So its cost is its work, and as much again
+    for each budget that its inside takes.
+
+    Parameters
+    ----------
+    units
+        By name.
+    held
+        Bytes that are kept if these units run again.
+    inside
+        Bytes that each unit's inside takes while it runs again.
+
+    Examples
+    --------
+    >>> units = {name: Unit(name, work, {}) for name, work in (("a", 0.5), ("a.b", 0.1))}
+    >>> left, inside = {(): 100, ("a.b",): 60, ("a",): 20}, {"a": 80, "a.b": 40}
+    >>> [
+    ...     sorted(choose_again(units, lambda s: left[tuple(s)], most, inside))
+    ...     for most in (100, 70, 30)
+    ... ]
+    [[], ['a.b'], ['a']]
+    """
+
+    def cost(chosen: Collection[str]) -> float:
+        return sum(units[name].work * (1 + inside[name] / max(budget_bytes, 1)) for name in chosen)
+
+    chosen: frozenset[str] = frozenset()
+    now = held(chosen)
+    candidates = [name for name in units if now > budget_bytes and held(frozenset({name})) < now]
+    while now > budget_bytes:
+        best: tuple[float, frozenset[str], int] | None = None
+        for name in candidates:
+            if is_inside(f"{name}/", chosen):
+                continue
+            other = frozenset(name for name in chosen if not is_inside(f"{name}/", {name})) | {name}
+            left = held(other)
+            freed = min(now - left, now - budget_bytes)
+            more = cost(other) - cost(chosen)
+            if freed > 0 and (best is None or freed / max(more, 1e-9) > best[0]):
+                best = freed / max(more, 1e-9), other, left
+        if best is None:
+            break
+        _, chosen, now = best
+    for name in sorted(chosen, key=lambda name: (-cost([name]), name)):
+        if held(chosen - {name}) <= budget_bytes:
+            chosen -= {name}
     return chosen

@@ -14,11 +14,9 @@ from dataclasses import replace
 from typing import Literal
 
 from ..base.errors import AccuracyWarning
-from ..base.sizes import show_bytes
+from ..base.sizes import show_bytes, table
 from .budget import choose
-from .observed import Observed
-from .rerun import Unit, is_inside
-from .rows import WIDTHS, Row
+from .saved import WIDTHS, Observed, Row, Unit, is_inside
 from .theory import PAPER_CONSTANT, error_tolerance, paper_sd
 
 
@@ -81,26 +79,30 @@ class Controller:
         constant: float = PAPER_CONSTANT,
         overflow_limit: int = 3,
     ) -> None:
-        given = [name for name, v in _named(error, budget_bytes, bits) if v is not None]
+        targets = {"error": error, "budget_bytes": budget_bytes, "bits": bits}
+        given = [name for name, value in targets.items() if value is not None]
         if len(given) != 1:
             raise ValueError(
                 f"Controller: got {', '.join(given) or 'nothing'}; expected exactly one of error, "
                 "budget_bytes and bits. Give the one that matters to you."
             )
-        _check("error", error, error is None or error > 0, "above 0")
-        _check("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes >= 0, "0 or more")
-        widths = ", ".join(map(str, WIDTHS))
-        _check("bits", bits, bits is None or bits in WIDTHS, widths)
-        _check("every", every, every >= 1, "1 or more")
-        _check("start_bits", start_bits, start_bits in WIDTHS, widths)
-        _check("nonlinear_bits", nonlinear_bits, nonlinear_bits in WIDTHS, widths)
-        least = least_nonlinear_bits
-        _check("least_nonlinear_bits", least, least in WIDTHS, widths)
+        least, widths = least_nonlinear_bits, ", ".join(map(str, WIDTHS))
         words = not isinstance(recompute, str) or recompute in ("auto", "never")
-        _check("recompute", recompute, words, "auto, never, or names of modules in a list")
-        _check("theory", theory, theory in ("exact", "paper"), "exact or paper")
-        _check("constant", constant, constant > 0, "above 0")
-        _check("overflow_limit", overflow_limit, overflow_limit >= 1, "1 or more")
+        for name, got, valid, expected in (
+            ("error", error, error is None or error > 0, "above 0"),
+            ("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes >= 0, "0 or more"),
+            ("bits", bits, bits is None or bits in WIDTHS, widths),
+            ("every", every, every >= 1, "1 or more"),
+            ("start_bits", start_bits, start_bits in WIDTHS, widths),
+            ("nonlinear_bits", nonlinear_bits, nonlinear_bits in WIDTHS, widths),
+            ("least_nonlinear_bits", least, least in WIDTHS, widths),
+            ("recompute", recompute, words, "auto, never, or names of modules in a list"),
+            ("theory", theory, theory in ("exact", "paper"), "exact or paper"),
+            ("constant", constant, constant > 0, "above 0"),
+            ("overflow_limit", overflow_limit, overflow_limit >= 1, "1 or more"),
+        ):
+            if not valid:
+                raise ValueError(f"Controller: {name}={got!r}; expected {expected}")
         self.error, self.budget_bytes, self.fixed_bits = error, budget_bytes, bits
         self.every, self.start_bits, self.nonlinear_bits = every, start_bits, nonlinear_bits
         self.least_nonlinear_bits = min(least, nonlinear_bits)
@@ -251,34 +253,18 @@ class Controller:
 
     def report(self) -> str:
         """Return a table: bits, predicted and measured error of each layer's gradient."""
-        lines = [
-            f"{'tensor':40} {'elements':>10} {'bits':>5} {'predicted':>10} {'measured':>10} of"
-        ]
+        rows = [("tensor", "elements", "bits", "predicted", "measured", "of")]
         for row in self._seen.rows.values():
             if row.unit is not None and row.unit not in self.again:
                 continue
-            sd, measured = row.predicted_sd(), row.measured_sd
             bits = self.bits(row.key, linear=row.linear)
             told = "again" if is_inside(row.key, self.again) else "exact" if bits is None else bits
-            lines.append(
-                f"{row.key:40} {row.n:10,} {told:>5} "
-                f"{'-' if sd is None else f'{sd:.2e}':>10} "
-                f"{'-' if measured is None else f'{measured:.2e}':>10} "
-                f"{f'{row.yardstick:.2e}' if row.yardstick else '-'}"
-            )
+            errors = (row.predicted_sd(), row.measured_sd, row.yardstick or None)
+            shown = ["-" if error is None else f"{error:.2e}" for error in errors]
+            rows.append((row.key, f"{row.n:,}", str(told), shown[0], shown[1], shown[2]))
+        lines = table(rows, right=True)
         for name in sorted(self.again):
             unit = self._seen.units.get(name)
             cost = f", {unit.work:.0%} of the forward pass" if unit else ""
             lines.append(f"runs again: {name}{cost}")
         return "\n".join(lines)
-
-
-def _named(
-    error: float | None, budget_bytes: int | None, bits: int | None
-) -> list[tuple[str, float | None]]:
-    return [("error", error), ("budget_bytes", budget_bytes), ("bits", bits)]
-
-
-def _check(name: str, got: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"Controller: {name}={got!r}; expected {expected}")

@@ -20,34 +20,17 @@ nonlinear   lossy and unbiased, at 8 bits unless a budget says otherwise
 exact       as it is
 """
 
-_TABLE: Final[dict[Treatment, frozenset[str]]] = {
-    "linear": frozenset(
-        (
-            "linear",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "matmul",
-            "mm",
-            "bmm",
-            "addmm",
-            "baddbmm",
-            "einsum",
-        )
-    ),
-    "sign": frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_")),
-    "mask": frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d")),
-    "shape": frozenset(("max_pool1d", "max_pool2d", "max_pool3d")),
+_TABLE: Final[dict[Treatment, str]] = {
+    "linear": "linear conv1d conv2d conv3d matmul mm bmm addmm baddbmm einsum",
+    "sign": "relu relu_ leaky_relu leaky_relu_",
+    "mask": "dropout dropout1d dropout2d dropout3d",
+    "shape": "max_pool1d max_pool2d max_pool3d",
     # What follows from comparing values, or is an exponent; and what is not written yet when it is
     # saved (RReLU's noise, of torch's ops alone), so that the tensor itself has to be kept.
-    "exact": frozenset(
-        (
-            *("embedding", "ctc_loss", "logsumexp", "threshold", "threshold_", "max", "min"),
-            *("amax", "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"),
-        )
-    ),
+    "exact": "embedding ctc_loss logsumexp threshold threshold_ max min amax "
+    "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_",
 }
-_BY_OP: Final = {op: kind for kind, ops in _TABLE.items() for op in ops}
+_BY_OP: Final = {op: kind for kind, ops in _TABLE.items() for op in ops.split()}
 
 
 def treatment(op: str) -> Treatment:

@@ -12,30 +12,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .lipschitz import LIPSCHITZ as LIPSCHITZ
-    from .lipschitz import is_homogeneous as is_homogeneous
-    from .lipschitz import largest_change as largest_change
     from .merge import Choice as Choice
     from .merge import Merge as Merge
+    from .merge import Reader as Reader
     from .merge import choose as choose
     from .merge import fold as fold
-    from .reader import Reader as Reader
-    from .schedule import Schedule as Schedule
-    from .similarity import angles as angles
-    from .similarity import correlations as correlations
+    from .pace import Schedule as Schedule
 
 _HOME = {
-    "LIPSCHITZ": ".lipschitz",
     "Choice": ".merge",
     "Merge": ".merge",
-    "Reader": ".reader",
-    "Schedule": ".schedule",
-    "angles": ".similarity",
+    "Reader": ".merge",
+    "Schedule": ".pace",
     "choose": ".merge",
-    "correlations": ".similarity",
     "fold": ".merge",
-    "is_homogeneous": ".lipschitz",
-    "largest_change": ".lipschitz",
 }
 __all__ = sorted(_HOME)
 

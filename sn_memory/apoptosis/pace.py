@@ -1,22 +1,183 @@
-"""What `Apoptosis` is for every framework: settings, steps that are counted, and when to look."""
+"""When to look, how much may go, and what an event did: `Apoptosis` but for the framework.
+
+    quick        early: at `every` steps, then at gaps that double; at most half of a layer
+    adaptive     every `every` steps; while nothing is found, gaps double up to 16 times that; at
+                 most a quarter of a layer
+    aggressive   every `every` steps, always; at most three quarters of a layer
+
+Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the numbers are ours.
+
+A look costs time, and where nothing is to be had that time is lost. So gaps also grow until a look
+takes at most `overhead` of the training between two of them; ten times that after one that merged,
+as the next is then likely to merge as well. Before the first, what it will take is a guess.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .events import Event, Merged
-from .merge import Choice, choose
-from .reader import Reader
-from .schedule import Schedule
+from .groups import Group, Site
+from .merge import Choice, Reader, choose
+from .ranks import Ranks
+from .samples import SAMPLES, Seen, most_alike
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One group of neurons that shrank.
+
+    Attributes
+    ----------
+    group
+        The parameters that make the neurons, joined by " + ".
+    before, after
+        The number of neurons.
+    pairs
+        (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing.
+    changes
+        For each layer that reads the group: the relative change of what it puts out.
+    """
+
+    group: str
+    before: int
+    after: int
+    pairs: tuple[tuple[int, int | None], ...]
+    changes: Mapping[str, float]
+
+
+def merged(group: Group, choice: Choice) -> Merged:
+    """Return the record of one choice that was carried out."""
+    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
+    changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
+    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one call of `Apoptosis.step` did; true if the model changed.
+
+    Attributes
+    ----------
+    step
+        Calls of `step` so far.
+    merged
+        The groups that shrank; empty in most steps.
+    refused
+        Groups left as they are, and why; empty in steps that look at nothing.
+    seconds
+        How long it took.
+    """
+
+    step: int
+    merged: tuple[Merged, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.merged)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# The most of a layer's neurons that may go in one event.
+_SHARE: Final = MappingProxyType({"quick": 0.5, "adaptive": 0.25, "aggressive": 0.75})
+_LONGEST = 16
+_PROMISING = 10.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where a schedule stands: a value; `after` gives the next one.
+
+    Parameters
+    ----------
+    name
+        "quick", "adaptive" or "aggressive".
+    every
+        Steps before the first event, at least 1.
+    overhead
+        The share of training time that looks may take, in (0, 1); None: gaps are what the name says
+        and depend on no clock.
+
+    >>> schedule = Schedule("adaptive", 100)
+    >>> schedule.is_due(99), schedule.is_due(100)
+    (False, True)
+    >>> schedule.after(100, merged=False).next_step
+    300
+    """
+
+    name: str
+    every: int
+    gap: int = 1
+    last_step: int = 0
+    overhead: float | None = None
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in _SHARE:
+            raise ValueError(
+                f"schedule: got {self.name!r}, expected one of {', '.join(_SHARE)}. Choose one."
+            )
+        if self.every < 1:
+            raise ValueError(f"every: got {self.every}, expected 1 or more steps. Raise it.")
+        if self.overhead is not None and not 0 < self.overhead < 1:
+            raise ValueError(
+                f"overhead: got {self.overhead}, expected above 0 and below 1, or None. Looks may "
+                "take 0.02 of training time by default."
+            )
+
+    @property
+    def next_step(self) -> int:
+        return self.last_step + max(self.gap * self.every, self.least)
+
+    @property
+    def share(self) -> float:
+        return _SHARE[self.name]
+
+    def is_due(self, step: int) -> bool:
+        return step >= self.next_step
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has yet to be told how long the first look has to wait."""
+        return self.overhead is not None and self.last_step == self.least == 0
+
+    def before_first(self, cost_steps: float) -> Schedule:
+        """Return the schedule whose first look waits until training could pay for it.
+
+        `cost_steps` is how many steps of training could be done in the time that it may take.
+        """
+        assert self.overhead is not None
+        return replace(self, least=max(1, math.ceil(cost_steps / self.overhead)))
+
+    def after(self, step: int, *, merged: bool, cost_steps: float = 0.0) -> Schedule:
+        """Return the schedule once the event at `step` is over.
+
+        `cost_steps` is how many steps of training could have been done in the time that it took.
+        """
+        gap = 1
+        if self.name == "quick":
+            gap = 2 * self.gap
+        elif self.name == "adaptive" and not merged:
+            gap = min(2 * self.gap, _LONGEST)
+        least = 0
+        if self.overhead is not None:
+            least = math.ceil(cost_steps / (self.overhead * (_PROMISING if merged else 1.0)))
+        return replace(self, gap=gap, last_step=step, least=least)
+
 
 _log = logging.getLogger(__name__)
 _SAVED = ("gap", "last_step", "least")
@@ -54,8 +215,11 @@ class StepClock:
         return seconds / max(median(self._seconds), 1e-9)
 
 
-class Paced(ABC):
-    """Counts steps and looks when the schedule says so; a rim says how."""
+class BaseApoptosis(ABC):
+    """Counts steps, looks when the schedule says so, and decides what merges.
+
+    A rim says what a model's groups are, measures them and merges neurons.
+    """
 
     def __init__(
         self,
@@ -80,6 +244,7 @@ class Paced(ABC):
         self.events: list[Event] = []
         self._largest_rate, self._allowed = 0.0, tolerance
         self._clock = StepClock()
+        self._batches: deque[Any] = deque(maxlen=BATCHES)
 
     @property
     def is_near(self) -> bool:
@@ -109,7 +274,7 @@ class Paced(ABC):
         if not (self._allowed and self.schedule.is_due(self.steps)):
             return Event(self.steps)
         if self.schedule.is_open:
-            cost = self._largest_of_ranks(self._clock.steps_in(_FIRST_LOOK_S))
+            cost = self._slowest(_FIRST_LOOK_S)
             self.schedule = self.schedule.before_first(cost)
             if not self.schedule.is_due(self.steps):
                 return Event(self.steps)
@@ -119,7 +284,7 @@ class Paced(ABC):
         cost = 0.0
         if self.schedule.overhead is not None:
             # Of the slowest rank, so that all look again at the same step.
-            cost = self._largest_of_ranks(self._clock.steps_in(event.seconds))
+            cost = self._slowest(event.seconds)
         self._clock.forget()
         self.schedule = self.schedule.after(self.steps, merged=bool(merged), cost_steps=cost)
         if event:
@@ -138,6 +303,64 @@ class Paced(ABC):
         self.steps, self._largest_rate = state["steps"], state["largest_rate"]
         self.schedule = replace(self.schedule, **{name: state[name] for name in _SAVED})
 
+    def _slowest(self, seconds: float) -> float:
+        """Return how many steps `seconds` are on the rank where they are most."""
+        return self._ranks().largest([self._clock.steps_in(seconds)])[0]
+
+    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
+        """Look now; return what was merged, and which groups were left and why."""
+        ranks = self._ranks()
+        batches = most_alike(self._batches, self._shapes)
+        groups: list[Group] = []
+        failure = self._no_batch
+        if batches:
+            groups, failure = self._groups(batches[0])
+        # A rank that cannot look says so in the hash: the others would wait for it otherwise.
+        described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
+        ranks.require_same("the model", failure + "; ".join(described))
+        if failure:
+            return (), {"the model": failure}
+        able = [group for group in groups if group.reason is None]
+        refused = {group.name: group.reason for group in groups if group.reason is not None}
+        choices = self._decide(able, batches, ranks)
+        weights = ranks.fingerprint(self._weights())
+        decided = [choice and choice.text() for choice in choices]
+        ranks.require_same("weights or decision", f"{weights} {decided}")
+        chosen = []
+        for group, choice in zip(able, choices, strict=True):
+            if choice is None:
+                refused[group.name] = "its activations are not finite"
+            elif choice.merges:
+                chosen.append((group, choice))
+        done, undone = self._merge(chosen, batches[0]) if chosen else ([], {})
+        return tuple(merged(group, choice) for group, choice in done), refused | undone
+
+    def _decide(
+        self, groups: Sequence[Group], batches: Sequence[Any], ranks: Ranks
+    ) -> list[Choice | None]:
+        """Return what may go of each group; None where activations are not finite."""
+        found = self._measure(groups, batches, SAMPLES // ranks.size)
+        every = [seen for row in found for seen in row]
+        if not every:
+            return []
+        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
+        sizes = ranks.largest([-sum(map(len, seen.squares)) for seen in every])
+        cuts = [int(-size) for size in sizes]
+        cut = [np.concatenate(seen.samples)[:n] for seen, n in zip(every, cuts, strict=True)]
+        squares = [
+            np.concatenate(seen.squares)[:n].sum() for seen, n in zip(every, cuts, strict=True)
+        ]
+        *fits, totals = ranks.sums([*(seen.fit for seen in every), np.array(squares)])
+        seen_by = zip(fits, ranks.stacked(cut), np.sqrt(totals).tolist(), strict=True)
+        choices = []
+        for group in groups:
+            readers = [
+                Reader(site.call, self._offsets(site, group), *next(seen_by), site.takes_constant)
+                for site in group.sites
+            ]
+            choices.append(self._choose(readers, group.block))
+        return choices
+
     def _choose(self, readers: Sequence[Reader], block: int) -> Choice | None:
         """Return what may go of a group of `block` channels each; None if any is not finite."""
         if not all(
@@ -153,13 +376,41 @@ class Paced(ABC):
             round_to=-(-self.round_to // block),
         )
 
+    # What batches of a rank that saw none are called for, in a rim's own words.
+    _no_batch: str
+
     @abstractmethod
-    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
-        """Look now; return what was merged, and which groups were left and why."""
+    def _ranks(self) -> Ranks:
+        """Return the ranks that train this model now."""
 
     @abstractmethod
     def _rate(self) -> float:
         """Return the learning rate of now, the largest if there are several."""
 
     @abstractmethod
-    def _largest_of_ranks(self, value: float) -> float: ...
+    def _shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of all arrays of a batch."""
+
+    @abstractmethod
+    def _groups(self, batch: Any) -> tuple[list[Group], str]:
+        """Return the model's groups, and why there are none if so."""
+
+    @abstractmethod
+    def _measure(
+        self, groups: Sequence[Group], batches: Sequence[Any], samples: int
+    ) -> list[list[Seen]]:
+        """Return what each reader of each group saw in batches, of about `samples` outputs."""
+
+    @abstractmethod
+    def _offsets(self, site: Site, group: Group) -> NDArray[np.float64]:
+        """Return a reader's weight as [offsets, outputs, n]."""
+
+    @abstractmethod
+    def _weights(self) -> Iterable[NDArray[Any]]:
+        """Yield arrays whose bits are those of all weights."""
+
+    @abstractmethod
+    def _merge(
+        self, chosen: Sequence[tuple[Group, Choice]], batch: Any
+    ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
+        """Merge neurons; return what was done, and why other groups had to be given back."""

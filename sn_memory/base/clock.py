@@ -13,83 +13,80 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 # What stands for a second where work is counted. A unit is one op of a graph that the compiled
 # search carries out on paper; it does 8 to 30 million of them in a second.
 UNITS_PER_S: Final = 20_000_000
 
+T = TypeVar("T")
 
+
+@dataclass
 class _Meter:
-    """What counts in this context, and how much of it was spent."""
+    """Whether work counts in this context, and how much of it was spent."""
 
-    __slots__ = ("counts", "units")
-
-    def __init__(self, *, counts: bool) -> None:
-        self.counts, self.units = counts, 0
+    counts_work: bool
+    units: int = 0
 
 
-# Per context, so that two threads may plan at once. The first belongs to all, and never ends.
-_OF_ALL: Final = _Meter(counts=False)
-_METER: ContextVar[_Meter] = ContextVar("sn_memory.clock", default=_OF_ALL)
+@dataclass
+class _Stages:
+    """Seconds on the wall that stages of planning share, and what they have spent of them."""
+
+    limit_s: float
+    spent_s: float = 0.0
+
+
+# Per context, so that two threads may plan at once.
+_METER: ContextVar[_Meter] = ContextVar("sn_memory.clock", default=_Meter(False))  # noqa: B039
+_STAGES: ContextVar[_Stages | None] = ContextVar("sn_memory.stages", default=None)
 
 
 @contextmanager
 def counting(work: bool) -> Iterator[None]:
     """Let `now` tell counted work from here on, from nothing; or else seconds on the wall."""
-    token = _METER.set(_Meter(counts=work))
-    try:
+    with _within(_METER, _Meter(work)):
         yield
-    finally:
-        _METER.reset(token)
-
-
-class Shared:
-    """Seconds on the wall that stages of planning share: timing ops, and searches.
-
-    Parameters
-    ----------
-    limit_s
-        Of all together.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s, self.spent_s = limit_s, 0.0
-
-    @property
-    def left_s(self) -> float:
-        """What is left; a tenth at least, for a search that comes when all is spent."""
-        return max(self.limit_s - self.spent_s, self.limit_s / 10)
-
-
-_SHARED: ContextVar[Shared | None] = ContextVar("sn_memory.shared", default=None)
 
 
 @contextmanager
 def sharing(limit_s: float) -> Iterator[None]:
     """Let all stages inside share so many seconds."""
-    token = _SHARED.set(Shared(limit_s))
+    with _within(_STAGES, _Stages(limit_s)):
+        yield
+
+
+@contextmanager
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _SHARED.reset(token)
+        variable.reset(token)
 
 
 @contextmanager
 def stage() -> Iterator[float]:
-    """Yield the seconds that a stage may take, and count them; outside of `sharing`, inf."""
-    shared, began = _SHARED.get(), time.perf_counter()
+    """Yield the seconds that a stage may take, and count them; outside of `sharing`, inf.
+
+    A tenth at least of what all share, for a search that comes when all is spent.
+    """
+    stages, began = _STAGES.get(), time.perf_counter()
+    if stages is None:
+        yield math.inf
+        return
     try:
-        yield math.inf if shared is None else shared.left_s
+        yield max(stages.limit_s - stages.spent_s, stages.limit_s / 10)
     finally:
-        if shared is not None:
-            shared.spent_s += time.perf_counter() - began
+        stages.spent_s += time.perf_counter() - began
 
 
 def now() -> float:
     """Return the seconds on the wall, or what was counted so far in place of them."""
     meter = _METER.get()
-    if not meter.counts:
+    if not meter.counts_work:
         return time.perf_counter()
     return meter.units / UNITS_PER_S
 
@@ -99,21 +96,16 @@ def spend(units: int) -> None:
     _METER.get().units += units
 
 
-def after(deadline: float) -> Callable[[], bool]:
-    """Return what asks whether it is later than this moment of `now`."""
-    return lambda: now() > deadline
-
-
 def late_or_units(deadline: float) -> Callable[[], bool] | int:
-    """Return what a compiled search ends by: what `after` does, or the units that are left."""
+    """Return what ends a compiled search at a moment of `now`: a question, or the units left."""
     if not counts_work():
-        return after(deadline)
+        return lambda: now() > deadline
     return units(deadline - now())
 
 
 def counts_work() -> bool:
     """Whether `now` tells counted work."""
-    return _METER.get().counts
+    return _METER.get().counts_work
 
 
 def units(seconds: float) -> int:

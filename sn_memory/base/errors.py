@@ -1,11 +1,4 @@
-"""What can go wrong, as exceptions.
-
-    GraphError(ValueError)      a graph, or its file, that says something impossible
-    PlanError(ValueError)       a plan, or its file, that cannot be carried out on its graph
-    BudgetError(RuntimeError)   no plan keeps the budget; carries the smallest peak and its op
-    PackError(ValueError)       buffers, or their file, that say something impossible
-    CapacityError(RuntimeError) no packing within the capacity was found; says whether one exists
-    MissingExtra(ImportError)   an optional library, or the compiled extension, is needed and absent
+"""What can go wrong, as exceptions; `BudgetError` is with the plans (`plan/plan.py`).
 
 Every message has four parts: what failed, what was got, what was expected, what to do.
 """

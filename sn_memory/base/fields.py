@@ -1,4 +1,9 @@
-"""Reading JSON objects field by field, with errors that name the line or the key.
+"""What comes from outside: how large numbers may be, and JSON objects read field by field.
+
+Sizes are added in 64-bit integers and seconds in doubles, and neither says when it has too many:
+four storages of 2**63 - 1 bytes wrap around to 4 bytes less than nothing, twice 1e308 seconds are
+infinite, and then every bound is true. So whatever could ever be added up in a plan is added up
+once, exactly, when a graph is made (`graph/graph.py`).
 
 `json` reports a line for text that is not JSON; for JSON that says the wrong thing we keep the path
 of the key (`ops[12].inputs[0]`), because that is what the writer of the file has to look for.
@@ -7,14 +12,40 @@ of the key (`ops[12].inputs[0]`), because that is what the writer of the file ha
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from .limits import LARGEST, LARGEST_FLOAT
-
+# What a plan has at once is at most twice the sum (an op may make all that is there a second time),
+# which is below 2**63.
+LARGEST: Final = 2**62
+LARGEST_FLOAT: Final = sys.float_info.max
+# A plan may run ops again. With this bound on one run of all, it takes 10**289 reruns to overflow.
+LONGEST_S: Final = float(LARGEST)
 _MISSING = object()
+
+
+def is_count(value: Any) -> bool:
+    """Whether this is a whole number from 0 to the largest there may be."""
+    if isinstance(value, bool):
+        return False
+    try:
+        return 0 <= operator.index(value) <= LARGEST
+    except TypeError:
+        return False
+
+
+def is_amount(value: Any) -> bool:
+    """Whether this is a number from 0 to the largest finite one; NaN is none."""
+    try:
+        return isinstance(value, Real) and 0.0 <= float(value) < math.inf
+    except OverflowError:
+        return False
 
 
 def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> Any:
@@ -24,9 +55,6 @@ def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> 
     a key twice, and OSError when the file cannot be read.
     """
     text, origin = str(source), "the text"
-    if not text.lstrip().startswith("{"):
-        origin = show(text)
-        text = _content(source, error, what)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
@@ -37,38 +65,24 @@ def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> 
         return record
 
     try:
+        if not text.lstrip().startswith("{"):
+            origin = show(text)
+            text = Path(source).read_text(encoding="utf-8")
         return json.loads(text, object_pairs_hook=unique)
+    except UnicodeDecodeError as problem:
+        why = f"is not text in UTF-8: {problem.reason} at byte {problem.start}"
     except json.JSONDecodeError as problem:
-        raise error(
-            f"{what}: {origin} is not JSON: {problem.msg} at line {problem.lineno}, "
-            f"column {problem.colno}. Expected one object; see docs/graph_format.md."
-        ) from problem
-    except RecursionError as problem:
-        raise error(
-            f"{what}: {origin} is nested too deeply to be read. Expected a list of records in one "
-            "object; see docs/graph_format.md."
-        ) from problem
+        why = f"is not JSON: {problem.msg} at line {problem.lineno}, column {problem.colno}"
+    except RecursionError:
+        why = "is nested too deeply to be read"
     except error:
         raise
     except ValueError as problem:
-        raise error(
-            f"{what}: {origin} has a number that cannot be read ({problem}). Expected numbers of "
-            "2**62 at most."
-        ) from problem
-
-
-def _content(source: str | os.PathLike[str], error: type[ValueError], what: str) -> str:
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise error(
-            f"{what}: {show(str(source))} is not text in UTF-8: {problem.reason} at byte "
-            f"{problem.start}. Expected JSON; see docs/graph_format.md."
-        ) from problem
-    except ValueError as problem:
-        raise error(
-            f"{what}: {show(str(source))} is no path and no JSON object ({problem})."
-        ) from problem
+        why = f"cannot be read: {problem}"
+    raise error(
+        f"{what}: {origin} {why}. Expected one JSON object with lists of records; see "
+        "docs/graph_format.md."
+    )
 
 
 class Fields:
@@ -95,12 +109,15 @@ class Fields:
         """Keys that nobody asked for yet, for objects whose keys are names."""
         return tuple(self._left)
 
-    def _take(self, key: str, default: object) -> Any:
-        value = self._left.pop(key, _MISSING)
-        if value is _MISSING or (value is None and default is not _MISSING):
-            if default is _MISSING:
-                raise self.error(f"{self.path}: the key {key!r} is missing; add it.")
+    def _take(self, key: str, default: object, valid: Callable[[Any], bool], expected: str) -> Any:
+        """Return a value that is valid, or the default where the key is missing or null."""
+        value = self._left.pop(key, None)
+        if value is None and default is not _MISSING:
             return default
+        if value is None:
+            raise self.error(f"{self.path}: the key {key!r} is missing; add it.")
+        if not valid(value):
+            raise self.fail(key, value, expected)
         return value
 
     def fail(self, key: str, value: object, expected: str) -> ValueError:
@@ -108,44 +125,27 @@ class Fields:
         return self.error(f"{self.path}.{key}: got {show(value)}, expected {expected}.")
 
     def text(self, key: str, default: object = _MISSING) -> Any:
-        value = self._take(key, default)
-        if value is not default and not is_text(value):
-            raise self.fail(key, value, "a string")
-        return value
+        return self._take(key, default, is_text, "a string")
 
     def integer(self, key: str, default: object = _MISSING) -> Any:
-        value = self._take(key, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, value, "a whole number")
-        if abs(value) > LARGEST:
+        value = self._take(key, default, lambda value: type(value) is int, "a whole number")
+        if value is not default and abs(value) > LARGEST:
             raise self.fail(key, value, "a whole number of 2**62 at most")
         return value
 
     def number(self, key: str, default: object = _MISSING) -> Any:
-        value = self._take(key, default)
+        value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(key, value, "a number")
         if not abs(value) <= LARGEST_FLOAT:
             raise self.fail(key, value, "a finite number")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        value = self._take(key, False)
-        if not isinstance(value, bool):
-            raise self.fail(key, value, "true or false")
-        return value
+        return bool(self._take(key, False, lambda value: isinstance(value, bool), "true or false"))
 
     def items(self, key: str, default: object = _MISSING) -> list[Any]:
-        value = self._take(key, default)
-        if value is default:
-            return []
-        if not isinstance(value, list):
-            raise self.fail(key, value, "a list [...]")
-        return value
+        return list(self._take(key, default, lambda value: isinstance(value, list), "a list [...]"))
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.items(key, ())
@@ -155,16 +155,14 @@ class Fields:
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self._take(key, {})
-        if not isinstance(value, dict):
-            raise self.fail(key, value, "an object {...}")
+        value = self._take(key, {}, lambda value: isinstance(value, dict), "an object {...}")
         for name in value:
             if not is_text(name):
                 raise self.fail(key, name, "keys that are strings")
-        return value
+        return dict(value)
 
     def child(self, key: str) -> Fields | None:
-        value = self._take(key, None)
+        value = self._take(key, None, lambda value: True, "")
         return None if value is None else Fields(value, f"{self.path}.{key}", self.error)
 
     def done(self) -> None:

@@ -47,31 +47,22 @@ class Progress:
 Wanted = bool | Callable[[Progress], object] | None
 
 
-class _Silent:
-    """Where nobody listens."""
-
-    def show(self, it: Progress) -> None:
-        """Say nothing."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-_OUT: ContextVar[tuple[_Silent | _Bar | _Lines | _Program, float]] = ContextVar(
-    "sn_memory.progress", default=(_Silent(), 0.0)
+# What takes the records, None where nobody listens; and when planning began.
+_LISTENER: ContextVar[tuple[Callable[[Progress], object] | None, float]] = ContextVar(
+    "sn_memory.progress", default=(None, 0.0)
 )
 
 
 def say(stage: str, done: float, total: float, note: str = "") -> None:
     """Say how far planning is; the parameters are those of Progress."""
-    out, began = _OUT.get()
-    if not isinstance(out, _Silent):
-        out.show(Progress(stage, done, total, time.perf_counter() - began, note))
+    show, began = _LISTENER.get()
+    if show is not None:
+        show(Progress(stage, done, total, time.perf_counter() - began, note))
 
 
 def is_heard() -> bool:
     """Whether somebody listens: notes may cost time to make."""
-    return not isinstance(_OUT.get()[0], _Silent)
+    return _LISTENER.get()[0] is not None
 
 
 @contextmanager
@@ -80,36 +71,24 @@ def speaking(wanted: Wanted) -> Iterator[None]:
 
     Raises TypeError for what is neither a bool, None nor callable.
     """
-    out: _Silent | _Bar | _Lines | _Program
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        out = _Silent()
-    elif wanted is True or wanted is None:
-        out = _shown()
-    elif callable(wanted):
-        out = _Program(wanted)
-    else:
+    if not (wanted is None or isinstance(wanted, bool) or callable(wanted)):
         raise TypeError(
             f"got progress {wanted!r}, expected False, True, None, or a function of a Progress."
         )
-    token = _OUT.set((out, time.perf_counter()))
+    printer: _Bar | _Lines | None = None
+    if wanted is True or (wanted is None and sys.stderr.isatty()):
+        printer = _printer()
+    shown = printer.show if printer else wanted if callable(wanted) else None
+    token = _LISTENER.set((shown, time.perf_counter()))
     try:
         yield
     finally:
-        _OUT.reset(token)
-        out.close()
+        _LISTENER.reset(token)
+        if printer:
+            printer.close()
 
 
-@dataclass(frozen=True)
-class _Program:
-    """What a caller passed."""
-
-    show: Callable[[Progress], object]
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _shown() -> _Bar | _Lines:
+def _printer() -> _Bar | _Lines:
     if not sys.stderr.isatty():
         return _Lines("")
     try:
@@ -129,19 +108,25 @@ class _Bar:
         self.kind, self.stage = kind, ""
         self.bar: Any = None
 
-    def show(self, it: Progress) -> None:
-        if it.stage != self.stage or self.bar is None:
+    def show(self, progress: Progress) -> None:
+        if progress.stage != self.stage or self.bar is None:
             self.close()
-            self.stage = it.stage
+            self.stage = progress.stage
             # Of seconds and of ops alike; what has no parts shows how long it takes.
             parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
-            form = "sn_memory {desc}: " + (parts if it.total != 1 else "{bar} {elapsed}{postfix}")
-            self.bar = self.kind(
-                total=it.total, desc=it.stage, file=sys.stderr, leave=False, bar_format=form
+            form = "sn_memory {desc}: " + (
+                parts if progress.total != 1 else "{bar} {elapsed}{postfix}"
             )
-        self.bar.total = it.total
-        self.bar.n = min(it.done, it.total)
-        self.bar.set_postfix_str(it.note, refresh=True)
+            self.bar = self.kind(
+                total=progress.total,
+                desc=progress.stage,
+                file=sys.stderr,
+                leave=False,
+                bar_format=form,
+            )
+        self.bar.total = progress.total
+        self.bar.n = min(progress.done, progress.total)
+        self.bar.set_postfix_str(progress.note, refresh=True)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -156,29 +141,28 @@ class _Lines:
         self.first, self.stage, self.last, self.began = first, "", 0.0, 0.0
         self.unsaid: Progress | None = None
 
-    def show(self, it: Progress) -> None:
-        if it.stage == self.stage and it.seconds - self.last < BETWEEN_S:
-            self.unsaid = it
+    def show(self, progress: Progress) -> None:
+        if progress.stage == self.stage and progress.seconds - self.last < BETWEEN_S:
+            self.unsaid = progress
             return
-        if it.stage != self.stage:
+        if progress.stage != self.stage:
             self.close()
-            self.began = it.seconds
+            self.began = progress.seconds
         if self.first:
             sys.stderr.write(f"{self.first}\n")
-        self.first, self.stage, self.last, self.unsaid = "", it.stage, it.seconds, None
-        self.write(it)
+        self.first, self.stage, self.last, self.unsaid = "", progress.stage, progress.seconds, None
+        self.write(progress)
 
-    def write(self, it: Progress) -> None:
-        note = f": {it.note}" if it.note else ""
-        far = self.far(it) if it.total != 1 else ""
-        done = f"{it.stage} {it.done:.3g} of {it.total:.3g}{far}"
-        sys.stderr.write(f"sn_memory: {it.seconds:.1f} s, {done}{note}\n")
+    def write(self, progress: Progress) -> None:
+        note = f": {progress.note}" if progress.note else ""
+        far = self.far(progress) if progress.total != 1 else ""
+        done = f"{progress.stage} {progress.done:.3g} of {progress.total:.3g}{far}"
+        sys.stderr.write(f"sn_memory: {progress.seconds:.1f} s, {done}{note}\n")
 
-    def far(self, it: Progress) -> str:
+    def far(self, progress: Progress) -> str:
         """How much of the stage is done, and the time that the rest takes at this rate."""
-        done = min(it.done / it.total, 1.0)
+        done, spent = min(progress.done / progress.total, 1.0), progress.seconds - self.began
         # Of a stage that has just begun nothing is known.
-        spent = it.seconds - self.began
         left = f", {spent * (1 - done) / done:.0f} s left" if done > 0 and spent > 0 else ""
         return f" ({done:.0%}{left})"
 

@@ -1,8 +1,12 @@
-"""Bytes as people write them: "6GiB", "6G", "500 MB", "60%", 0.6; parsed once, where they enter."""
+"""Sizes and seconds in words: parsed once, where they enter, and shown as people write them.
+
+Also the lines and tables of text by which plans, estimates and reports show themselves.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Final
 
@@ -49,25 +53,31 @@ def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
     (5, 5)
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return _small(size)
+        return _checked(size)
     if isinstance(size, float) and size > 1 and size.is_integer():  # 6e9
-        return _small(int(size))
+        return _checked(int(size))
     # 0.6 is six tenths, and not the nearest double to it.
     text = float.__repr__(size) if isinstance(size, float) else size
     found = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
-    if found is not None and not found[2] and "." in found[1]:
-        part = Fraction(found[1])
-        if whole is not None and 0 < part <= 1:
-            return _small(part * whole)
-        found = None
-    if found is not None and found[2] == "%" and whole is not None:
-        return _small(Fraction(found[1]) * whole / 100)
-    if found is None or found[2].lower() not in _UNITS:
-        parts = ', or a part as "60%" or 0.6' if whole is not None else ""
-        raise ValueError(
-            f'got size {show(size)}, expected bytes or text as "6GiB", "500 MB"{parts}.'
-        )
-    return _small(Fraction(found[1]) * _UNITS[found[2].lower()])
+    if found is not None:
+        number, unit = found[1], found[2].lower()
+        if not unit and "." in number:
+            if whole is not None and 0 < Fraction(number) <= 1:
+                return _checked(Fraction(number) * whole)
+        elif unit == "%":
+            if whole is not None:
+                return _checked(Fraction(number) * whole / 100)
+        elif unit in _UNITS:
+            return _checked(Fraction(number) * _UNITS[unit])
+    parts = ', or a part as "60%" or 0.6' if whole is not None else ""
+    raise ValueError(f'got size {show(size)}, expected bytes or text as "6GiB", "500 MB"{parts}.')
+
+
+# Exact: as a float, 100% of something may be one byte too few.
+def _checked(size: int | Fraction) -> int:
+    if not size < 2**63:
+        raise ValueError(f"got size {show(int(size))}, expected less than 2**63 bytes.")
+    return int(size)
 
 
 def is_part(size: float | str) -> bool:
@@ -84,13 +94,6 @@ def is_part(size: float | str) -> bool:
     return False
 
 
-# Exact: as a float, 100% of something may be one byte too few.
-def _small(size: int | Fraction) -> int:
-    if not size < 2**63:
-        raise ValueError(f"got size {show(int(size))}, expected less than 2**63 bytes.")
-    return int(size)
-
-
 def show_bytes(size: float) -> str:
     """Return a size for people, in binary units.
 
@@ -103,3 +106,77 @@ def show_bytes(size: float) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> show_seconds(0.0123), show_seconds(0)
+    ('12.3 ms', '0 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us" if seconds else "0 s"
+
+
+def peak_line(budget_bytes: int | None, before: int, after: int) -> str:
+    """Return budget and peaks; a peak of 0 was neither predicted nor measured.
+
+    >>> peak_line(2048, 4096, 1024)
+    'budget 2 KiB, peak 4 KiB -> 1 KiB (-75 %)'
+    """
+    budget = "no budget" if budget_bytes is None else f"budget {show_bytes(budget_bytes)}"
+    if not after:
+        return f"{budget}, peak not measured"
+    if not before:
+        return f"{budget}, peak {show_bytes(after)}"
+    cut = f"{100 * (after / before - 1):+.0f} %"
+    return f"{budget}, peak {show_bytes(before)} -> {show_bytes(after)} ({cut})"
+
+
+def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
+    """Return how many things each technique has, with their bytes; `decisions` are both of each.
+
+    >>> decided_line([("keep", 1), ("recompute", 1024), ("recompute_each", 1024)], "storages")
+    'of 3 storages 2 recomputed (2 KiB), 0 offloaded, 0 compressed'
+    """
+    each = list(decisions)
+    parts = []
+    for word, kinds in (
+        ("recomputed", ("recompute", "recompute_each")),
+        ("offloaded", ("offload",)),
+        ("compressed", ("compress",)),
+    ):
+        sizes = [size for technique, size in each if technique in kinds]
+        parts.append(f"{len(sizes)} {word}" + (f" ({show_bytes(sum(sizes))})" if sizes else ""))
+    return f"of {len(each)} {what} {', '.join(parts)}"
+
+
+def seconds_line(before: float, after: float) -> str:
+    """Return seconds of a step without the plan and with it.
+
+    >>> seconds_line(0.1, 0.11)
+    'a step takes 100 ms -> 110 ms (+10.0 %)'
+    """
+    if not before:
+        return f"a step takes {show_seconds(after)}"
+    extra = f"{100 * (after / before - 1):+.1f} %"
+    return f"a step takes {show_seconds(before)} -> {show_seconds(after)} ({extra})"
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "", right: bool = False) -> list[str]:
+    """Return rows of text in columns; with `right`, all columns but the first end together.
+
+    >>> table([("peak", "1 KiB"), ("input", "12 B")], right=True)
+    ['peak   1 KiB', 'input   12 B']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        indent
+        + "  ".join(
+            cell.rjust(width) if right and at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

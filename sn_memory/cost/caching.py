@@ -12,12 +12,12 @@ earlier than they are needed elsewhere and acts only where a process has a memor
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final
 
+from ..graph.liveness import most_together
 from .blocks import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 
 _MIB = 1 << 20
@@ -34,6 +34,8 @@ _INTERVALS = 16
 # First segments that are tried: the largest sum of large blocks, and so many hundredths more.
 _MORE = range(16)
 _EXPANDABLE = "expandable_segments:True"
+# Keys and values of settings; commas inside brackets separate no pairs.
+_PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,\[\]]*)")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class AllocatorSettings:
     @staticmethod
     def of(text: str) -> AllocatorSettings:
         """Return the settings of a text as `PYTORCH_ALLOC_CONF` has it; torch has checked it."""
-        values = dict(_pairs(text))
+        values = dict(_PAIR.findall("".join(text.split())))
 
         def size(key: str, default: int) -> int:
             return int(values[key]) * _MIB if key in values else default
@@ -121,7 +123,7 @@ class AllocatorSettings:
             base.allocate(number, size)
         best = Reserved(self._steps(step, 0))
         if not self.expandable and self.max_split_bytes == UNLIMITED:
-            large = _most(row for row in step if self.rounded(row[2]) > SMALL)
+            large = most_together(row for row in step if self.rounded(row[2]) > SMALL)
             for hundredths in _MORE if large else ():
                 first = -(-large * (100 + hundredths) // 100 // ROUND_LARGE) * ROUND_LARGE
                 if first >= best.peak_bytes:
@@ -166,19 +168,6 @@ class AllocatorSettings:
         return size < self.max_split_bytes and left > SMALL
 
 
-def _pairs(text: str) -> list[tuple[str, str]]:
-    """Return keys and values of settings; commas inside brackets separate no pairs."""
-    pieces, depth = [""], 0
-    for sign in "".join(text.split()):
-        depth += (sign == "[") - (sign == "]")
-        if sign == "," and not depth:
-            pieces.append("")
-        else:
-            pieces[-1] += sign
-    found = [it.partition(":") for it in pieces if it]
-    return [(key, value) for key, _, value in found]
-
-
 def _divisions(text: str) -> tuple[int, ...]:
     """Return the divisions per interval: of `8`, or of `[256:1,512:2,>:8]` in MiB."""
     if not text:
@@ -187,7 +176,7 @@ def _divisions(text: str) -> tuple[int, ...]:
         return (int(text),) * _INTERVALS
     found = [0] * _INTERVALS
     last = -1
-    for first, (boundary, value) in enumerate(_pairs(text[1:-1])):
+    for first, (boundary, value) in enumerate(_PAIR.findall(text[1:-1])):
         if boundary == ">":
             found[last + 1 :] = [int(value)] * (_INTERVALS - last - 1)
             continue
@@ -196,15 +185,6 @@ def _divisions(text: str) -> tuple[int, ...]:
             found[:last] = [int(value)] * last
         found[last] = int(value)
     return tuple(found)
-
-
-def _most(rows: Iterable[tuple[int, int, int]]) -> int:
-    """Return the largest sum of sizes that are there together."""
-    change: dict[int, int] = {}
-    for lower, upper, size in rows:
-        change[lower] = change.get(lower, 0) + size
-        change[upper] = change.get(upper, 0) - size
-    return max(accumulate(change[at] for at in sorted(change)), default=0)
 
 
 class CachingAllocator(BlockAllocator):
@@ -234,18 +214,12 @@ class CachingAllocator(BlockAllocator):
         self.settings = settings or AllocatorSettings()
 
     def allocate(self, key: object, nbytes: int) -> None:
-        """Take a block; of 0 bytes none is taken. A key that is held is freed first.
-
-        Raises MemoryError where the limit has no room for it.
-        """
         self.free(key)
         if not nbytes:
             return
         size = self.settings.rounded(nbytes)
         small = size <= SMALL
-        block = self._cached(size, small)
-        if block is None:
-            block = self._reserved(size, small)
+        block = self._cached(size, small) or self._reserved(size, small)
         if block is None and self._give_back_large(size, small):
             block = self._reserved(size, small)
         if block is None:
@@ -253,8 +227,7 @@ class CachingAllocator(BlockAllocator):
             block = self._reserved(size, small)
         if block is None:
             raise self._full(size)
-        left = block.size - size
-        if self.settings.cuts(size, left, small=small):
+        if self.settings.cuts(size, block.size - size, small=small):
             self._cut(block, size)
         self._hold(key, block)
 
@@ -321,20 +294,14 @@ class CachingAllocator(BlockAllocator):
 
     def _expanded(self, size: int, small: bool) -> Block | None:
         """Return a block at the lowest address where memory can be put behind enough of it."""
-        block = self._expandable(size, small)
-        if block.state == "unmapped":
-            mapped = self._map(block, min(block.size, size))
-            if mapped is None:
-                return None
-            block = mapped
-        while block.size < size:
-            after = block.after
-            assert after is not None
-            mapped = self._map(after, min(size - block.size, after.size))
-            if mapped is None:
-                return None
-            block = mapped
-        return self._take(block)
+        block: Block | None = self._expandable(size, small)
+        while block is not None and (block.state == "unmapped" or block.size < size):
+            empty, missing = block, size
+            if block.state == "free":
+                assert block.after is not None
+                empty, missing = block.after, size - block.size
+            block = self._map(empty, min(missing, empty.size))
+        return None if block is None else self._take(block)
 
     def _expandable(self, size: int, small: bool) -> Block:
         for address in self._unmapped[small]:

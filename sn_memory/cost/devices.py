@@ -87,7 +87,7 @@ class NamedDevice:
     def device(self) -> Device:
         """Return it as a graph has it: what is expected of peaks."""
         peaks = dict(self.flops_per_s)
-        matrix = {it: peaks[it] * MATRIX_SHARE for it in peaks}
+        matrix = {dtype: peaks[dtype] * MATRIX_SHARE for dtype in peaks}
         link = self.link_bytes_per_s * LINK_SHARE
         return Device(
             self.name,
@@ -107,140 +107,61 @@ _PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe 3 x16", 16e9), ("PCIe 4 x16", 32e9), ("PCIe 5
 # 76 MiB of its own, not counted here; cuBLASLt shares what cuBLAS has.
 _CUBLAS, _CUBLAS_HOPPER, _HIPBLAS = (2 * 4096 + 8 * 16) << 10, 32 * _MIB, 128 * _MIB
 # Of H100, H200, B200 and L4 the datasheets state figures "with sparsity": half of them is dense.
-_HOPPER = (("fp32", 67e12), ("tf32", 494.5e12), ("fp16", 989.5e12), ("bf16", 989.5e12))
+_VOLTA = (("fp32", 15.7e12), ("fp16", 125e12))
 _AMPERE = (("fp32", 19.5e12), ("tf32", 156e12), ("fp16", 312e12), ("bf16", 312e12))
-_MI300X = (("fp32", 163.4e12), ("tf32", 653.7e12), ("fp16", 1307.4e12), ("bf16", 1307.4e12))
-# The least that reports of users name for the card ("GPU 0 has a total capacity of ...").
-_TOTAL = "; total bytes as torch's out-of-memory messages report them"
+_HOPPER = (
+    ("fp32", 67e12), ("tf32", 494.5e12), ("fp16", 989.5e12), ("bf16", 989.5e12), ("fp8", 1979e12)
+)  # fmt: skip
+_BLACKWELL = (
+    ("fp32", 75e12), ("tf32", 1.125e15), ("fp16", 2.25e15), ("bf16", 2.25e15), ("fp8", 4.5e15)
+)  # fmt: skip
+_L4 = (("fp32", 30.3e12), ("tf32", 60e12), ("fp16", 121e12), ("bf16", 121e12), ("fp8", 242.5e12))
+_ADA = (
+    ("fp32", 82.6e12), ("tf32", 82.6e12), ("fp16", 165.2e12), ("bf16", 165.2e12), ("fp8", 330.3e12)
+)  # fmt: skip
+_MI300X = (
+    ("fp32", 163.4e12), ("tf32", 653.7e12), ("fp16", 1307.4e12), ("bf16", 1307.4e12),
+    ("fp8", 2614.9e12),
+)  # fmt: skip
 
 
-def _gib(count: float) -> int:
-    return round(count * _GIB)
+# Total bytes: the least that reports of users name ("GPU 0 has a total capacity of ...").
+def _device(
+    name: str, title: str, architecture: str, total_gib: float, bytes_per_s: float,
+    flops_per_s: tuple[tuple[str, float], ...], link: tuple[str, float], workspace_bytes: int,
+    source: str,
+) -> NamedDevice:  # fmt: skip
+    total_bytes = round(total_gib * _GIB)
+    source += "; total bytes as torch's out-of-memory messages report them"
+    return NamedDevice(
+        name, title, architecture, total_bytes, bytes_per_s, flops_per_s, *link, workspace_bytes,
+        source,
+    )  # fmt: skip
 
 
-DEVICES: Final = {
-    it.name: it
-    for it in (
-        NamedDevice(
-            "v100",
-            "NVIDIA V100 SXM2 32 GB",
-            "sm_70",
-            _gib(31.73),
-            900e9,
-            (("fp32", 15.7e12), ("fp16", 125e12)),
-            *_PCIE_3,
-            _CUBLAS,
-            "NVIDIA V100 datasheet (January 2020), Specifications, SXM2" + _TOTAL,
-        ),
-        NamedDevice(
-            "a100-40",
-            "NVIDIA A100 SXM4 40 GB",
-            "sm_80",
-            _gib(39.38),
-            1555e9,
-            _AMPERE,
-            *_PCIE_4,
-            _CUBLAS,
-            "NVIDIA A100 datasheet (40 GB, 2020), Specifications, SXM" + _TOTAL,
-        ),
-        NamedDevice(
-            "a100-80",
-            "NVIDIA A100 SXM4 80 GB",
-            "sm_80",
-            _gib(79.14),
-            2039e9,
-            _AMPERE,
-            *_PCIE_4,
-            _CUBLAS,
-            "NVIDIA A100 datasheet (June 2021), Specifications, 80GB SXM" + _TOTAL,
-        ),
-        NamedDevice(
-            "h100",
-            "NVIDIA H100 SXM5 80 GB",
-            "sm_90",
-            _gib(79.10),
-            3.35e12,
-            (*_HOPPER, ("fp8", 1979e12)),
-            *_PCIE_5,
-            _CUBLAS_HOPPER,
-            "NVIDIA H100 datasheet, Product Specifications, H100 SXM" + _TOTAL,
-        ),
-        NamedDevice(
-            "h200",
-            "NVIDIA H200 SXM 141 GB",
-            "sm_90",
-            _gib(139.72),
-            4.8e12,
-            (*_HOPPER, ("fp8", 1979e12)),
-            *_PCIE_5,
-            _CUBLAS_HOPPER,
-            "NVIDIA H200 datasheet, Specifications, H200 SXM" + _TOTAL,
-        ),
-        NamedDevice(
-            "b200",
-            "NVIDIA B200 SXM 180 GB",
-            "sm_100",
-            _gib(178.35),
-            7.7e12,
-            (
-                ("fp32", 75e12),
-                ("tf32", 1.125e15),
-                ("fp16", 2.25e15),
-                ("bf16", 2.25e15),
-                ("fp8", 4.5e15),
-            ),
-            *_PCIE_5,
+DEVICES: Final = {it.name: it for it in (
+    _device("v100", "NVIDIA V100 SXM2 32 GB", "sm_70", 31.73, 900e9, _VOLTA, _PCIE_3, _CUBLAS,
+            "NVIDIA V100 datasheet (January 2020), Specifications, SXM2"),
+    _device("a100-40", "NVIDIA A100 SXM4 40 GB", "sm_80", 39.38, 1555e9, _AMPERE, _PCIE_4, _CUBLAS,
+            "NVIDIA A100 datasheet (40 GB, 2020), Specifications, SXM"),
+    _device("a100-80", "NVIDIA A100 SXM4 80 GB", "sm_80", 79.14, 2039e9, _AMPERE, _PCIE_4, _CUBLAS,
+            "NVIDIA A100 datasheet (June 2021), Specifications, 80GB SXM"),
+    _device("h100", "NVIDIA H100 SXM5 80 GB", "sm_90", 79.10, 3.35e12, _HOPPER, _PCIE_5,
+            _CUBLAS_HOPPER, "NVIDIA H100 datasheet, Product Specifications, H100 SXM"),
+    _device("h200", "NVIDIA H200 SXM 141 GB", "sm_90", 139.72, 4.8e12, _HOPPER, _PCIE_5,
+            _CUBLAS_HOPPER, "NVIDIA H200 datasheet, Specifications, H200 SXM"),
+    _device("b200", "NVIDIA B200 SXM 180 GB", "sm_100", 178.35, 7.7e12, _BLACKWELL, _PCIE_5,
             _CUBLAS_HOPPER,
             "NVIDIA Blackwell datasheet, HGX B200, each GPU (the page of DGX B200 says 8 TB/s); "
-            "arithmetic an eighth of the board, HGX page" + _TOTAL,
-        ),
-        NamedDevice(
-            "l4",
-            "NVIDIA L4 24 GB",
-            "sm_89",
-            _gib(21.95),
-            300e9,
-            (
-                ("fp32", 30.3e12),
-                ("tf32", 60e12),
-                ("fp16", 121e12),
-                ("bf16", 121e12),
-                ("fp8", 242.5e12),
-            ),
-            *_PCIE_4,
+            "arithmetic an eighth of the board, HGX page"),
+    _device("l4", "NVIDIA L4 24 GB", "sm_89", 21.95, 300e9, _L4, _PCIE_4, _CUBLAS,
+            "NVIDIA L4 datasheet, Specifications"),
+    _device("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", "sm_89", 23.49, 1008e9, _ADA, _PCIE_4,
             _CUBLAS,
-            "NVIDIA L4 datasheet, Specifications" + _TOTAL,
-        ),
-        NamedDevice(
-            "rtx4090",
-            "NVIDIA GeForce RTX 4090 24 GB",
-            "sm_89",
-            _gib(23.49),
-            1008e9,
-            (
-                ("fp32", 82.6e12),
-                ("tf32", 82.6e12),
-                ("fp16", 165.2e12),
-                ("bf16", 165.2e12),
-                ("fp8", 330.3e12),
-            ),
-            *_PCIE_4,
-            _CUBLAS,
-            "NVIDIA Ada GPU Architecture whitepaper, appendix A, products summed in fp32" + _TOTAL,
-        ),
-        NamedDevice(
-            "mi300x",
-            "AMD Instinct MI300X 192 GB",
-            "gfx942",
-            _gib(191.69),
-            5.3e12,
-            (*_MI300X, ("fp8", 2614.9e12)),
-            *_PCIE_5,
-            _HIPBLAS,
-            "AMD Instinct MI300X datasheet, Peak Performance" + _TOTAL,
-        ),
-    )
-}
+            "NVIDIA Ada GPU Architecture whitepaper, appendix A, products summed in fp32"),
+    _device("mi300x", "AMD Instinct MI300X 192 GB", "gfx942", 191.69, 5.3e12, _MI300X, _PCIE_5,
+            _HIPBLAS, "AMD Instinct MI300X datasheet, Peak Performance"),
+)}  # fmt: skip
 """Name -> device."""
 
 _OTHER_NAMES: Final = {

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 from ..graph.holes import Holes
+from ..graph.liveness import most_together
 from .schedule import Schedule
 
 # For which copies of a stay on the host the ops wait: neither, the one out, the one back, or both.
@@ -54,7 +55,7 @@ def windows(
     out: dict[int, int] = {}
     # When the lane is free; by how much the ops have been put off by waits.
     lane = late = 0.0
-    for hole in sorted(chosen, key=lambda it: (holes.start[it], it)):
+    for hole in sorted(chosen, key=lambda hole: (holes.start[hole], hole)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
         left = ends[holes.start[hole]]
@@ -68,7 +69,7 @@ def windows(
     result: dict[int, tuple[int, int]] = {}
     # The same from the end backwards: by how much the ops are put forward.
     lane, early = float("inf"), 0.0
-    for hole in sorted(chosen, key=lambda it: (-ending[it], it)):
+    for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
         need = starts[ending[hole]] if ending[hole] < len(starts) else clock
@@ -129,16 +130,6 @@ def seconds_of_runs(holes: Holes, schedule: Schedule) -> list[float]:
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
     """Return the most bytes that a schedule has on the host at any one time."""
-    events = [
-        (host_copy.left, 1, holes.bytes[host_copy.storage]) for host_copy in schedule.host_copies
-    ]
     # A fetch before run n comes before a copy out after run n.
-    events += [
-        (host_copy.fetched, 0, -holes.bytes[host_copy.storage])
-        for host_copy in schedule.host_copies
-    ]
-    held = most = 0
-    for _, _, size in sorted(events):
-        held += size
-        most = max(most, held)
-    return most
+    copies = schedule.host_copies
+    return most_together((copy.left, copy.fetched, holes.bytes[copy.storage]) for copy in copies)

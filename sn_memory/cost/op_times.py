@@ -2,21 +2,33 @@
 
 A signature says what the time of an op depends on; the rims write it, and what else it depends on:
 settings of the framework, its version, the device. The rest is here.
+
+The file lies in the user's cache folder and may never stand in the way. The folder is shared: by
+processes that measure at once, by versions of this package, by whoever edits files. So whatever is
+wrong with it is said once, in one line, and the times are measured anew or not kept; and who writes
+adds to what is there by then, under a lock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.clock import stage
 from ..base.errors import PlanWarning
 from ..base.progress import say
-from .measured import TimesFile
+
+if sys.platform != "win32":
+    import fcntl
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +36,109 @@ _RUNS = 3
 _ENOUGH_S = 0.1
 # Of the time that planning has, what timing ops may take.
 _PART = 0.5
+_LOCK_LIMIT_S = 2.0
+_LOCK_RETRY_S = 0.01
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of this package's files; None where the user has no home."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "sn_memory"
+    except RuntimeError:
+        return None
+
+
+def is_seconds(value: Any) -> bool:
+    """Say whether a value read from a file is an op's seconds: not negative, under 30 years."""
+    return type(value) in (int, float) and 0 <= value < 1e9
+
+
+class TimesFile:
+    """A table in a file: texts to what `valid` accepts.
+
+    Parameters
+    ----------
+    name
+        Of the file, in `cache_folder`.
+    valid
+        Whether a value read is one; others count as not there.
+    """
+
+    def __init__(self, name: str, valid: Callable[[Any], bool]) -> None:
+        folder = cache_folder()
+        self.path = None if folder is None else folder / name
+        self._valid, self._told = valid, False
+
+    def read(self) -> dict[str, Any]:
+        """Return what the file holds; empty where there is none, or none that can be read."""
+        if self.path is None:
+            return {}
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise TypeError(f"a {type(found).__name__}")
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        # JSON that is nested without end is a RecursionError.
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            self._tell("is no table of times and is ignored", error)
+            return {}
+        table = {key: value for key, value in found.items() if self._valid(value)}
+        if len(table) < len(found):
+            count = len(found) - len(table)
+            self._tell(f"has {count} entries that are no times; they are ignored", "")
+        return table
+
+    def add(self, entries: Mapping[str, Any]) -> None:
+        """Add to the file, beside what others have added since it was read."""
+        if self.path is None or not entries:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path.parent):
+                text = json.dumps({**self.read(), **entries}, allow_nan=False)
+                # In one go: a reader, who takes no lock, must find a whole file.
+                part = self.path.with_suffix(f".{os.getpid()}.part")
+                try:
+                    part.write_text(text, encoding="utf-8")
+                    os.replace(part, self.path)
+                finally:
+                    part.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            self._tell("cannot be written, so times are measured again next time", error)
+
+    def _tell(self, what: str, why: object) -> None:
+        if not self._told:
+            log.warning("%s %s%s", self.path, what, f" ({why})" if why else "")
+        self._told = True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let nobody else write into a folder meanwhile; TimeoutError if one holds it for long."""
+    if sys.platform == "win32":
+        # No such locks: who writes at the same moment may lose times, and measures them again.
+        yield
+        return
+    # The folder itself is locked, so that no file for it is left behind.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + _LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has held {folder} for long") from None
+                time.sleep(_LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(handle)
 
 
 class OpTimes:

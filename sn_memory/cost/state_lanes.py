@@ -63,19 +63,20 @@ def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneS
         op = index[target]
         seconds = arrays.seconds[op][way]
         what = graph.ops[op].kind
-        came = max((written.get(it, 0.0) for it in arrays.reads[op]), default=0.0)
+        came = max((written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
+        arrived = max((ready.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
         if what == BY_HOST:
             host_s += seconds
             host = max(host, clock, came) + seconds
             written.update(dict.fromkeys(arrays.writes[op], host))
             continue
         if what not in COPIES:
-            clock = max([clock, *(ready.get(it, 0.0) for it in arrays.reads[op])]) + seconds
+            clock = max(clock, arrived) + seconds
             ops_s += seconds
             continue
         copies_s += seconds
         if what == "store":
-            out = max([out, clock, *(ready.get(it, 0.0) for it in arrays.reads[op])]) + seconds
+            out = max(out, clock, arrived) + seconds
             leaving.update(dict.fromkeys(arrays.reads[op], out))
             written.update(dict.fromkeys(arrays.writes[op], out))
         else:

@@ -33,14 +33,14 @@ class Batches:
         if self._few >= self._many:
             raise GraphError(f"got batches {self._few} and {self._many}, expected a larger second.")
         self._ops = {op.name: op for op in small.ops}
-        self._storages = {it.name: it for it in small.storages}
+        self._storages = {storage.name: storage for storage in small.storages}
         other = {op.name: op for op in self._graph.ops}
         differing = self._ops.keys() ^ other.keys() or [
             name
             for name, op in other.items()
             if (op.inputs, op.outputs) != (self._ops[name].inputs, self._ops[name].outputs)
         ]
-        if differing or self._storages.keys() != {it.name for it in self._graph.storages}:
+        if differing or self._storages.keys() != {storage.name for storage in self._graph.storages}:
             raise GraphError(
                 f"the step at a batch of {self._few} is another than at {self._many}"
                 + (f": it differs in {min(differing)}." if differing else ".")
@@ -63,15 +63,11 @@ class Batches:
             )
             return replace(op, flops=max(0.0, between(few.flops, op.flops)), workspaces=ways)
 
-        def storage_at(it: Storage) -> Storage:
-            return replace(it, bytes=size(self._storages[it.name].bytes, it.bytes))
+        def storage_at(storage: Storage) -> Storage:
+            return replace(storage, bytes=size(self._storages[storage.name].bytes, storage.bytes))
 
-        graph = self._graph
-        return Graph(
-            [storage_at(it) for it in graph.storages],
-            [op_at(it) for it in graph.ops],
-            name=graph.name,
-            device=graph.device,
-            allocator=graph.allocator,
-            aliases=graph.aliases,
+        return replace(
+            self._graph,
+            storages=tuple(storage_at(storage) for storage in self._graph.storages),
+            ops=tuple(op_at(op) for op in self._graph.ops),
         )

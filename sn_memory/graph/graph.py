@@ -1,23 +1,128 @@
 """The graph: records that make sense together, checked when made, and the same in numbers.
 
-Names are for people and files. Inside, ops and storages are numbered in the order given, and
-`Graph.arrays` holds what the algorithms need as NumPy arrays and plain lists of those numbers.
+Names are for people and files; every key of a file is described in `docs/graph_format.md`. Inside,
+ops and storages are numbered in the order given, and `Graph.arrays` holds what the algorithms need
+as NumPy arrays and plain lists of those numbers.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final
 
-from .json import read, text_of
-from .numbers import Arrays, number
-from .records import Device, Op, Records, Storage
+import numpy as np
+import numpy.typing as npt
+
+from ..base.errors import GraphError
+from ..base.fields import LARGEST, LONGEST_S, Fields, is_text, load
+from .records import (
+    ALLOCATORS,
+    RESIDENT_ROLES,
+    Device,
+    Op,
+    Storage,
+    T,
+    check_device,
+    check_op,
+    check_storage,
+    data_of,
+    record_of,
+    require,
+)
+
+FORMAT: Final = "sn_memory.graph.v1"
+# With no device given, flops are turned into seconds at this speed; only ratios mean anything.
+NOMINAL_FLOPS_PER_S: Final = 1e12
+# What stands before the last slash where no module is named.
+_NONE: Final = ("", "forward", "backward")
+
+Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+
+def rounded(sizes: Ints, allocator: str) -> Ints:
+    """Return sizes as an allocator hands them out, in bytes [n] int64.
+
+    `none` leaves them; `torch` rounds up to 512 bytes; `torch_segments` also rounds blocks of
+    10 MiB and more up to 2 MiB, as torch reserves them; `tensorflow` (BFC) rounds up to 256 bytes.
+    """
+    if allocator == "none":
+        return sizes
+    grain = 256 if allocator == "tensorflow" else 512
+    result = (sizes + grain - 1) // grain * grain
+    if allocator == "torch_segments":
+        large = sizes >= 10 << 20
+        result[large] = -(-sizes[large] // (2 << 20)) * (2 << 20)
+    return result
 
 
 @dataclass(frozen=True)
-class Graph(Records):
+class Arrays:
+    """A graph in numbers: ops and storages by index. All sizes are rounded by the allocator.
+
+    Parameters
+    ----------
+    bytes
+        [storages] int64.
+    resident, keep, held
+        [storages] bool.
+    producer
+        [storages] int64, the op that makes it; -1 where resident.
+    reads
+        Per op, the distinct storages that must be there: inputs and writes.
+    outputs, writes, releases
+        Per op, storage numbers.
+    version
+        Per op, beside `reads`: how many in-place writes each of them has seen before this op.
+    workspace_bytes, seconds
+        Per op, one entry per way to carry it out (at least one).
+    source
+        Per op: `measured`, `roofline` or `flops`.
+    """
+
+    bytes: Ints
+    resident: npt.NDArray[np.bool_]
+    keep: npt.NDArray[np.bool_]
+    held: npt.NDArray[np.bool_]
+    producer: Ints
+    reads: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
+    releases: list[tuple[int, ...]]
+    version: list[tuple[int, ...]]
+    workspace_bytes: list[tuple[int, ...]]
+    seconds: list[tuple[float, ...]]
+    source: list[str]
+
+
+def _op_seconds(device: Device, op: Op, traffic_bytes: int) -> tuple[tuple[float, ...], str]:
+    """Return the seconds of each way to carry an op out, and where they come from."""
+    source = "measured"
+    if op.seconds is not None:
+        own = op.seconds
+    elif op.workspaces and all(way.seconds is not None for way in op.workspaces):
+        own = 0.0
+    elif device.flops_per_s is not None and device.bytes_per_s is not None:
+        moved = traffic_bytes if op.traffic_bytes is None else op.traffic_bytes
+        speed = dict(device.flops_per_s_by_dtype).get(op.dtype, device.flops_per_s)
+        own = max(op.flops / speed, moved / device.bytes_per_s, device.launch_s)
+        source = "roofline"
+    else:
+        speed = device.flops_per_s or NOMINAL_FLOPS_PER_S
+        # An op without flops still costs something, or it would be rebuilt for nothing.
+        own, source = max(op.flops, 1.0) / speed, "flops"
+    ways = tuple(own if way.seconds is None else way.seconds for way in op.workspaces)
+    return ways or (own,), source
+
+
+@dataclass(frozen=True)
+class Graph:
     """Ops in execution order and the storages they work on; checked when made.
 
     Parameters
@@ -51,6 +156,14 @@ class Graph(Records):
     (8, [-1, 0, 1])
     """
 
+    storages: tuple[Storage, ...]
+    ops: tuple[Op, ...]
+    name: str
+    device: Device
+    allocator: str
+    aliases: Mapping[str, str]
+    unplanned_peak_bytes: int | None
+
     def __init__(
         self,
         storages: Iterable[Storage],
@@ -79,7 +192,24 @@ class Graph(Records):
     @cached_property
     def arrays(self) -> Arrays:
         """The graph in numbers."""
-        return number(self)
+        return _numbered(self)
+
+    @cached_property
+    def op_index(self) -> dict[str, int]:
+        """The number of each op, by name."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def storage_index(self) -> dict[str, int]:
+        """The number of each storage, by name or alias."""
+        index = {storage.name: number for number, storage in enumerate(self.storages)}
+        for alias, target in self.aliases.items():
+            if alias in index:
+                raise GraphError(f"aliases.{alias}: a storage has this name already; rename one.")
+            if target not in index:
+                raise GraphError(f"aliases.{alias}: there is no storage named {target!r}.")
+        index.update({alias: index[target] for alias, target in self.aliases.items()})
+        return index
 
     @cached_property
     def base_bytes(self) -> int:
@@ -89,10 +219,7 @@ class Graph(Records):
     @cached_property
     def seconds_sources(self) -> dict[str, int]:
         """How many ops have their seconds from where: measured, roofline or flops."""
-        counts: dict[str, int] = {}
-        for source in self.arrays.source:
-            counts[source] = counts.get(source, 0) + 1
-        return counts
+        return dict(Counter(self.arrays.source))
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> Graph:
@@ -100,21 +227,226 @@ class Graph(Records):
 
         Raises GraphError with the line (not JSON) or the key (JSON that makes no sense).
         """
-        found = read(source)
-        return Graph(
-            found.storages,
-            found.ops,
-            name=found.name,
-            device=found.device,
-            allocator=found.allocator,
-            aliases=found.aliases,
-            unplanned_peak_bytes=found.unplanned_peak_bytes,
+        row = Fields(load(source, GraphError, "graph"), "graph", GraphError)
+        if (version := row.text("format")) != FORMAT:
+            raise row.fail("format", version, f'"{FORMAT}"')
+        aliases, device = row.mapping("aliases"), row.child("device")
+        for alias, target in aliases.items():
+            if not is_text(target):
+                raise row.fail(f"aliases.{alias}", target, "the name of a storage")
+        graph = Graph(
+            _records(Storage, row, "storages"),
+            _records(Op, row, "ops"),
+            name=row.text("name", ""),
+            device=None if device is None else record_of(Device, device),
+            allocator=row.text("allocator", "none"),
+            aliases=aliases,
+            unplanned_peak_bytes=row.integer("unplanned_peak_bytes", None),
         )
+        row.done()
+        return graph
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the graph as JSON text, one record a line; also write it to `path` if given."""
-        text = text_of(self)
+        """Return the graph as JSON text, one record a line, so that it can be compared by line.
+
+        path : also written to, if given
+        """
+        head: dict[str, Any] = {
+            "format": FORMAT,
+            "name": self.name,
+            "allocator": self.allocator,
+            "device": data_of(self.device),
+            "aliases": dict(self.aliases),
+        }
+        if self.unplanned_peak_bytes is not None:
+            head["unplanned_peak_bytes"] = self.unplanned_peak_bytes
+        parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        for key, records in (("storages", self.storages), ("ops", self.ops)):
+            body = ",\n".join(json.dumps(data_of(record)) for record in records)
+            parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
+        text = "{\n" + ",\n".join(parts) + "\n}\n"
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         return text
+
+
+def _records(kind: type[T], row: Fields, key: str) -> list[T]:
+    items = enumerate(row.items(key))
+    return [record_of(kind, Fields(item, f"{key}[{at}]", GraphError)) for at, item in items]
+
+
+def _numbered(graph: Graph) -> Arrays:
+    """Check a graph and return it in numbers; raises GraphError naming the record."""
+    _check_records(graph)
+    index, storages = graph.storage_index, graph.storages
+    count = len(storages)
+    producer, written, released = [-1] * count, [0] * count, [-1] * count
+    reads, outputs, writes, releases, version = [], [], [], [], []
+    spaces, seconds, source = [], [], []
+
+    def numbered(names: tuple[str, ...], where: str) -> tuple[int, ...]:
+        for name in names:
+            if name not in index:
+                raise GraphError(
+                    f"{where}: there is no storage or alias named {name!r}; add it to storages."
+                )
+        return tuple(index[name] for name in names)
+
+    for at, op in enumerate(graph.ops):
+        where = f"ops[{at}] ({op.name})"
+        check_op(op, where)
+        inputs, made = (
+            numbered(op.inputs, f"{where}.inputs"),
+            numbered(op.outputs, f"{where}.outputs"),
+        )
+        changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
+        freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
+        needed = tuple(dict.fromkeys((*inputs, *changed)))
+        for number in (*needed, *freed):
+            name = storages[number].name
+            # An op may release what it makes itself.
+            own = number in freed and number in made
+            if producer[number] < 0 and not storages[number].resident and not own:
+                raise GraphError(
+                    f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
+                    "it a resident role."
+                )
+            if released[number] >= 0:
+                raise GraphError(
+                    f"{where}: uses {name!r}, which {graph.ops[released[number]].name!r} released. "
+                    "Move the release."
+                )
+        reads.append(needed)
+        version.append(tuple(written[number] for number in needed))
+        for number in made:
+            name, role = storages[number].name, storages[number].role
+            if storages[number].resident:
+                raise GraphError(
+                    f"{where}.outputs: {name!r} is resident ({role}); an op that changes it names "
+                    "it under writes."
+                )
+            if producer[number] >= 0:
+                raise GraphError(
+                    f"{where}.outputs: {name!r} is made by "
+                    f"{graph.ops[producer[number]].name!r} already; name it under writes, or give "
+                    "the second one a storage of its own."
+                )
+            if number in needed:
+                raise GraphError(f"{where}: {name!r} is both read and made; use writes.")
+            producer[number] = at
+        for number in changed:
+            written[number] += 1
+        for number in freed:
+            if storages[number].resident or storages[number].keep:
+                raise GraphError(
+                    f"{where}.releases: {storages[number].name!r} is resident or kept to the end; "
+                    "it cannot be released."
+                )
+            released[number] = at
+        outputs.append(made)
+        writes.append(changed)
+        releases.append(freed)
+        spaces.append([way.bytes for way in op.workspaces] or [0])
+        traffic = sum(storages[number].bytes for number in (*needed, *made))
+        ways, origin = _op_seconds(graph.device, op, traffic)
+        seconds.append(ways)
+        source.append(origin)
+    for at, record in enumerate(storages):
+        if producer[at] < 0 and not record.resident:
+            raise GraphError(
+                f"storages[{at}] ({record.name}): no op makes it. Give it a resident role "
+                f"({', '.join(RESIDENT_ROLES)}), or remove it."
+            )
+    flat = rounded(np.array([size for ways in spaces for size in ways], np.int64), graph.allocator)
+    held = rounded(np.array([storage.bytes for storage in storages], np.int64), graph.allocator)
+    _check_sums(graph, held.tolist(), flat.tolist(), map(max, seconds))
+    sizes = iter(flat.tolist())
+    return Arrays(
+        bytes=held,
+        resident=np.array([storage.resident for storage in storages], bool),
+        keep=np.array([storage.keep for storage in storages], bool),
+        held=np.array([storage.held for storage in storages], bool),
+        producer=np.array(producer, np.int64),
+        reads=reads,
+        outputs=outputs,
+        writes=writes,
+        releases=releases,
+        version=version,
+        workspace_bytes=[tuple(next(sizes) for _ in ways) for ways in spaces],
+        seconds=seconds,
+        source=source,
+    )
+
+
+def _check_records(graph: Graph) -> None:
+    """Raise GraphError for what makes no sense before the ops are walked through."""
+    known = f"one of {', '.join(ALLOCATORS)}"
+    require(graph.allocator in ALLOCATORS, "graph.allocator", graph.allocator, known)
+    check_device(graph.device)
+    for at, storage in enumerate(graph.storages):
+        check_storage(storage, f"storages[{at}] ({storage.name})")
+    for kind, records in (("storages", graph.storages), ("ops", graph.ops)):
+        for name, count in Counter(record.name for record in records).items():
+            if count > 1:
+                raise GraphError(f"{kind}: the name {name!r} is there twice.")
+
+
+def _check_sums(
+    graph: Graph, sizes: Iterable[int], spaces: Iterable[int], seconds: Iterable[float]
+) -> None:
+    """Raise GraphError for sizes or seconds that are too large together.
+
+    sizes, spaces : of storages and workspaces, as the allocator rounds them
+    seconds : of the slowest way of each op
+    """
+    small = [storage.compressed for storage in graph.storages if storage.compressed is not None]
+    held = sum(sizes)
+    total = held + sum(spaces) + sum(form.bytes for form in small)
+    if total >= LARGEST:
+        raise GraphError(
+            f"graph: all storages, compressed forms and workspaces together have {total} bytes, "
+            "expected less than 2**62. Look for sizes in a wrong unit."
+        )
+    device, count = graph.device, len(graph.storages)
+    time = sum(seconds) + sum(form.compress_s + (form.decompress_s or 0.0) for form in small)
+    time += 2 * count * device.transfer_latency_s
+    for speed in (device.to_host_bytes_per_s, device.to_device_bytes_per_s):
+        time += held / speed if speed is not None else 0.0
+    if not time <= LONGEST_S:
+        raise GraphError(
+            f"graph: all ops and transfers together take {time!r} s, expected 2**62 at most. Look "
+            "for seconds in a wrong unit, or for speeds near 0."
+        )
+
+
+def module_of(graph: Graph, op: str) -> str:
+    """Return the path of the module that an op, by name, belongs to; empty where nothing tells.
+
+    Ops of the forward pass have it in their names (`layer1.0.conv1/convolution#3`), as TensorFlow's
+    gradients have. An op of torch's backward pass belongs to the module whose parameter it reads,
+    or else to that which made, last of all it reads, something in the forward pass.
+    """
+    if op not in graph.op_index:
+        return ""
+    path = _path(op)
+    at = graph.op_index[op]
+    if path or graph.ops[at].phase == "forward":
+        return path
+    reads, arrays = graph.arrays.reads[at], graph.arrays
+    for storage in reads:
+        record = graph.storages[storage]
+        if record.role == "parameter" and "." in record.name:
+            return record.name.rpartition(".")[0]
+    makers = sorted((int(arrays.producer[index]) for index in reads), reverse=True)
+    forward = [
+        graph.ops[index].name
+        for index in makers
+        if index >= 0 and graph.ops[index].phase == "forward"
+    ]
+    return next((found for name in forward if (found := _path(name))), "")
+
+
+def _path(name: str) -> str:
+    head = name.removeprefix("gradient_tape/").rpartition("/")[0]
+    return "" if head in _NONE else head

@@ -1,10 +1,9 @@
 """What a planner decides about: the holes between two uses of a storage.
 
 A storage that is used at ops 3, 4 and 90 need not be there between 4 and 90. Each such *hole* is
-one
-decision, so a storage with a skip connection in the forward pass and a use in the backward pass is
-two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole follows its last use
-and matters only to rebuilds that start from it.
+one decision, so a storage with a skip connection in the forward pass and a use in the backward pass
+is two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole follows its last
+use and matters only to rebuilds that start from it.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
     """List the holes of a graph.
 
     Ops are priced in their default way; with `lean`, at the smallest workspace and the fewest
-    seconds of all their ways, for searches that choose the ways afterwards (`workspace.equip`).
+    seconds of all their ways, for searches that choose the ways afterwards (`schedule.equip`).
     """
     arrays = graph.arrays
     count = len(graph.storages)

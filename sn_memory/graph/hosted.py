@@ -32,13 +32,12 @@ what is fetched and what is on the device is another value, with which nothing m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..base.errors import GraphError
 from .graph import Graph
 from .records import Op, Storage, Workspace
-from .unit import Unit, scratch_bytes, update_seconds
 
 FETCH: Final = "fetch "
 FETCH_STATE: Final = "fetch state of "
@@ -53,6 +52,58 @@ RESIDENT_STATE: Final = "optimizer state on the device"
 PLACES: Final = ("device", "state", "host")
 UPDATES: Final = ("backward", "step")
 UPDATERS: Final = ("device", "host", "in place")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A parameter and what belongs to it: what is decided about as a whole.
+
+    Parameters
+    ----------
+    parameter
+        The name of its storage, a resident one.
+    gradient
+        The name of the storage of its gradient; None for one that is not trained.
+    state_bytes
+        What the optimizer keeps for it.
+    scratch_bytes
+        What its update holds beside parameter, gradient and state.
+    update_s
+        Seconds of the update by the device.
+    host_update_s
+        Seconds of the update where it is not the device's: `host`, or `in place`.
+    counts_bytes
+        What the optimizer keeps for it that never moves, as its count of steps.
+    movable
+        Whether it may lie on the host.
+    used_up
+        Whether the gradient may go once it has been used; one that the caller holds may not.
+    """
+
+    parameter: str
+    gradient: str | None
+    state_bytes: int = 0
+    scratch_bytes: int = 0
+    update_s: float = 0.0
+    movable: bool = True
+    used_up: bool = True
+    counts_bytes: int = 0
+    host_update_s: float = 0.0
+
+
+def scratch_bytes(unit: Unit, by: str) -> int:
+    """Return what the device holds for an update beside what it works on.
+
+    In place it is where the state is made in the first step, before it goes to where it rests.
+    """
+    if by == "host":
+        return 0
+    return unit.scratch_bytes + (unit.state_bytes if by == "in place" else 0)
+
+
+def update_seconds(unit: Unit, by: str) -> float:
+    """Return the seconds of an update by the device, by the host, or in place."""
+    return unit.update_s if by == "device" else unit.host_update_s
 
 
 def with_state(
@@ -90,18 +141,12 @@ def with_state(
     maker = _Maker(graph, units, places, update, updaters or {})
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
-        homes = tuple(it + HOME for it in dict.fromkeys(op.inputs) if maker.place.get(it) == "host")
+        homes = tuple(
+            name + HOME for name in dict.fromkeys(op.inputs) if maker.place.get(name) == "host"
+        )
         here = replace(op, inputs=(*op.inputs, *homes)) if homes else op
         ops += [*maker.before.get(at, ()), here, *maker.after.get(at, ())]
-    return Graph(
-        maker.storages(), [*ops, *maker.brought], name=graph.name, device=graph.device,
-        allocator=graph.allocator, aliases=graph.aliases,
-        unplanned_peak_bytes=graph.unplanned_peak_bytes,
-    )  # fmt: skip
-
-
-def _scratch(size: int) -> tuple[Workspace, ...]:
-    return (Workspace(size),) if size else ()
+    return replace(graph, storages=tuple(maker.storages()), ops=(*ops, *maker.brought))
 
 
 class _Maker:
@@ -117,7 +162,7 @@ class _Maker:
             raise GraphError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
         self.graph, self.units, self.inside = graph, units, update == "backward"
         self.place = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
-        self.by = {it.parameter: updaters.get(it.parameter, "device") for it in units}
+        self.by = {unit.parameter: updaters.get(unit.parameter, "device") for unit in units}
         self.check(places)
         self.uses: dict[int, tuple[int, int]] = {}
         for at, (reads, outputs) in enumerate(
@@ -159,9 +204,8 @@ class _Maker:
         first, last = self.uses.get(number[name], (-1, -1))
         size = self.graph.storages[number[name]].bytes
         if place == "host" and first >= 0:
-            fetch = Op(FETCH + name, (home,), (name,), kind="fetch",
-                       phase=self.graph.ops[first].phase,
-                       seconds=self.seconds(size, back=True))  # fmt: skip
+            fetch = self.copy("fetch", FETCH + name, size, (home,), (name,))
+            fetch = replace(fetch, phase=self.graph.ops[first].phase)
             self.before.setdefault(first, []).append(fetch)
         if unit.gradient is None:
             return
@@ -169,9 +213,7 @@ class _Maker:
         if not self.inside:
             if place != "device":
                 moved = self.graph.storages[number[unit.gradient]].bytes
-                store = Op(STORE_GRADIENT + name, (unit.gradient,), (), kind="store",
-                           phase="backward", seconds=self.seconds(moved, back=False),
-                           effect=True)  # fmt: skip
+                store = self.copy("store", STORE_GRADIENT + name, moved, (unit.gradient,))
                 self.after.setdefault(self.uses[number[unit.gradient]][1], []).append(store)
             return
         by = "device" if place == "device" else self.by[name]
@@ -179,48 +221,47 @@ class _Maker:
         if by == "host":
             self.after.setdefault(last, []).extend(self.on_the_host(unit))
             if place == "state":
-                came = self.seconds(size, back=True)
-                self.brought.append(Op(BRING + name, (home,), (), (name,), kind="bring",
-                                       phase="backward", seconds=came, once=True))  # fmt: skip
+                bring = self.copy("bring", BRING + name, size, (home,))
+                self.brought.append(replace(bring, writes=(name,), once=True))
             return
         ops: list[Op] = []
         state: tuple[str, ...] = ()
         if place != "device" and unit.state_bytes and by == "device":
             state = (name + STATE,)
-            ops.append(Op(FETCH_STATE + name, (home,), state, kind="fetch", phase="backward",
-                          seconds=self.seconds(unit.state_bytes, back=True)))  # fmt: skip
+            ops.append(self.copy("fetch", FETCH_STATE + name, unit.state_bytes, (home,), state))
         here = () if by == "in place" and place == "host" else (name,)
+        scratch = scratch_bytes(unit, by)
         ops.append(Op(UPDATE + name, (*here, unit.gradient, *state), (), changed, kind="update",
-                      phase="backward", once=True,
-                      seconds=update_seconds(unit, by),
-                      workspaces=_scratch(scratch_bytes(unit, by))))  # fmt: skip
+                      phase="backward", once=True, seconds=update_seconds(unit, by),
+                      workspaces=(Workspace(scratch),) if scratch else ()))  # fmt: skip
         stored = (*((name,) if place == "host" and by == "device" else ()), *state)
         if stored:
             moved = (size if place == "host" else 0) + (unit.state_bytes if state else 0)
-            ops.append(Op(STORE + name, stored, (), kind="store", phase="backward",
-                          seconds=self.seconds(moved, back=False), effect=True))  # fmt: skip
+            ops.append(self.copy("store", STORE + name, moved, stored))
         self.after.setdefault(last, []).extend(ops)
 
     def on_the_host(self, unit: Unit) -> list[Op]:
         """Return the ops of an update by the host."""
         name, home = unit.parameter, unit.parameter + HOME
         assert unit.gradient is not None
-        number = self.graph.storage_index
-        sent = self.seconds(self.graph.storages[number[unit.gradient]].bytes, back=False)
+        moved = self.graph.storages[self.graph.storage_index[unit.gradient]].bytes
+        store = self.copy("store", STORE_GRADIENT + name, moved, (unit.gradient,))
         # What is on the host waits for it, as the host does for the gradient.
         return [
-            Op(STORE_GRADIENT + name, (unit.gradient,), (), (home,), kind="store",
-               phase="backward", seconds=sent, once=True),
+            replace(store, writes=(home,), effect=False, once=True),
             Op(HOST_UPDATE + name, (home,), (), (home,), kind="host update", phase="backward",
                seconds=unit.host_update_s, once=True),
         ]  # fmt: skip
 
-    def seconds(self, size: int, *, back: bool) -> float:
-        """Return what moving so many bytes takes."""
-        device = self.graph.device
-        speed = device.to_device_bytes_per_s if back else device.to_host_bytes_per_s
+    def copy(
+        self, kind: str, name: str, size: int, reads: tuple[str, ...], made: tuple[str, ...] = ()
+    ) -> Op:
+        """Return the op that moves so many bytes: `store` to the host, others from there."""
+        device, out = self.graph.device, kind == "store"
+        speed = device.to_host_bytes_per_s if out else device.to_device_bytes_per_s
         assert speed is not None
-        return device.transfer_latency_s + size / speed
+        seconds = device.transfer_latency_s + size / speed
+        return Op(name, reads, made, kind=kind, phase="backward", seconds=seconds, effect=out)
 
     def storages(self) -> list[Storage]:
         """Return the storages: those of the graph, by where they lie now, and the new ones."""
@@ -230,16 +271,14 @@ class _Maker:
             if unit.used_up and (self.inside or self.place[unit.parameter] != "device")
         }
         found: list[Storage] = []
-        for storage in self.graph.storages:
+        for number, storage in enumerate(self.graph.storages):
             if self.place.get(storage.name) == "host":
                 # One that no op reads stays where it is.
-                used = self._is_used(storage.name)
-                moved = replace(storage, role="activation") if used else replace(storage, bytes=0)
-                found.append(moved)
+                used = number in self.uses
+                storage = replace(storage, role="activation") if used else replace(storage, bytes=0)
             elif storage.name in used_up:
-                found.append(replace(storage, keep=False))
-            else:
-                found.append(storage)
+                storage = replace(storage, keep=False)
+            found.append(storage)
         resident = 0
         for unit in self.units:
             place = self.place[unit.parameter]
@@ -254,6 +293,3 @@ class _Maker:
         if resident:
             found.append(Storage(RESIDENT_STATE, resident, "state"))
         return found
-
-    def _is_used(self, name: str) -> bool:
-        return self.graph.storage_index[name] in self.uses

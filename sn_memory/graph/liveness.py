@@ -8,12 +8,13 @@ later one, O(N^2); one pass that remembers the last use gives the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from .graph import Graph
-from .numbers import Ints
+from .graph import Graph, Ints
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,18 @@ def live_bytes(graph: Graph, spans: Lifetimes | None = None) -> Ints:
     np.subtract.at(change, spans.end, arrays.bytes)
     space = np.array([ways[0] for ways in arrays.workspace_bytes], np.int64)
     return np.cumsum(change)[:-1] + space
+
+
+def most_together(rows: Iterable[tuple[int, int, int]]) -> int:
+    """Return the largest sum of sizes that are there together, of rows (lower, upper, size).
+
+    What ends at a time is gone for what begins then.
+    """
+    change: dict[int, int] = {}
+    for lower, upper, size in rows:
+        change[lower] = change.get(lower, 0) + size
+        change[upper] = change.get(upper, 0) - size
+    return max(accumulate(change[at] for at in sorted(change)), default=0)
 
 
 def peak(graph: Graph) -> Peak:

@@ -8,18 +8,18 @@ is their executable form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Final
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, TypeVar
 
 from ..base.errors import GraphError
-from ..base.limits import is_amount, is_count
+from ..base.fields import Fields, is_amount, is_count
 
 PHASES: Final = ("forward", "backward", "update")
 ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
 ALLOCATORS: Final = ("none", "torch", "torch_segments", "tensorflow")
 RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
+_COUNT: Final = "a whole number from 0 to 2**62"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,108 +176,117 @@ class Device:
         return self.to_host_bytes_per_s is not None and self.to_device_bytes_per_s is not None
 
 
-@dataclass(frozen=True)
-class Records:
-    """All that a graph says, as it was written down: nothing is checked yet. See Graph."""
-
-    storages: tuple[Storage, ...]
-    ops: tuple[Op, ...]
-    name: str = ""
-    device: Device = field(default_factory=Device)
-    allocator: str = "none"
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    unplanned_peak_bytes: int | None = None
-
-    @cached_property
-    def op_index(self) -> dict[str, int]:
-        """The number of each op, by name."""
-        return {op.name: index for index, op in enumerate(self.ops)}
-
-    @cached_property
-    def storage_index(self) -> dict[str, int]:
-        """The number of each storage, by name or alias."""
-        index = {storage.name: number for number, storage in enumerate(self.storages)}
-        for alias, target in self.aliases.items():
-            if alias in index:
-                raise GraphError(f"aliases.{alias}: a storage has this name already; rename one.")
-            if target not in index:
-                raise GraphError(f"aliases.{alias}: there is no storage named {target!r}.")
-        index.update({alias: index[target] for alias, target in self.aliases.items()})
-        return index
+def require(valid: bool, where: str, got: object, expected: str) -> None:
+    """Raise GraphError for a value that is not valid."""
+    if not valid:
+        raise GraphError(f"{where}: got {got!r}, expected {expected}.")
 
 
 def check_device(device: Device) -> None:
     """Raise GraphError for a device whose speeds make no sense."""
-    for key in ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s"):
-        value = getattr(device, key)
-        if value is not None and not (is_amount(value) and value > 0):
-            raise GraphError(f"device.{key}: got {value!r}, expected a finite number above 0.")
+    keys = ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s")
+    speeds = {key: getattr(device, key) for key in keys}
+    speeds |= {f"flops_per_s_by_dtype.{key}": it for key, it in device.flops_per_s_by_dtype}
+    for key, value in speeds.items():
+        valid = value is None or (is_amount(value) and value > 0)
+        require(valid, f"device.{key}", value, "a finite number above 0")
     for key in ("transfer_latency_s", "launch_s"):
-        if not is_amount(value := getattr(device, key)):
-            raise GraphError(f"device.{key}: got {value!r}, expected 0 or more.")
-    for dtype, value in device.flops_per_s_by_dtype:
-        if not (is_amount(value) and value > 0):
-            raise GraphError(
-                f"device.flops_per_s_by_dtype.{dtype}: got {value!r}, expected a finite number "
-                "above 0."
-            )
-    if device.pinned_bytes is not None and not is_count(device.pinned_bytes):
-        raise GraphError(
-            f"device.pinned_bytes: got {device.pinned_bytes!r}, expected a whole number from 0 to "
-            "2**62, or none."
-        )
+        value = getattr(device, key)
+        require(is_amount(value), f"device.{key}", value, "0 or more")
+    pinned = device.pinned_bytes
+    valid = pinned is None or is_count(pinned)
+    require(valid, "device.pinned_bytes", pinned, f"{_COUNT}, or none")
 
 
-def check_storages(graph: Records) -> None:
-    """Raise GraphError for storages that make no sense, each by itself."""
-    for number, storage in enumerate(graph.storages):
-        where = f"storages[{number}] ({storage.name})"
-        if not is_count(storage.bytes):
-            raise GraphError(
-                f"{where}.bytes: got {storage.bytes!r}, expected a whole number from 0 to 2**62."
-            )
-        if storage.role not in ROLES:
-            raise GraphError(
-                f"{where}.role: got {storage.role!r}, expected one of {', '.join(ROLES)}."
-            )
-        small = storage.compressed
-        if small is not None and not (
-            is_count(small.bytes)
-            and is_amount(small.compress_s)
-            and (small.decompress_s is None or is_amount(small.decompress_s))
-        ):
-            raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
-    if len({storage.name for storage in graph.storages}) != len(graph.storages):
-        raise GraphError(
-            f"storages: the name {twice(s.name for s in graph.storages)!r} is there twice."
-        )
-
-
-def twice(names: Iterable[str]) -> str:
-    """Return the first name that is there twice."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("no name is there twice")
+def check_storage(storage: Storage, where: str) -> None:
+    """Raise GraphError for a storage that makes no sense by itself."""
+    require(is_count(storage.bytes), f"{where}.bytes", storage.bytes, _COUNT)
+    require(storage.role in ROLES, f"{where}.role", storage.role, f"one of {', '.join(ROLES)}")
+    if (small := storage.compressed) is not None:
+        back = small.decompress_s is None or is_amount(small.decompress_s)
+        valid = is_count(small.bytes) and is_amount(small.compress_s) and back
+        require(valid, f"{where}.compressed", small, "numbers of 0 or more")
 
 
 def check_op(op: Op, where: str) -> None:
     """Raise GraphError for an op whose numbers make no sense by themselves."""
-    if op.phase not in PHASES:
-        raise GraphError(f"{where}.phase: got {op.phase!r}, expected one of {', '.join(PHASES)}.")
+    require(op.phase in PHASES, f"{where}.phase", op.phase, f"one of {', '.join(PHASES)}")
     for key, value in (("seconds", op.seconds), ("flops", op.flops)):
-        if value is not None and not is_amount(value):
-            raise GraphError(f"{where}.{key}: got {value!r}, expected a finite number of 0 or more")
-    if op.traffic_bytes is not None and not is_count(op.traffic_bytes):
-        raise GraphError(
-            f"{where}.traffic_bytes: got {op.traffic_bytes!r}, expected a whole number from 0 to "
-            "2**62."
-        )
+        valid = value is None or is_amount(value)
+        require(valid, f"{where}.{key}", value, "a finite number of 0 or more")
+    traffic = op.traffic_bytes
+    require(traffic is None or is_count(traffic), f"{where}.traffic_bytes", traffic, _COUNT)
     for index, way in enumerate(op.workspaces):
-        if not is_count(way.bytes) or (way.seconds is not None and not is_amount(way.seconds)):
-            raise GraphError(
-                f"{where}.workspaces[{index}]: got {way.bytes!r} bytes and {way.seconds!r} s, "
-                "expected 0 or more, and 2**62 bytes at most."
-            )
+        valid = is_count(way.bytes) and (way.seconds is None or is_amount(way.seconds))
+        numbers = "numbers of 0 or more, and 2**62 bytes at most"
+        require(valid, f"{where}.workspaces[{index}]", way, numbers)
+
+
+# Records as JSON objects: each field by its name, and those with their default left out.
+
+T = TypeVar("T", Storage, Op, Device, Workspace, Compressed)
+
+
+def record_of(kind: type[T], row: Fields) -> T:
+    """Return a record from the keys that are its fields; GraphError for others and wrong values."""
+    values = {}
+    for spec in fields(kind):
+        declared = str(spec.type)
+        optional = spec.default is MISSING and declared.endswith("| None")
+        default = None if optional else spec.default
+        values[spec.name] = _READERS[declared](row, spec.name, default)
+    row.done()
+    return kind(**values)
+
+
+def _usual(read: Callable[..., Any]) -> Callable[[Fields, str, Any], Any]:
+    return lambda row, key, default: read(row, key, *([] if default is MISSING else [default]))
+
+
+def _compressed(row: Fields, key: str, default: Any) -> Compressed | None:
+    small = row.child(key)
+    return None if small is None else record_of(Compressed, small)
+
+
+def _workspaces(row: Fields, key: str, default: Any) -> tuple[Workspace, ...]:
+    rows = enumerate(row.items(key, ()))
+    return tuple(
+        record_of(Workspace, Fields(way, f"{row.path}.{key}[{at}]", GraphError)) for at, way in rows
+    )
+
+
+def _speeds(row: Fields, key: str, default: Any) -> tuple[tuple[str, float], ...]:
+    speeds = Fields(row.mapping(key), f"{row.path}.{key}", GraphError)
+    return tuple((dtype, speeds.number(dtype)) for dtype in speeds.keys)
+
+
+# By the type that a field is declared with.
+_READERS: Final[dict[str, Callable[[Fields, str, Any], Any]]] = {
+    "str": _usual(Fields.text),
+    "int": _usual(Fields.integer),
+    "int | None": _usual(Fields.integer),
+    "float": _usual(Fields.number),
+    "float | None": _usual(Fields.number),
+    "bool": lambda row, key, default: row.flag(key),
+    "tuple[str, ...]": lambda row, key, default: row.names(key),
+    "Compressed | None": _compressed,
+    "tuple[Workspace, ...]": _workspaces,
+    "tuple[tuple[str, float], ...]": _speeds,
+}
+
+
+def data_of(record: Storage | Op | Device | Workspace | Compressed) -> dict[str, Any]:
+    """Return a record as a JSON object."""
+    result: dict[str, Any] = {}
+    for spec in fields(record):
+        key, item = spec.name, getattr(record, spec.name)
+        if item == spec.default and key not in ("name", "bytes"):
+            continue
+        if isinstance(item, Compressed):
+            item = data_of(item)
+        elif key == "flops_per_s_by_dtype":
+            item = dict(item)
+        elif isinstance(item, tuple):
+            item = [data_of(part) if isinstance(part, Workspace) else part for part in item]
+        result[key] = item
+    return result

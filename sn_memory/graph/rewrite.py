@@ -48,8 +48,8 @@ def waits(graph: Graph) -> dict[str, Wait]:
     found: dict[str, Wait] = {}
     arrays = graph.arrays
     early, late = _uses(graph)
-    changed = {it for at, op in enumerate(graph.ops) if op.phase == "backward"
-               for it in (*arrays.writes[at], *arrays.outputs[at])}  # fmt: skip
+    changed = {storage for at, op in enumerate(graph.ops) if op.phase == "backward"
+               for storage in (*arrays.writes[at], *arrays.outputs[at])}  # fmt: skip
     changed |= {storage for released in arrays.releases for storage in released}
     for number, storage in enumerate(graph.storages):
         ours = not (storage.resident or storage.keep or storage.held)
@@ -120,11 +120,7 @@ def with_compressed(graph: Graph, names: Iterable[str]) -> Graph:
         if op.phase == "backward":
             op = replace(op, inputs=tuple(instead.get(name, name) for name in op.inputs))
         ops += [op, *after.get(at, [])]
-    return Graph(
-        storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator,
-        aliases=graph.aliases,
-        unplanned_peak_bytes=graph.unplanned_peak_bytes,
-    )  # fmt: skip
+    return replace(graph, storages=tuple(storages), ops=tuple(ops))
 
 
 def as_run(graph: Graph, targets: Iterable[str]) -> Graph:

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..base import native
 from ..base.clock import spend
+from ..graph.graph import Ints, Ints32
 from ..graph.holes import Holes
-from ..graph.numbers import Ints, Ints32
 
 Moves = Mapping[int, tuple[int, int]]
 # When a search is to end: what says so, or units of work.

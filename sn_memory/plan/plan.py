@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import PlanError
-from ..base.fields import Fields, is_text, load, show
-from ..base.limits import is_count
-from ..base.lines import decided_line, peak_line, seconds_line
-from ..base.sizes import show_bytes
+from ..base.fields import Fields, is_count, is_text, load, show
+from ..base.sizes import decided_line, peak_line, seconds_line, show_bytes
 
 FORMAT: Final = "sn_memory.plan.v1"
 KINDS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..base.sizes import show_bytes
-from ..graph.graph import Graph
-from ..graph.places import module_of
+from ..graph.graph import Graph, module_of
 from .buffers import peak_action
 from .plan import BudgetError, Plan, budget_line, percent_kept
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from ..base.sizes import show_bytes
 from ..cost.state_lanes import BY_HOST, LaneSeconds, lane_seconds
 from ..graph.graph import Graph
-from ..graph.hosted import HOST_UPDATE, with_state
-from ..graph.unit import Unit, scratch_bytes, update_seconds
+from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, update_seconds, with_state
 from .ahead import ahead, live_bytes
 from .plan import BudgetError, Plan
 

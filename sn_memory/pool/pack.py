@@ -3,7 +3,7 @@
 An allocator that sees requests one by one leaves holes; measured on the files of MiniMalloc it
 needs 1.2 to 1.9 times the bytes that are ever live. Whoever plans ahead knows all lifetimes, and
 can do what this module does, in this order: the lower bound (the largest sum of live sizes), the
-best of several greedy rules, and if they do not meet, an exact search (see `pool_search`).
+best of several greedy rules, and if they do not meet, an exact search (`pool/search.py`).
 
 The search is restarted with other orders until one is quick: run times of such searches vary by
 factors of thousands with the order, and most problems have some orders that take milliseconds. The
@@ -22,9 +22,8 @@ import numpy.typing as npt
 from ..base.clock import counting, now, spend
 from ..base.errors import CapacityError, PackError
 from ..base.progress import say
-from .greedy import RULES, first_fit, order_by
 from .problem import Ints, Problem, read_problem
-from .search import UNIT, Rule, Searcher, Verdict
+from .search import RULES, UNIT, Rule, Searcher, Verdict, first_fit, order_by
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000

@@ -20,6 +20,7 @@ Ints = npt.NDArray[np.int64]
 # Offsets are sums of sizes, so their sum bounds every number a packer forms; half of the 64-bit
 # range leaves room for rounding up to alignments.
 _LARGEST: Final = 2**62
+_ROWS: Final = "rows of whole numbers: (lower, upper, size) or (lower, upper, size, alignment)"
 
 
 @dataclass(frozen=True)
@@ -115,44 +116,28 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
     if not len(rows):
         empty = np.zeros(0, np.int64)
         return of_arrays(empty, empty, empty, empty)
-    lengths = {len(row) if hasattr(row, "__len__") else 0 for row in rows}
+    for at, row in enumerate(rows):
+        if not hasattr(row, "__len__") or len(row) not in (3, 4):
+            raise PackError(f"buffers[{at}]: got {row!r}, expected {_ROWS}.")
     try:
-        table = np.array(rows) if len(lengths) == 1 and 0 not in lengths else _padded(rows)
-    except PackError:
-        raise
+        table = np.array([(*row, 1)[:4] for row in rows])
     except (TypeError, ValueError, OverflowError) as problem:
         raise PackError(
-            f"got buffers that make no table ({problem}), expected rows of whole numbers: "
-            "(lower, upper, size) or (lower, upper, size, alignment)."
+            f"got buffers that make no table ({problem}), expected {_ROWS}."
         ) from problem
-    if table.ndim != 2 or table.shape[1] not in (3, 4) or table.dtype.kind not in "iu":
-        raise PackError(
-            f"got buffers of shape {table.shape} and dtype {table.dtype}, expected rows of "
-            "whole numbers below 2**63: (lower, upper, size) or (lower, upper, size, alignment)."
-        )
+    if table.ndim != 2 or table.dtype.kind not in "iu":
+        raise PackError(f"got buffers of {table.dtype}, expected {_ROWS}, below 2**63.")
     # As they came: what does not fit would wrap around.
     _refuse(np.any(table > _LARGEST, axis=1), rows, "numbers of 2**62 at most")
     table = table.astype(np.int64)
     _refuse(np.any(table < -_LARGEST, axis=1), rows, "times of -2**62 at least")
-    lower, upper, size = (np.ascontiguousarray(table[:, at]) for at in range(3))
-    align = np.ascontiguousarray(table[:, 3]) if table.shape[1] == 4 else np.ones_like(size)
+    lower, upper, size, align = (np.ascontiguousarray(column) for column in table.T)
     _refuse(upper <= lower, rows, "a lifetime with lower < upper")
     _refuse(size < 0, rows, "a size of 0 or more")
     _refuse(align < 1, rows, "an alignment of 1 or more")
     if float(size.sum(dtype=float)) + float(align.sum(dtype=float)) > _LARGEST:
         raise PackError("got sizes that sum to more than 2**62 bytes; give them in larger units.")
     return of_arrays(lower, upper, size, align)
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
-    """Rows of three and of four numbers mixed: those of three have no alignment."""
-    for at, row in enumerate(rows):
-        if not hasattr(row, "__len__") or len(row) not in (3, 4):
-            raise PackError(
-                f"buffers[{at}]: got {row!r}, expected (lower, upper, size) or "
-                "(lower, upper, size, alignment)."
-            )
-    return np.array([(*row, 1)[:4] for row in rows])
 
 
 def _refuse(wrong: npt.NDArray[np.bool_], rows: Sequence[Sequence[int]], expected: str) -> None:

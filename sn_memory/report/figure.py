@@ -7,9 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..base.errors import MissingExtra
-from ..base.sizes import show_bytes
+from ..base.sizes import show_bytes, show_seconds
 from ..plan.plan import Plan
-from .tables import Curve, Floats, Replayed, owner_groups
+from .curves import Replayed, owner_groups
 
 BEFORE: Final = "#9aa5b1"
 AFTER: Final = "#0b6e99"
@@ -58,18 +58,6 @@ def _byte_unit(largest: int) -> tuple[float, str]:
     return 1.0, "B"
 
 
-def _time_unit(largest: float) -> tuple[float, str]:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if largest * factor >= 1:
-            return factor, unit
-    return 1e6, "us"
-
-
-def _steps(time_s: Floats, size: Floats) -> tuple[Floats, Floats]:
-    """Return the corners of a curve that changes at these times only."""
-    return np.repeat(time_s, 2)[1:], np.repeat(size, 2)[:-1]
-
-
 def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e5e8eb", linewidth=0.7)
@@ -77,26 +65,24 @@ def _plain(axes: Any) -> None:
 
 
 def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
-    end = max(report.before.time_s[-1], report.after.time_s[-1])
-    factor, second = _time_unit(float(end))
     plan, before, after = report.plan, report.before, report.after
-    drawn = [(one, *_steps(one.time_s * factor, one.bytes / scale)) for one in (before, after)]
-    axes.fill_between(drawn[0][1], drawn[0][2], color=BEFORE, alpha=0.2, linewidth=0)
-    below = np.zeros(len(after.bytes))
+    end = max(before.time_s[-1], after.time_s[-1])
+    axes.stairs(before.bytes[:-1] / scale, before.time_s, color=BEFORE, alpha=0.2, fill=True)
+    below = np.zeros(len(after.bytes) - 1)
     for (name, size), colour in zip(after.layers, _LAYERS, strict=True):
-        x, low = _steps(after.time_s * factor, below / scale)
-        below = below + size
-        high = _steps(after.time_s * factor, below / scale)[1]
+        above = below + size[:-1] / scale
         if size.any():
             # An edge, as scratch of an op that takes no time to speak of would not be seen; over
             # the line of the whole.
             edge = {"linewidth": 1, "zorder": 2.5} if name == "scratch" else {"linewidth": 0}
-            axes.fill_between(x, low, high, where=high > low, color=colour, label=name, **edge)
-    for (curve, x, y), colour, label in zip(
-        drawn, (BEFORE, AFTER), ("before", "after"), strict=True
-    ):
-        axes.plot(x, y, color=colour, linewidth=1.2, label=label)
-        axes.plot(curve.peak_s * factor, curve.peak_bytes / scale, "o", color=colour, markersize=6)
+            there = np.where(size[:-1] > 0, above, np.nan)
+            axes.stairs(there, after.time_s, baseline=below, color=colour, fill=True, label=name,
+                        **edge)  # fmt: skip
+        below = above
+    for curve, colour, label in ((before, BEFORE, "before"), (after, AFTER, "after")):
+        axes.step(curve.time_s, curve.bytes / scale, where="post", color=colour, linewidth=1.2,
+                  label=label)  # fmt: skip
+        axes.plot(curve.peak_s, curve.peak_bytes / scale, "o", color=colour, markersize=6)
     for word, held, colour, style in (
         ("budget", plan.budget_bytes, BUDGET, (0, (5, 3))),
         ("reserved", plan.reserved_peak_bytes, RESERVED, "-."),
@@ -107,52 +93,40 @@ def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     highest = max(before.peak_bytes, after.peak_bytes, plan.reserved_peak_bytes or 0)
     # Room above the curves: the legend lies there, over no line.
     axes.set_ylim(0, highest / scale * 1.3 or 1)
-    axes.set_xlim(0, end * factor or 1)
-    axes.set_xlabel(f"time in the step ({second})")
+    axes.set_xlim(0, end or 1)
+    axes.xaxis.set_major_formatter(lambda seconds, _: show_seconds(seconds))
+    axes.set_xlabel("time in the step")
     axes.set_ylabel(f"memory ({unit})")
-    axes.set_title(
-        "Memory over time, after in layers; dots mark the peaks", loc="left", fontsize=11
-    )
+    title = "Memory over time, after in layers; dots mark the peaks"
+    axes.set_title(title, loc="left", fontsize=11)
     axes.legend(loc="upper left", ncols=4, frameon=False, fontsize=9)
     _plain(axes)
 
 
 def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
-    rows: list[tuple[str, float, str]] = []
-    for curve, colour in ((report.before, BEFORE), (report.after, AFTER)):
-        rows += [(_short(name), size / scale, colour) for name, size in owner_groups(report, curve)]
-    first = len(owner_groups(report, report.before))
-    # A gap between the two groups.
-    places = np.array([at + (at >= first) * 1.4 for at in range(len(rows))])
-    sizes = [size for _, size, _ in rows]
-    axes.barh(places, sizes, color=[colour for _, _, colour in rows], height=0.72)
-    for place, size in zip(places, sizes, strict=True):
-        axes.text(size, place, f" {show_bytes(size * scale)}", va="center", fontsize=8)
-    axes.set_yticks(places, [name for name, _, _ in rows], fontsize=8)
-    largest = max(sizes, default=1.0) or 1.0
-    axes.set_xlim(0, largest * 1.25)
-    for place, curve, word in (
-        (-0.95, report.before, "before"),
-        (first + 0.45, report.after, "after"),
-    ):
-        axes.text(
-            largest * 1.24,
-            place + 0.1,
-            f"peak {word}: {show_bytes(curve.peak_bytes)}, at {_short(_at(curve))}",
-            ha="right",
-            va="center",
-            fontsize=8.5,
-            fontweight="bold",
-        )
-    axes.set_ylim(len(rows) + 1.0, -1.6)
+    place, names, places = 0.0, [], []
+    largest = 1.0
+    for word, curve, colour in (
+        ("before", report.before, BEFORE), ("after", report.after, AFTER),
+    ):  # fmt: skip
+        op = _short(curve.peak_at.removeprefix("run "))
+        title = f"peak {word}: {show_bytes(curve.peak_bytes)}, at {op}"
+        axes.text(0, place, title, va="center", fontsize=8.5, fontweight="bold")
+        for name, size in owner_groups(report, curve):
+            place += 1
+            names.append(_short(name))
+            places.append(place)
+            largest = max(largest, size)
+            axes.barh(place, size / scale, color=colour, height=0.72)
+            axes.text(size / scale, place, f" {show_bytes(size)}", va="center", fontsize=8)
+        place += 1.4  # a gap between the two groups
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_xlim(0, largest / scale * 1.25)
+    axes.set_ylim(place - 0.6, -0.8)
     axes.set_xlabel(f"memory ({unit})")
     axes.set_title("Who owns the peak", loc="left", fontsize=11)
     _plain(axes)
     axes.grid(False, axis="y")
-
-
-def _at(curve: Curve) -> str:
-    return curve.peak_at.removeprefix("run ")
 
 
 def _short(name: str, most: int = 26) -> str:
@@ -166,7 +140,7 @@ def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:
         by_name.setdefault(other.planner, []).append(other)
     fronts: dict[tuple[tuple[int, int], ...], tuple[list[str], list[Plan]]] = {}
     for name, plans in by_name.items():
-        place = tuple(_place(report, it) for it in plans)
+        place = tuple(_place(report, plan) for plan in plans)
         fronts.setdefault(place, ([], plans))[0].append(name)
     return [(",\n".join(names), plans) for names, plans in fronts.values()]
 
@@ -183,13 +157,13 @@ def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> Non
     plan = report.plan
     same_as_none: list[str] = []
     for number, (name, plans) in enumerate(_fronts(report)):
-        if all(_place(report, it) == _place(report, None) for it in plans):
+        if all(_place(report, other) == _place(report, None) for other in plans):
             same_as_none.append(name)
             continue
-        front = sorted(plans, key=lambda it: it.peak_bytes)
+        front = sorted(plans, key=lambda other: other.peak_bytes)
         axes.plot(
-            [it.peak_bytes / scale for it in front],
-            [it.overhead * 100 for it in front],
+            [other.peak_bytes / scale for other in front],
+            [other.overhead * 100 for other in front],
             marker=_MARKS[number % len(_MARKS)],
             color=AFTER if name == plan.planner else _OTHERS[number % len(_OTHERS)],
             linewidth=1.2 if len(front) > 1 else 0,

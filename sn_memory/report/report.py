@@ -3,44 +3,64 @@
 A plan that only says "peak 5.8 GiB" has to be believed. The report shows what is there when, before
 and after, kernels' scratch as a layer of its own; who owns the peak; what was decided for each
 storage, with the reason; and where the plan stands, in time and memory, beside others. The plan is
-replayed by `check_plan` first, so that nothing here is only what the planner says of itself.
+replayed by `check_plan` first, so that nothing here is only what the planner says of itself. Text
+and page show the same facts and tables.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import os
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from ..check.replay import Replay, check_plan
+from ..base.sizes import show_bytes, show_seconds, table
+from ..check.replay import check_plan
 from ..graph.graph import Graph
-from ..graph.liveness import lifetimes
 from ..graph.rewrite import as_run
-from ..plan.buffers import plan_buffers
 from ..plan.plan import Plan
+from .curves import Replayed, owner_groups, planned_curve, top_owners, unplanned_curve
 from .figure import figure
-from .page import page, picture
-from .tables import (
-    LAYERS,
-    SECOND,
-    SMALL,
-    Curve,
-    Floats,
-    Replayed,
-    comparison,
-    decision_lines,
-    facts,
-    owner_lines,
-    table,
-)
 
-# Columns of pixels in a picture are fewer; a longer curve is drawn by the largest of each interval.
-_POINTS: Final = 2000
-# What plan_buffers names scratch.
-_SCRATCH: Final = "workspace of "
+# A browser draws a few thousand rows; nobody reads more.
+_ROWS: Final = 2000
+_OWNERS, _OWNERS_OF_PAGE = 6, 10
+_NUMBERS: Final = (
+    "bytes", "share", "storages", "time", "budget", "peak", "extra time", "gap"
+)  # fmt: skip
+_PAGE: Final = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
+       padding: 0 1rem; color: #1f2933; background: #fff; }}
+h1 {{ font-size: 1.35rem; }} h2 {{ font-size: 1.05rem; margin-top: 2rem; }}
+img {{ width: 100%; height: auto; }}
+table {{ margin-bottom: 1rem; border-collapse: collapse; font-size: 0.88rem; }}
+th, td {{ text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid #e5e8eb;
+         vertical-align: top; }}
+td.number, th.number {{ text-align: right; white-space: nowrap; }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+Row = tuple[str, ...]
+
+
+class _Section(NamedTuple):
+    """A title, tables whose first rows are their heads, and a line after them."""
+
+    title: str
+    tables: list[list[Row]]
+    after: str = ""
 
 
 class Report(Replayed):
@@ -51,12 +71,11 @@ class Report(Replayed):
 
     def text(self, *, rows: int = 40) -> str:
         """Return the tables as text, with at most `rows` decisions."""
-        lines = [self.headline, "", *facts(self), ""]
-        for word, curve in (("before", self.before), ("after", self.after)):
-            lines += [f"peak {word}, at {curve.peak_at}", *owner_lines(self, curve), ""]
-        lines += ["decisions", *decision_lines(self.decisions, rows)]
-        if self.others:
-            lines += ["", "beside other plans", *table(comparison(self))]
+        lines = [self.headline, "", *_facts(self)]
+        for section in _sections(self, rows, _OWNERS):
+            lines += ["", section.title]
+            lines += [line for one in section.tables for line in table(one, indent="  ")]
+            lines += [f"  {section.after}"] if section.after else []
         return "\n".join(lines) + "\n"
 
     def write_png(self, path: str | os.PathLike[str]) -> None:
@@ -65,16 +84,26 @@ class Report(Replayed):
 
     def html(self) -> str:
         """Return what `write_html` writes."""
-        return page(self)
+        parts = [f"<h1>{escape(self.headline)}</h1>"]
+        parts += [f"<p>{escape(line[:1].upper() + line[1:])}</p>" for line in _facts(self)]
+        parts.append(self._repr_html_())
+        for section in _sections(self, _ROWS, _OWNERS_OF_PAGE):
+            parts.append(f"<h2>{escape(section.title)}</h2>")
+            parts += [_html_table(rows) for rows in section.tables]
+            parts += [f"<p>{escape(section.after)}</p>"] if section.after else []
+        return _PAGE.format(title=escape(self.headline), body="\n".join(parts))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture."""
-        return picture(self)
+        """What a notebook shows: the picture, as an element that holds it."""
+        drawn = io.BytesIO()
+        figure(self).savefig(drawn, format="png", dpi=150)
+        source = base64.b64encode(drawn.getvalue()).decode("ascii")
+        return f'<img alt="{escape(self.headline)}" src="data:image/png;base64,{source}">'
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page with pictures and tables; it loads nothing. Needs matplotlib."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(page(self))
+            file.write(self.html())
 
 
 def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
@@ -108,91 +137,98 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
     moved = [item for item in plan.decisions if item.technique != "keep"]
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
-    return Report(
-        graph, plan, tuple(others), _before(graph), _after(graph, plan, replay), tuple(ranked)
+    before, after = unplanned_curve(graph), planned_curve(graph, plan, replay)
+    return Report(graph, plan, tuple(others), before, after, tuple(ranked))
+
+
+def _facts(report: Report) -> Iterator[str]:
+    """Yield who planned it, in what time, and what is reserved for it."""
+    plan = report.plan
+    yield f"planner {plan.planner}, budget {_budget(plan)}, planned in {show_seconds(plan.solve_s)}"
+    yield (
+        f"time {show_seconds(plan.baseline_seconds)} -> {show_seconds(plan.seconds)}, lower bound "
+        f"{show_seconds(plan.lower_bound_seconds)}, gap {plan.gap:.1%}"
+    )
+    if plan.baseline_peak_bytes != report.before.peak_bytes:
+        whole = show_bytes(plan.baseline_peak_bytes)
+        yield f"the plain step peaks at {whole}, which percent of a budget are of"
+    if plan.reserved_peak_bytes is not None:
+        above = plan.reserved_peak_bytes / max(plan.peak_bytes, 1) - 1
+        line = f"reserved {show_bytes(plan.reserved_peak_bytes)}, {above:.0%} above the peak after"
+        line += f", by {plan.allocator}" if plan.allocator else ""
+        if plan.pool_bytes:
+            line += f"; the step's pool begins with {show_bytes(plan.pool_bytes)}"
+        yield line
+    if plan.seconds_sources:
+        sources = ", ".join(f"{count} {name}" for name, count in plan.seconds_sources.items())
+        yield f"seconds of ops: {sources}"
+    yield from plan.notes
+
+
+def _budget(plan: Plan) -> str:
+    return "none" if plan.budget_bytes is None else show_bytes(plan.budget_bytes)
+
+
+def _sections(report: Report, rows: int, owners: int) -> Iterator[_Section]:
+    """Yield the tables, with at most so many decisions, and owners of a peak."""
+    for word, curve in (("before", report.before), ("after", report.after)):
+        tables: list[list[Row]] = []
+        for first, sizes in (
+            ("layer", curve.peak_layers),
+            ("by kind", owner_groups(report, curve, owners)),
+            ("by name", top_owners(curve, owners)),
+        ):
+            body = [
+                (name, show_bytes(size), f"{size / max(curve.peak_bytes, 1):.0%}")
+                for name, size in sizes
+            ]
+            tables.append([(first, "bytes", "share"), *body])
+        title = f"peak {word}: {show_bytes(curve.peak_bytes)}, at {curve.peak_at}"
+        yield _Section(title, tables)
+    if not report.decisions:
+        yield _Section("decisions", [], "none: every storage is kept to its last use")
+    else:
+        yield _decisions(report, rows)
+    if report.others:
+        plans = (report.plan, *report.others)
+        head = ("planner", "budget", "peak", "time", "extra time", "gap")
+        yield _Section("beside other plans", [[head, *map(_compared, plans)]])
+
+
+def _decisions(report: Report, rows: int) -> _Section:
+    kinds: list[Row] = [("technique", "storages", "bytes", "time")]
+    for technique in sorted({decision.technique for decision in report.decisions}):
+        chosen = [decision for decision in report.decisions if decision.technique == technique]
+        size = show_bytes(sum(decision.bytes for decision in chosen))
+        cost = show_seconds(sum(decision.cost_s for decision in chosen))
+        kinds.append((technique, str(len(chosen)), size, cost))
+    largest: list[Row] = [("what", "bytes", "technique", "time", "why")]
+    for decision in report.decisions[:rows]:
+        size, cost = show_bytes(decision.bytes), show_seconds(decision.cost_s)
+        largest.append((decision.storage, size, decision.technique, cost, decision.reason))
+    hidden = report.decisions[rows:]
+    total = show_bytes(sum(decision.bytes for decision in hidden))
+    after = f"and {len(hidden)} smaller ones, {total} together" if hidden else ""
+    return _Section("decisions", [kinds, largest], after)
+
+
+def _compared(plan: Plan) -> Row:
+    return (
+        plan.planner,
+        _budget(plan) if plan.budget_bytes is not None else "-",
+        show_bytes(plan.peak_bytes),
+        show_seconds(plan.seconds),
+        f"{plan.overhead:+.1%}",
+        f"{plan.gap:.1%}" if plan.lower_bound_seconds else "-",
     )
 
 
-def _before(graph: Graph) -> Curve:
-    spans, arrays = lifetimes(graph), graph.arrays
-    names = [storage.name for storage in graph.storages]
-    ends = np.maximum(spans.end, 1)
-    rows = list(zip(names, spans.start, ends, arrays.bytes.tolist(), strict=True))
-    rows += [
-        (f"{_SCRATCH}{op.name}", at, at + 1, arrays.workspace_bytes[at][0])
-        for at, op in enumerate(graph.ops)
-    ]
-    seconds = np.array([ways[0] for ways in arrays.seconds], float)
-    start = np.cumsum(seconds) - seconds
-    ops = [op.name for op in graph.ops] or ["no op"]
-    return _curve(graph, rows, np.append(start, seconds.sum()), ops)
+def _html_table(rows: Sequence[Row]) -> str:
+    marks = [' class="number"' if name in _NUMBERS else "" for name in rows[0]]
 
+    def line(row: Row, tag: str) -> str:
+        cells = zip(marks, row, strict=True)
+        return "".join(f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in cells)
 
-def _after(graph: Graph, plan: Plan, replay: Replay) -> Curve:
-    stays = plan_buffers(graph, plan)
-    rows = [(name, *row) for name, row in zip(stays.names, stays.buffers, strict=True)]
-    # Copies start on their own lanes, perhaps late; memory changes in the order of the actions.
-    moment = np.maximum.accumulate(np.where(_on_compute(plan), replay.start_s, 0.0))
-    names = [f"{action.kind} {action.target}" for action in plan.actions] or ["no action"]
-    return _curve(graph, rows, np.append(moment, replay.seconds), names)
-
-
-def _on_compute(plan: Plan) -> npt.NDArray[np.bool_]:
-    return np.array([action.kind not in ("offload", "prefetch") for action in plan.actions])
-
-
-def _layer(graph: Graph, name: str) -> int:
-    """Return which of LAYERS a buffer of this name is part of."""
-    at = graph.storage_index.get(name.removesuffix(SECOND).removesuffix(SMALL))
-    if at is None:
-        return LAYERS.index("scratch")
-    storage = graph.storages[at]
-    if storage.resident:
-        return 0
-    return LAYERS.index("gradients" if storage.role == "gradient" else "activations")
-
-
-def _curve(
-    graph: Graph,
-    rows: Sequence[tuple[str, int, int, int]],
-    time_s: Floats,
-    names: Sequence[str],
-) -> Curve:
-    """Stack what is there during each action.
-
-    rows : (name, lower, upper, bytes), half-open in numbers of actions
-    time_s, names : when each action starts, and the last ends; what each is
-    """
-    change = np.zeros((len(LAYERS), len(names) + 1))
-    for name, lower, upper, size in rows:
-        layer = _layer(graph, name)
-        change[layer, lower] += size
-        change[layer, upper] -= size
-    layers = np.cumsum(change, axis=1)[:, :-1]
-    top = int(layers.sum(0).argmax())
-    owners = [("resident", graph.base_bytes)]
-    owners += [
-        (name.replace(_SCRATCH, "scratch of ", 1), size)
-        for name, lower, upper, size in rows
-        if lower <= top < upper and _layer(graph, name)
-    ]
-    ranked = sorted((row for row in owners if row[1]), key=lambda row: (-row[1], row[0]))
-    # After the last action nothing changes.
-    layers = np.append(layers, layers[:, -1:], axis=1)[:, : len(time_s)]
-    total, peak_s = layers.sum(0), float(time_s[top])
-    if len(time_s) > _POINTS:
-        starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS).astype(int))
-        highest = [
-            first + int(total[first:last].argmax())
-            for first, last in zip(starts, (*starts[1:], len(time_s)), strict=True)
-        ]
-        time_s, layers, total = time_s[starts], layers[:, highest], total[highest]
-    return Curve(
-        time_s,
-        total,
-        tuple(zip(LAYERS, layers, strict=True)),
-        peak_s,
-        int(total.max()),
-        names[top],
-        tuple(ranked),
-    )
+    body = "\n".join(f"<tr>{line(row, 'td')}</tr>" for row in rows[1:])
+    return f"<table><thead><tr>{line(rows[0], 'th')}</tr></thead><tbody>\n{body}\n</tbody></table>"

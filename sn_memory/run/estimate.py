@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..base.sizes import parse_bytes, show_bytes
+from ..base.sizes import parse_bytes, show_bytes, table
 from ..plan.plan import BudgetError
 
 
@@ -116,52 +116,43 @@ class Estimate:
         return self.room_bytes
 
     def __str__(self) -> str:
-        rows = {
+        sizes = {
             "parameters": self.parameters_bytes,
             "buffers": self.buffers_bytes,
             "input": self.inputs_bytes,
             "gradients": self.gradients_bytes,
             "optimizer": self.optimizer_bytes,
             "activations": self.activations_bytes,
-            **({"of which logits": self.logits_bytes} if self.logits_bytes else {}),
-            "peak": self.peak_bytes,
         }
+        if self.logits_bytes:
+            sizes["of which logits"] = self.logits_bytes
+        sizes["allocated" if self.device else "peak"] = self.peak_bytes
+        if self.device and self.reserved_bytes:
+            sizes["reserved"] = self.reserved_bytes
         if self.device:
-            del rows["peak"]
-            rows |= {
-                "allocated": self.peak_bytes,
-                **({"reserved": self.reserved_bytes} if self.reserved_bytes else {}),
-                "pinned": self.pinned_bytes,
-            }
-        wide = max(map(len, rows))
-        lines = [f"{name:<{wide}}  {show_bytes(size):>12}" for name, size in rows.items()]
+            sizes["pinned"] = self.pinned_bytes
+        rows = [(name, show_bytes(size)) for name, size in sizes.items()]
         if self.seconds is not None:
-            lines.append(f"{'seconds':<{wide}}  {self.seconds:>12.3g}  predicted, unmeasured")
+            rows.append(("seconds, predicted", f"{self.seconds:.3g}"))
+        lines = table(rows, right=True)
         return "\n".join([*lines, *(f"note: {it}" for it in self.notes)])
 
 
 def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
     """Peaks grow almost linearly, so a straight line says where to look; bisection makes sure."""
-    low, low_bytes = 1, one
-    high, high_bytes = 2, step_of(2)
-    while high_bytes <= room:
-        grows = max(1, (high_bytes - low_bytes) // (high - low))
-        low, low_bytes = high, high_bytes
-        high = low + (room - low_bytes) // grows + 1
-        high_bytes = step_of(high)
-    while high - low > 1:
-        guess = low + (room - low_bytes) * (high - low) // max(1, high_bytes - low_bytes)
-        middle = min(max(guess, low + 1), high - 1)
-        middle_bytes = step_of(middle)
-        if middle_bytes <= room:
-            low, low_bytes = middle, middle_bytes
-        else:
-            high, high_bytes = middle, middle_bytes
-        # A line that bends leaves one end where it is: then the middle is asked as well.
-        if high - low > 2:
-            middle = (low + high) // 2
-            if (middle_bytes := step_of(middle)) <= room:
-                low, low_bytes = middle, middle_bytes
-            else:
-                high, high_bytes = middle, middle_bytes
-    return low
+    low, high = (1, one), (2, step_of(2))
+    while high[1] <= room:
+        grows = max(1, (high[1] - low[1]) // (high[0] - low[0]))
+        low, batch = high, high[0] + (room - high[1]) // grows + 1
+        high = batch, step_of(batch)
+    by_line = True
+    while high[0] - low[0] > 1:
+        batch = (low[0] + high[0]) // 2
+        # A line that bends leaves one end where it is, so every other time the middle is asked.
+        if by_line:
+            guess = low[0] + (room - low[1]) * (high[0] - low[0]) // max(1, high[1] - low[1])
+            batch = min(max(guess, low[0] + 1), high[0] - 1)
+        by_line = not by_line
+        found = batch, step_of(batch)
+        low, high = (found, high) if found[1] <= room else (low, found)
+    return low[0]

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..base.lines import decided_line, peak_line, seconds_line
-from ..base.sizes import show_bytes
+from ..base.sizes import decided_line, peak_line, seconds_line, show_bytes
 from ..plan.plan import BudgetError, Plan, budget_line, percent_kept
 
 
@@ -70,14 +69,16 @@ class MeasuredPlan:
             (
                 f"Plan by measured steps{of}",
                 peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
-                decided_line(((it.technique, it.saved_bytes) for it in self.choices), "parts"),
+                decided_line(
+                    ((choice.technique, choice.saved_bytes) for choice in self.choices), "parts"
+                ),
                 seconds_line(self.baseline_seconds, self.seconds),
             )
         )
 
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the parts with this technique."""
-        return tuple(it.name for it in self.choices if it.technique == technique)
+        return tuple(choice.name for choice in self.choices if choice.technique == technique)
 
 
 class Part(Protocol):
@@ -148,7 +149,7 @@ def fewest_again(
             op=smallest.peak_op,
             percent=percent,
         )
-    order = sorted(parts, key=lambda it: -it.seconds / max(1, it.saved_bytes))
+    order = sorted(parts, key=lambda part: -part.seconds / max(1, part.saved_bytes))
     best, low, high = smallest, 0, len(order)
     while high - low > 1:
         middle = (low + high) // 2
@@ -183,16 +184,21 @@ def measured_plan(
     courses
         See MeasuredPlan.
     """
-    chosen = {id(it) for it in again}  # two may have one name: a layer that is called twice
+    chosen = {id(part) for part in again}  # two may have one name: a layer that is called twice
     return MeasuredPlan(
         choices=tuple(
-            Choice(it.name, "recompute" if id(it) in chosen else "keep", it.saved_bytes, it.seconds)
-            for it in parts
+            Choice(
+                part.name,
+                "recompute" if id(part) in chosen else "keep",
+                part.saved_bytes,
+                part.seconds,
+            )
+            for part in parts
         ),
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
         baseline_peak_bytes=baseline.peak_bytes,
-        seconds=baseline_seconds + sum(it.seconds for it in again),
+        seconds=baseline_seconds + sum(part.seconds for part in again),
         baseline_seconds=baseline_seconds,
         peak_op=best.peak_op,
         courses=courses,

@@ -1,6 +1,6 @@
 """What a process takes beyond the tensors of a plan, and the budget that its limits leave.
 
-Of a host whose malloc returns what is freed (`base/malloc.py`).
+Of a host whose malloc returns what is freed (`base/host.py`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,11 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
 
 def _given(graph: Graph) -> dict[str, int]:
     """Return gradients that a caller makes, of outputs, by name, with their bytes."""
-    return {it.name: it.bytes for it in graph.storages if it.held and it.role == "gradient"}
+    return {
+        storage.name: storage.bytes
+        for storage in graph.storages
+        if storage.held and storage.role == "gradient"
+    }
 
 
 def within_reserved(
@@ -152,7 +156,7 @@ def within_reserved(
                     break
                 plan, target = error.plan, 0
             found = reserved(graph, plan, settings)
-            least = min(least, (found, plan), key=lambda it: it[0].peak_bytes)
+            least = min(least, (found, plan), key=lambda pair: pair[0].peak_bytes)
             if not target:
                 break
         found, plan = least

@@ -8,12 +8,11 @@ need("tensorflow", "sn_memory.tensorflow")
 
 from ..activations import Peaks
 from ..run.estimate import Estimate
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .activations.compress import CompressedActivations, compress_activations
+from .chunked_loss import chunked_cross_entropy
 from .errors import TraceError
 from .estimate import estimate
-from .loss.function import chunked_cross_entropy
-from .loss.model import LossInChunks, chunk_loss
 from .memory import Allocations, AllocatorPeak
 from .plan import plan, plan_step
 from .planned import Planned, PlannedStep
@@ -25,7 +24,6 @@ __all__ = [
     "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
-    "LossInChunks",
     "Peaks",
     "PlanWarning",
     "Planned",
@@ -33,7 +31,6 @@ __all__ = [
     "Trace",
     "TraceError",
     "Verification",
-    "chunk_loss",
     "chunked_cross_entropy",
     "compress_activations",
     "estimate",

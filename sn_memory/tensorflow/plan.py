@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ..base.clock import sharing
 from ..base.errors import PlanWarning
-from ..base.malloc import return_freed
+from ..base.host import return_freed
 from ..base.native import core
 from ..base.progress import Wanted, say, speaking
 from ..graph.records import Device

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..base.errors import PlanError
 from ..check.replay import check_plan
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .compare import Results, different, nudged, relative_error, results_of, unit_of
 from .eager import asked
 from .memory import main_device

@@ -7,15 +7,11 @@ from ..base.errors import PlanWarning, need
 need("torch", "sn_memory.torch")
 
 from ..run.estimate import Estimate
-from ..run.planned import PlannedKind
-from ..run.verification import Verification
+from ..run.planned import PlannedKind, Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
-from .loss.compiled import ChunkedLossBackend
-from .loss.function import chunked_cross_entropy
-from .loss.model import chunk_loss
 from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
@@ -26,7 +22,6 @@ from .trace.trace import Trace, trace
 from .verify import verify
 
 __all__ = [
-    "ChunkedLossBackend",
     "CompressedActivations",
     "Estimate",
     "HostState",
@@ -43,8 +38,6 @@ __all__ = [
     "TraceError",
     "Verification",
     "checkpoint_policy",
-    "chunk_loss",
-    "chunked_cross_entropy",
     "compress_activations",
     "estimate",
     "placing_statistics",

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..cost.caching import ROUND_LARGE, CachingAllocator
 from ..cost.devices import speeds
+from ..graph.graph import rounded
 from ..graph.liveness import live_bytes, peak
-from ..graph.numbers import rounded
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .device.caching import allocator_settings

@@ -20,9 +20,8 @@ from ..graph.batches import Batches
 from ..graph.graph import Graph
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
-from ..run.cards import Held, Units, on_cards
 from ..run.estimate import Estimate
-from ..run.fit import PLAIN, Fit, Way, categories, largest
+from ..run.fit import PLAIN, Fit, Held, Units, Way, categories, largest, on_cards
 from .elsewhere.gpu import Gpu
 from .elsewhere.units import units_of
 from .errors import TraceError

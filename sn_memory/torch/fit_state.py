@@ -15,7 +15,7 @@ import torch
 from ..base.errors import PlanError
 from ..graph.batches import Batches
 from ..graph.graph import Graph
-from ..graph.unit import Unit
+from ..graph.hosted import Unit
 from ..plan.plan import BudgetError
 from ..plan.state import Planner, StatePlan, planned_with
 from ..run.fit import Way, largest

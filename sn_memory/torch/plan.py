@@ -17,7 +17,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
-from ..base.malloc import return_freed
+from ..base.host import return_freed
 from ..base.native import core
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes
@@ -34,7 +34,6 @@ from .compile.backend import COMPILERS
 from .elsewhere.gpu import gpu_of
 from .elsewhere.limit import limit_budget
 from .errors import TraceError
-from .loss_chunks import with_loss_chunks
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
@@ -63,6 +62,11 @@ from .trace.trace import call_arguments
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "graph", "compile", "modules")
+# Keywords that were removed, and what to write instead.
+_REMOVED = {
+    "loss_chunks": "Let the model's forward return torch.nn.functional.linear_cross_entropy(hidden,"
+    " head.weight, labels, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256))",
+}
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
@@ -84,12 +88,12 @@ def plan(
     bits: int | Controller = 8,
     trial: bool = True,
     accumulate: bool = False,
-    loss_chunks: int | str | None = None,
     state: str | os.PathLike[str] | StateArena | None = None,
     update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
     progress: Wanted = None,
+    **removed: Any,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -152,11 +156,6 @@ def plan(
         unplanned peak with them, and steps that find none keep the same bytes. Otherwise that is
         planned at the first step that finds some, if the budget has no room for them; a warning
         says so if no plan keeps it.
-    loss_chunks
-        Of a model whose forward returns a cross entropy of its last product: make the product and
-        the loss in so many chunks of rows, forward and backward together, as `chunk_loss` does;
-        logits are then not returned beside the loss, and numbers differ by the order of sums.
-        `auto` takes chunks where the budget asks for them, as many as fit at the fewest seconds.
     state
         Let parameters and the state of `optimizer`, an instance then, lie on the host, as far as
         the budget asks for it, in one plan with the activations: "host" or, of a model on
@@ -218,6 +217,9 @@ def plan(
     >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
+    for name in removed:
+        instead = f", which was removed. {_REMOVED[name]}" if name in _REMOVED else ""
+        raise TypeError(f"plan() got an unexpected keyword argument {name!r}{instead}.")
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     if compiler not in COMPILERS:
@@ -280,14 +282,10 @@ def plan(
     _check_model(model)
     _check_device(device, model, backend)
     before = model.__dict__.get(RECORD)
-    of_trace = {"profile": profile, "device": device, "optimizer": optimizer}
-    largest = sample[-1] if isinstance(sample, list) and sample else sample
     if budget == LIMIT:
         budget = limit_budget(plain_model(model), sample, optimizer=optimizer, device=device)
         planning = replace(planning, share="")
-    plain, budget, chunks = with_loss_chunks(
-        plain_model(model), largest, budget, loss_chunks, of_trace
-    )
+    plain = plain_model(model)
     planning = replace(planning, budget=budget)
     if state is not None:
         arena = arena_for(plain_model(model), state)
@@ -316,7 +314,6 @@ def plan(
     twin.__dict__.update(plain.__dict__)
     stand_for(twin, model)
     twin.__dict__[RECORD] = record = _record(plain, planning, found, noted, before, strict=strict)
-    record.loss_chunks = chunks
     record.sampled = Sampled.of(twin, found[0][1])
     return twin
 

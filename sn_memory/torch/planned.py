@@ -151,8 +151,6 @@ class Planned(PlannedRecord[Trace]):
         Those that change from step to step, whose values are left out; see `Kind.without`.
     sampled
         The model and the form of the sample that `plan` made last.
-    loss_chunks
-        In how many chunks the last product and its loss are made.
     pool
         Where the steps allocate, on a device that has such pools (CUDA).
     lock
@@ -184,7 +182,6 @@ class Planned(PlannedRecord[Trace]):
     changes: Counter[Name] = field(default_factory=Counter, repr=False)
     free: set[Name] = field(default_factory=set, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
-    loss_chunks: int = 1
     pool: StepPool = field(default_factory=StepPool, repr=False, compare=False)
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 

@@ -15,7 +15,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
-from ..base.malloc import return_freed
+from ..base.host import return_freed
 from ..base.progress import say
 from ..base.sizes import parse_bytes, show_bytes
 from ..check.replay import carry_out, check_plan
@@ -40,6 +40,7 @@ from .errors import (
     TraceError,
     fails_on_sample,
 )
+from .large_logits import logits_note
 from .model.guard import outside_saved_tensors_hooks
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
@@ -420,8 +421,14 @@ class Planning:
 
     def planned_trace(self, traced: Trace) -> Plan:
         """Return a plan of what was traced."""
-        made = self.planned(traced.graph)
-        return replace(made, notes=(*made.notes, *traced.notes))
+        try:
+            made = self.planned(traced.graph)
+        except BudgetError as error:
+            if error.plan is not None:
+                error.args = (" ".join((str(error), *logits_note(traced.graph, error.plan))),)
+            raise
+        notes = (*made.notes, *traced.notes, *logits_note(traced.graph, made))
+        return replace(made, notes=notes)
 
     def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
         """Return a plan of a step with its updates; one of several searches."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..base.errors import PlanError
-from ..run.verification import Verification
+from ..run.planned import Verification
 from .model.compare import differences
 from .model.kind import Kind
 from .model.kinds import Arguments, kind_of

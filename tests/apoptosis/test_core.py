@@ -5,17 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_memory.apoptosis import (
-    LIPSCHITZ,
-    Reader,
-    Schedule,
-    angles,
-    choose,
-    correlations,
-    fold,
-    is_homogeneous,
-    largest_change,
-)
+from sn_memory.apoptosis import Reader, Schedule, choose, fold
 from sn_memory.apoptosis.pace import StepClock
 
 ACTIVATIONS = {
@@ -56,16 +46,12 @@ def reader_of(hidden, outgoing, bias, check=None):
     )
 
 
-def test_the_table_is_of_what_is_tested():
-    assert set(ACTIVATIONS) == set(LIPSCHITZ)
-
-
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_duplicates_merge_without_a_change(name, with_bias):
     weights, x, outgoing, bias = net(0)
     weights[4], weights[7] = weights[1], weights[1]
-    if is_homogeneous(name):
+    if name in ("linear", "relu", "leaky_relu"):  # c f(z) = f(c z)
         weights[7] *= 2.5
     hidden = ACTIVATIONS[name](x @ weights.T)
     bias = bias if with_bias else None
@@ -143,24 +129,6 @@ def test_all_that_stay_make_up_for_one_that_goes():
     assert choice.changes[0] < 0.01
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(ACTIVATIONS)))
-def test_weights_alone_say_the_largest_change_of_each_merge(seed, name):
-    weights, x, outgoing, _ = net(seed, n=6)
-    weights[3] = 1.5 * weights[0] + 0.05 * weights[2]
-    change, factor = largest_change(weights, outgoing, name, x.T @ x / len(x))
-    hidden = ACTIVATIONS[name](x @ weights.T)
-    for j in range(6):
-        for i in range(6):
-            if np.isfinite(change[j, i]):
-                moved = np.outer(hidden[:, j] - factor[j, i] * hidden[:, i], outgoing[:, j])
-                assert np.sqrt((moved**2).sum(axis=1).mean()) <= change[j, i] * (1 + 1e-9)
-    worst, _ = largest_change(weights, outgoing, name)
-    longest = np.linalg.norm(x, axis=1).max()
-    finite = np.isfinite(change)
-    assert (change[finite] <= worst[finite] * longest * (1 + 1e-9)).all()
-
-
 def test_two_readers_must_both_agree():
     random = np.random.default_rng(3)
     first = random.normal(size=(50, 4))
@@ -214,26 +182,6 @@ def test_widths_are_kept(settings_of, left):
     assert len(choice.kept) == left
 
 
-def test_small_angles_keep_their_digits():
-    base = np.array([1.0, 2.0, 3.0])
-    across = np.array([3.0, 0.0, -1.0]) / np.sqrt(10) * np.linalg.norm(base)
-    found = angles(np.stack([base, base + 1e-9 * across, -base, np.zeros(3)]))
-    assert found[0, 1] == pytest.approx(1e-9, rel=1e-6)
-    assert found[0, 2] == pytest.approx(np.pi)
-    assert found[0, 3] == pytest.approx(np.pi / 2)
-    np.testing.assert_array_equal(found, found.T)
-
-
-def test_correlations_of_the_dead_are_none():
-    h = np.random.default_rng(0).normal(size=(50, 3))
-    h[:, 1], h[:, 2] = 0.0, 3 - 2 * h[:, 0]
-    ones = np.c_[h, np.ones(50)]
-    found = correlations(ones.T @ ones / 50, centred=True)
-    assert found[0, 2] == pytest.approx(-1)
-    assert not found[1].any()
-    assert correlations(ones.T @ ones / 50, centred=False)[0, 2] > -1
-
-
 def test_schedules():
     def steps(name, merged):
         schedule, found = Schedule(name, 10), []
@@ -256,9 +204,6 @@ def test_schedules():
         (lambda: Schedule("quick", 0), "1 or more"),
         (lambda: choose([], tolerance=0.1), "no readers"),
         (lambda: choose([], tolerance=0.0), "above 0"),
-        (lambda: angles(np.ones(3)), r"\[neurons, inputs\]"),
-        (lambda: is_homogeneous("swish"), "expected one of elu"),
-        (lambda: largest_change(np.ones((2, 2)), np.ones((2, 3)), "relu"), "Transpose"),
         (
             lambda: Reader("r", np.ones((1, 2, 3)), np.ones((4, 4)), np.ones((9, 2, 3)), 1.0, True),
             r"\[n \+ 1, n \+ 1\]",

@@ -11,32 +11,31 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders, its cap today, its line budget. A folder within a folder that has a row of its
 # own does not count for the outer one.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 1026, 650),
-    "graph": (("graph",), 1657, 1150),
-    "cost": (("cost",), 1709, 800),
+    "base": (("base",), 949, 650),
+    "graph": (("graph",), 1552, 1150),
+    "cost": (("cost",), 1510, 800),
     "check": (("check",), 426, 430),
-    "run, report": (("run", "report"), 2416, 1350),
-    "pool": (("pool",), 1005, 800),
-    "plan": (("plan",), 3258, 1500),
-    "plan/search": (("plan/search",), 2042, 1700),
-    "plan/policies": (("plan/policies",), 267, 300),
-    "activations": (("activations",), 1082, 800),
-    "apoptosis": (("apoptosis",), 3691, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
+    "run, report": (("run", "report"), 2223, 1350),
+    "pool": (("pool",), 982, 800),
+    "plan": (("plan",), 3254, 1500),
+    "plan/search": (("plan/search",), 2039, 1700),
+    "plan/policies": (("plan/policies",), 266, 300),
+    "activations": (("activations",), 1017, 800),
+    "apoptosis": (("apoptosis",), 3206, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3309, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
-    "torch: trace": (("torch/trace",), 3853, 2300),
+    "torch: trace": (("torch/trace",), 3852, 2300),
     "torch: eager": (("torch/eager",), 2469, 1500),
-    "torch: host": (("torch/state",), 1841, 1300),
+    "torch: host": (("torch/state",), 1839, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
-    "torch: loss": (("torch/loss",), 911, 0),
-    "tensorflow": (("tensorflow",), 6274, 4200),
+    "tensorflow": (("tensorflow",), 6185, 4200),
 }
-TOTAL = (49_470, 28_000)
-MOST_FILES = (323, 170)
+TOTAL = (47_401, 28_000)
+MOST_FILES = (280, 170)
 
 
 def lines(path: Path) -> int:

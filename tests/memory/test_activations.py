@@ -23,7 +23,8 @@ from sn_memory.activations import (
     suggest_batch,
     treatment,
 )
-from sn_memory.activations.rerun import choose_again, is_inside
+from sn_memory.activations.budget import choose_again
+from sn_memory.activations.saved import is_inside
 
 
 def relu(rng, *shape):

@@ -4,8 +4,7 @@ import pytest
 
 from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
 from sn_memory.graph.batches import Batches
-from sn_memory.run.cards import Units, on_cards
-from sn_memory.run.fit import Fit, Way, largest
+from sn_memory.run.fit import Fit, Units, Way, largest, on_cards
 
 
 def step(batch, ops=2, device=None):

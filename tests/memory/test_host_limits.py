@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sn_memory import PlanError
-from sn_memory.base import host, malloc
+from sn_memory.base import host
 from sn_memory.base.errors import PlanWarning
 from sn_memory.base.host import Limit, limits
 from sn_memory.run import process
@@ -117,33 +117,33 @@ def libc(monkeypatch):
         def malloc_trim(self, _):
             calls.append("trim")
 
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda _: Library())
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: Library())
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     return calls
 
 
 def test_malloc_returns_what_is_freed_where_the_limit_is_near(libc, monkeypatch):
-    monkeypatch.delenv(malloc.SETTING, raising=False)
-    monkeypatch.setattr(malloc, "smallest_limit", lambda: Limit("RLIMIT_DATA", 300))
-    monkeypatch.setattr(malloc, "_WARNED", [])
-    assert not malloc.return_freed(100)
+    monkeypatch.delenv(host.SETTING, raising=False)
+    monkeypatch.setattr(host, "smallest_limit", lambda: Limit("RLIMIT_DATA", 300))
+    monkeypatch.setattr(host, "_WARNED", [])
+    assert not host.return_freed(100)
     assert not libc
     with pytest.warns(PlanWarning, match="RLIMIT_DATA leaves 300 B, less than 3 times"):
-        assert malloc.return_freed(101)
+        assert host.return_freed(101)
     assert libc == [(-3, 128 << 10), (-1, 128 << 10), "trim"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert malloc.return_freed(101)  # once in a process is enough
+        assert host.return_freed(101)  # once in a process is enough
 
 
 def test_one_setting_turns_it_off_or_on(libc, monkeypatch):
-    monkeypatch.setattr(malloc, "smallest_limit", lambda: Limit("RLIMIT_DATA", 0))
-    monkeypatch.setenv(malloc.SETTING, "off")
-    assert not malloc.return_freed(100)
-    monkeypatch.setenv(malloc.SETTING, "on")
-    assert malloc.return_freed()
+    monkeypatch.setattr(host, "smallest_limit", lambda: Limit("RLIMIT_DATA", 0))
+    monkeypatch.setenv(host.SETTING, "off")
+    assert not host.return_freed(100)
+    monkeypatch.setenv(host.SETTING, "on")
+    assert host.return_freed()
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
-    assert not malloc.return_freed()
-    monkeypatch.setenv(malloc.SETTING, "yes")
+    assert not host.return_freed()
+    monkeypatch.setenv(host.SETTING, "yes")
     with pytest.raises(ValueError, match=r"SN_MEMORY_MALLOC='yes'"):
-        malloc.return_freed()
+        host.return_freed()

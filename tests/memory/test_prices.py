@@ -7,7 +7,7 @@ from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
 from sn_memory.cost.offload import BESIDE, lane_seconds, windows
-from sn_memory.cost.workspace import equip
+from sn_memory.cost.schedule import equip
 from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.emit import emit

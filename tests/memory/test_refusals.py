@@ -4,8 +4,8 @@ import pytest
 from random_graphs import compressible, random_graph, training_chain
 
 from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
+from sn_memory.graph.graph import module_of
 from sn_memory.graph.liveness import peak
-from sn_memory.graph.places import module_of
 
 
 def as_torch_names(graph):

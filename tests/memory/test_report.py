@@ -25,10 +25,11 @@ from sn_memory import (
     Workspace,
     check_plan,
 )
+from sn_memory.base.sizes import show_seconds
 from sn_memory.plan import policies
+from sn_memory.report.curves import LAYERS, owner_groups, top_owners
 from sn_memory.report.figure import figure
 from sn_memory.report.report import report
-from sn_memory.report.tables import LAYERS, owner_groups, show_seconds, top_owners
 
 from .random_graphs import random_graph
 
@@ -177,10 +178,10 @@ def test_the_picture_stacks_what_the_curve_holds():
     # Where a plan runs an op with scratch, that is a layer of its own, in a colour of its own.
     made = report(CHAIN, policies.policy("liveness")(CHAIN, budget_bytes=None))
     axes = figure(made).axes[0]
-    stacked = {it.get_label(): it for it in axes.collections if it.get_label() in LAYERS}
+    stacked = {it.get_label(): it for it in axes.patches if it.get_label() in LAYERS}
     assert list(stacked) == list(LAYERS)
-    assert len({tuple(it.get_facecolor()[0]) for it in stacked.values()}) == len(LAYERS)
-    tops = [it.get_paths()[0].vertices[:, 1].max() * 1024 for it in stacked.values()]
+    assert len({tuple(it.get_facecolor()) for it in stacked.values()}) == len(LAYERS)
+    tops = [it.get_path().vertices[:, 1].max() * 1024 for it in stacked.values()]
     assert tops[-1] == made.after.peak_bytes
 
 

@@ -19,9 +19,8 @@ from sn_memory import (
 )
 from sn_memory.check.replay import carry_out
 from sn_memory.cost.state_lanes import lane_seconds
-from sn_memory.graph.hosted import PLACES, UPDATE, with_state
+from sn_memory.graph.hosted import PLACES, UPDATE, Unit, with_state
 from sn_memory.graph.liveness import peak
-from sn_memory.graph.unit import Unit
 from sn_memory.plan.ahead import ahead, live_bytes
 from sn_memory.plan.plan import Action
 from sn_memory.plan.state import moves_of, plan_state, planned_with, step_peak

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from sn_memory.cost import measured
-from sn_memory.cost.measured import TimesFile, is_seconds
+from sn_memory.cost import op_times
+from sn_memory.cost.op_times import TimesFile, is_seconds
 
 NAME = "times.json"
 
@@ -89,7 +89,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(measured.Path, "home", none)
+    monkeypatch.setattr(op_times.Path, "home", none)
     file = TimesFile(NAME, is_seconds)
     file.add({"a": 1.0})
     assert file.read() == {}
@@ -105,7 +105,7 @@ def test_what_others_added_since_is_kept(folder):
 
 WRITER = """
 import sys
-from sn_memory.cost.measured import TimesFile, is_seconds
+from sn_memory.cost.op_times import TimesFile, is_seconds
 file = TimesFile("times.json", is_seconds)
 for count in range(40):
     file.add({f"{sys.argv[1]}-{count}": 1.0})
@@ -119,7 +119,7 @@ def test_writers_at_once_lose_nothing(folder):
 
 
 def test_a_lock_that_is_never_given_back_is_not_waited_for(folder, monkeypatch, caplog):
-    monkeypatch.setattr(measured, "_LOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr(op_times, "_LOCK_LIMIT_S", 0.05)
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:

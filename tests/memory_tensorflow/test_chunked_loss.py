@@ -5,14 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from sn_memory import BudgetError
 from sn_memory.graph.liveness import peak
-from sn_memory.tensorflow import (
-    TraceError,
-    chunk_loss,
-    chunked_cross_entropy,
-    plan_step,
-    trace,
-)
+from sn_memory.tensorflow import chunked_cross_entropy, plan_step, trace
 
 ROWS, HIDDEN, VOCABULARY = 50, 16, 400
 # Sums of float32 in another order.
@@ -84,57 +79,83 @@ def test_only_the_logits_of_a_chunk_are_held():
 
 
 def language():
-    model = keras.Sequential(
-        [
-            keras.Input((32,), dtype="int32"),
-            keras.layers.Embedding(VOCABULARY, HIDDEN),
-            keras.layers.Dense(HIDDEN, "gelu"),
-            keras.layers.Dense(VOCABULARY),
-        ]
-    )
-    return model, tf.random.uniform((4, 32), 0, VOCABULARY, tf.int32)
+    tokens = keras.Input((32,), dtype="int32")
+    hidden = keras.layers.Embedding(VOCABULARY, HIDDEN)(tokens)
+    body = keras.Model(tokens, keras.layers.Dense(HIDDEN, "gelu")(hidden))
+    head = keras.layers.Dense(VOCABULARY)
+    head.build((None, 32, HIDDEN))
+    return body, head, tf.random.uniform((4, 32), 0, VOCABULARY, tf.int32)
 
 
-def test_a_keras_model_and_its_loss():
-    model, tokens = language()
-    plain = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    found = []
-    for with_loss in (None, chunk_loss(model, 8)):
-        with tf.GradientTape() as tape:
-            loss = with_loss((tokens, tokens)) if with_loss else plain(tokens, model(tokens))
-        found.append(
-            [loss, *map(tf.convert_to_tensor, tape.gradient(loss, model.trainable_variables))]
-        )
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, **TOLERANCE)
+def chunked(body, head, tokens):
+    hidden = body(tokens, training=True)
+    return chunked_cross_entropy(hidden, head.kernel, tokens, bias=head.bias, chunks=8)
 
 
-def test_a_step_of_it_is_planned():
-    model, tokens = language()
-    with_loss = chunk_loss(model, 8)
+def whole(body, head, tokens):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return loss(tokens, head(body(tokens, training=True)))
+
+
+def in_parts(body, head, tokens):
+    hidden, total = tf.reshape(body(tokens, training=True), (-1, HIDDEN)), 0.0
+
+    @tf.recompute_grad
+    def part(rows, labels):
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, head(rows))
+        return tf.reduce_sum(losses)
+
+    labels = tf.split(tf.reshape(tokens, (-1,)), 8)
+    for some, of_them in zip(tf.split(hidden, 8), labels, strict=True):
+        total += part(some, of_them)
+    return total / tf.size(tokens, tf.float32)
+
+
+def step(loss_of, body, head):
+    variables = [*body.trainable_variables, *head.trainable_variables]
 
     @tf.function
-    def step(tokens):
+    def run(tokens):
         with tf.GradientTape() as tape:
-            loss = with_loss((tokens, tokens), training=True)
-        for variable, slope in zip(
-            model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True
-        ):
+            loss = loss_of(body, head, tokens)
+        for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
             variable.assign_sub(0.1 * tf.convert_to_tensor(slope))
         return loss
 
-    planned = plan_step(step, tokens, "100%", profile=False, planner="sqrt_n")
+    return run
+
+
+@pytest.mark.parametrize("other", [chunked, in_parts])
+def test_a_keras_model_and_its_loss(other):
+    body, head, tokens = language()
+    found = []
+    for loss_of in (whole, other):
+        with tf.GradientTape() as tape:
+            loss = loss_of(body, head, tokens)
+        variables = [*body.trainable_variables, *head.trainable_variables]
+        found.append([loss, *map(tf.convert_to_tensor, tape.gradient(loss, variables))])
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(one, two, **TOLERANCE)
+
+
+def test_what_nothing_else_gives():
+    """Neither a plan alone nor a loss of parts that run again holds as little as one in chunks."""
+    body, head, tokens = language()
+    least = {}
+    for loss_of in (whole, in_parts, chunked):
+        with pytest.raises(BudgetError) as error:
+            plan_step(step(loss_of, body, head), tokens, 1000, profile=False, time_limit_s=2.0)
+        least[loss_of] = error.value.peak_bytes
+    assert least[chunked] < 0.6 * least[whole]
+    assert least[chunked] < 0.8 * least[in_parts]
+
+
+def test_a_step_of_it_is_planned():
+    body, head, tokens = language()
+    run = step(chunked, body, head)
+    planned = plan_step(run, tokens, "100%", profile=False, planner="sqrt_n")
     losses = [float(planned(tokens)) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
-
-
-def test_what_ends_otherwise_is_refused():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5, "softmax")])
-    with pytest.raises(TraceError, match="expected logits"):
-        chunk_loss(model, 4)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5), keras.layers.Dropout(0.1)])
-    with pytest.raises(TraceError, match="expected a Dense"):
-        chunk_loss(model, 4)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from small_models import mlp
 from torch import nn
 
 from sn_memory.cost.devices import DEVICES
+from sn_memory.graph.hosted import Unit
 from sn_memory.graph.liveness import peak
-from sn_memory.graph.unit import Unit
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
 from sn_memory.torch.elsewhere.attention import kernel
 from sn_memory.torch.elsewhere.gpu import gpu_of

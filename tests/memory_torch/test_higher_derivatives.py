@@ -14,7 +14,6 @@ from sn_memory.base.errors import PlanError, PlanWarning
 from sn_memory.torch import (
     ReplayError,
     checkpoint_policy,
-    chunked_cross_entropy,
     compress_activations,
     plan,
 )
@@ -386,27 +385,6 @@ def test_with_the_state_on_the_host_it_is_refused():
         planned(sample).sum().backward(create_graph=True)
     with pytest.raises(PlanError, match="its state on the host"):
         torch.func.vjp(planned, sample)
-
-
-@pytest.mark.parametrize("way", ["create_graph", "torch.func", "forward mode"])
-def test_a_loss_in_chunks_has_first_derivatives(way):
-    weight, target = torch.randn(20, 8), torch.arange(16)
-
-    def loss(hidden):
-        return chunked_cross_entropy(hidden, weight, target, chunks=4)
-
-    def forward_mode():
-        with forward_ad.dual_level():
-            loss(forward_ad.make_dual(hidden, hidden.detach().clone()))
-
-    hidden = torch.randn(16, 8, requires_grad=True)
-    ask = {
-        "create_graph": lambda: grad(loss(hidden), hidden, create_graph=True),
-        "torch.func": lambda: torch.func.grad(loss)(hidden.detach()),
-        "forward mode": forward_mode,
-    }
-    with pytest.raises(RuntimeError, match="no derivatives of these"):
-        ask[way]()
 
 
 @pytest.mark.parametrize("way", WAYS)

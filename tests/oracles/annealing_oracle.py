@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sn_memory.base.clock import after
+from sn_memory.base.clock import now
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
+from sn_memory.graph.graph import Ints
 from sn_memory.graph.holes import KEEP, Holes
-from sn_memory.graph.numbers import Ints
 from sn_memory.plan.search.anneal import COLD, Rules
 from sn_memory.plan.search.mixed import Mixed, carried
 
@@ -19,7 +19,7 @@ WAITS = (BESIDE, BESIDE, BESIDE, BESIDE, BESIDE, OUT, BACK, BOTH)
 
 def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixed | None:
     """Return what `sn_memory.plan.search.anneal.anneal` returns."""
-    return carried(holes, *_Annealer(holes, start, rules).run(after(deadline)))
+    return carried(holes, *_Annealer(holes, start, rules).run(lambda: now() > deadline))
 
 
 class _Draw:

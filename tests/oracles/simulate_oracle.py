@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from sn_memory.cost.schedule import HostCopy, Impossible, Schedule
+from sn_memory.graph.graph import Ints
 from sn_memory.graph.holes import KEEP, Holes
-from sn_memory.graph.numbers import Ints
 
 
 def simulate(

@@ -7,7 +7,7 @@ has made so many bytes.
 from __future__ import annotations
 
 from sn_memory import Graph, Plan
-from sn_memory.graph.numbers import Ints
+from sn_memory.graph.graph import Ints
 from sn_memory.plan.policies.sqrt_n import crossing_bytes, narrowest, plan_of_cuts
 from sn_memory.plan.walk.origins import origins
 

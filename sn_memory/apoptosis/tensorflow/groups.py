@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..groups import Group, Groups, Site, Slice, Tag
+from ..groups import Groups, Site, Slice, Tag
 
 # Activations that give one number for one number, by the names Keras gives the functions.
 _FUNCTIONS = frozenset(
@@ -198,8 +198,3 @@ _RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
     **dict.fromkeys(_POOLS | _GLOBAL, _pool),
     **dict.fromkeys(_TWO_SIDED, _two_sided),
 }
-
-
-def usable(walk: Walk) -> list[Group]:
-    """Return the groups that no rule has refused."""
-    return [group for group in walk.roots() if group.reason is None]

@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections import deque
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
-from ..batches import most_alike
-from ..events import Merged, merged
-from ..groups import Group
+from ..groups import Group, Site
 from ..merge import Choice
-from ..pace import BATCHES, Paced
-from ..patches import SAMPLES
-from ..reader import Reader
-from .agree import (
-    fingerprint,
-    largest_of_ranks,
-    place,
-    require_same,
-    stack_over_ranks,
-    sum_over_ranks,
-)
-from .export import write
-from .groups import find_groups, graph_of
+from ..pace import BaseApoptosis, Event
+from ..ranks import Alone, HorovodRanks, Ranks
+from ..samples import Seen
+from .groups import Walk, find_groups, graph_of
 from .statistics import measure
-from .surgery import Patient, as_offsets, operate, tell
+from .surgery import Pruner, as_offsets, merge_group, resize, update_sizes
 
 
-class Apoptosis(Paced):
+def write(model: Any, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
+    """Write `path`, a .keras file or else a SavedModel, and the same name with .json."""
+    path = Path(path)
+    if path.suffix == ".keras":
+        model.save(path)
+    else:
+        model.export(path, verbose=False)
+    record = {
+        "format": "sn_memory.apoptosis",
+        "version": 1,
+        "shapes": [[held.path, list(held.shape)] for held in model.variables],
+        "events": [event.to_json() for event in events if event],
+    }
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
+    """Shrink a freshly made model to what `Apoptosis.export` wrote, and load its weights.
+
+    Parameters
+    ----------
+    model
+        Made as it was before training, at full width; changed in place.
+    path
+        The .keras file. keras.models.load_model reads it just as well, where the code that made
+        the model is not at hand.
+
+    Returns
+    -------
+    keras.Model
+        The model. Make its optimizer after this call.
+    """
+    values = keras.models.load_model(path, compile=False).variables
+    if [len(held.shape) for held in values] != [len(held.shape) for held in model.variables]:
+        raise ValueError(
+            f"rebuild: {Path(path).name} has {len(values)} variables, the model "
+            f"{len(model.variables)}, or of other ranks; expected the same. Make the model with "
+            "the code that was trained."
+        )
+    graph = graph_of(model)
+    walk = find_groups(graph)
+    for held, value in zip(model.variables, values, strict=True):
+        if tuple(held.shape) == tuple(value.shape):
+            held.assign(value.numpy())
+        else:
+            resize(held, np.asarray(value.numpy()))
+    update_sizes(walk, Pruner(graph, None).layers)
+    return model
+
+
+class Apoptosis(BaseApoptosis):
     """Merges neurons of a Keras model while it trains, with all that its optimizer knows of them.
 
     Parameters
@@ -50,7 +93,7 @@ class Apoptosis(Paced):
     round_to
         Widths that change become a multiple of this.
     schedule
-        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.schedule).
+        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
     overhead
         The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
         then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
@@ -61,6 +104,9 @@ class Apoptosis(Paced):
     that was recorded before an event reads variables that are empty now, and fails: make it anew
     when `step` returns true. Functions of `fit` are made anew by themselves.
     """
+
+    _no_batch = "no batch was seen; call observe(inputs) before step()"
+    _walk: Walk
 
     def __init__(
         self,
@@ -84,7 +130,6 @@ class Apoptosis(Paced):
         )
         graph_of(model)
         self.model, self.optimizer = model, optimizer
-        self._batches: deque[Any] = deque(maxlen=BATCHES)
 
     def observe(self, inputs: Any) -> None:
         """Keep what the model is trained on: a tensor, or a list in the order of model.inputs."""
@@ -111,84 +156,57 @@ class Apoptosis(Paced):
     def _rate(self) -> float:
         return float(self.optimizer.learning_rate)
 
-    def _largest_of_ranks(self, value: float) -> float:
-        return largest_of_ranks([value])[0]
+    def _ranks(self) -> Ranks:
+        # Horovod is not imported for this.
+        hvd = sys.modules.get("horovod.tensorflow")
+        if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
+            return HorovodRanks(hvd, tf.constant)
+        return Alone()
 
-    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
+    def _shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(value.shape) for value in batch)
+
+    def _groups(self, batch: Any) -> tuple[list[Group], str]:
         graph = graph_of(self.model)
-        batches = most_alike(self._batches, _shapes)
-        walk = find_groups(graph)
-        patient = Patient(graph, self.optimizer)
-        groups = list(walk.roots())
+        self._walk, pruner = find_groups(graph), Pruner(graph, self.optimizer)
+        groups = list(self._walk.roots())
         for group in groups:
             for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
-                if key := patient.unknown_state(name):
+                if key := pruner.unknown_state(name):
                     group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
-        # A rank that cannot look says so in the hash: the others would wait for it otherwise.
-        failure = "" if batches else "no batch was seen; call observe(inputs) before step()"
-        described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
-        require_same("the model", failure + "; ".join(described))
-        if failure:
-            return (), {"the model": failure}
-        able = [group for group in groups if group.reason is None]
-        refused = {group.name: group.reason for group in groups if group.reason is not None}
-        choices = self._decide(graph, patient, able, batches)
-        weights = fingerprint(self.model.trainable_variables)
-        decided = [choice and choice.text() for choice in choices]
-        require_same("weights or decision", f"{weights} {decided}")
-        done = []
-        if any(choice is not None and choice.merges for choice in choices):
-            patient.take()
-        for group, choice in zip(able, choices, strict=True):
-            if choice is None:
-                refused[group.name] = "its activations are not finite"
-            elif choice.merges:
-                operate(patient, group, choice)
-                done.append(merged(group, choice))
-        if done:
-            patient.renew()
-            tell(walk, patient.layers)
-            patient.give()
-            self._record_anew()
-        return tuple(done), refused
+        return groups, ""
 
-    def _decide(
-        self, graph: Any, patient: Patient, groups: list[Group], batches: list[Any]
-    ) -> list[Choice | None]:
-        ranks, _ = place()
-        found = measure(graph, groups, batches, samples=SAMPLES // ranks)
-        every = [own for row in found for own in row]
-        if not every:
-            return []
-        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
-        sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
-        cuts = [int(-size) for size in sizes]
-        cut = [np.concatenate(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
-        squares = [
-            np.concatenate(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)
-        ]
-        *fits, totals = sum_over_ranks([*(own.fit for own in every), np.array(squares)])
-        told = zip(fits, stack_over_ranks(cut), np.sqrt(totals), strict=True)
-        choices = []
-        for group in groups:
-            readers = []
-            for site in group.sites:
-                fit, samples, norm = next(told)
-                weights = as_offsets(patient.variable(site.weight).numpy(), group.width)
-                constant = site.takes_constant
-                readers.append(Reader(site.call, weights, fit, samples, float(norm), constant))
-            choices.append(self._choose(readers, group.block))
-        return choices
+    def _measure(
+        self, groups: Sequence[Group], batches: Sequence[Any], samples: int
+    ) -> list[list[Seen]]:
+        return measure(graph_of(self.model), groups, batches, samples)
+
+    def _offsets(self, site: Site, group: Group) -> NDArray[np.float64]:
+        pruner = Pruner(graph_of(self.model), self.optimizer)
+        return as_offsets(pruner.variable(site.weight).numpy(), group.width)
+
+    def _weights(self) -> Iterator[NDArray[Any]]:
+        for held in self.model.trainable_variables:
+            yield held.numpy()
+
+    def _merge(
+        self, chosen: Sequence[tuple[Group, Choice]], batch: Any
+    ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
+        pruner = Pruner(graph_of(self.model), self.optimizer)
+        pruner.take_residuals()
+        for group, choice in chosen:
+            merge_group(pruner, group, choice)
+        pruner.renew()
+        update_sizes(self._walk, pruner.layers)
+        pruner.give_residuals()
+        self._record_anew()
+        return list(chosen), {}
 
     def _record_anew(self) -> None:
         """Let `fit`, `evaluate` and `predict` record the model again."""
         for kind in ("train", "test", "predict"):
             if getattr(self.model, f"{kind}_function", None) is not None:
                 getattr(self.model, f"make_{kind}_function")(force=True)
-
-
-def _shapes(batch: list[Any]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(value.shape) for value in batch)
 
 
 class _Callback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]  # Any

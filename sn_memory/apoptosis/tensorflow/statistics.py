@@ -17,48 +17,30 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ..groups import Group
-from ..patches import SAMPLES, grid, offsets, same_padding
+from ..samples import Seen, grid, offsets, same_padding
 from .groups import calls_of, kind_of
 
 Floats = NDArray[np.float64]
 
 
-class Seen:
-    """What one reader saw.
-
-    Attributes
-    ----------
-    fit
-        [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T.
-    samples
-        [samples, offsets, n] float32 of each batch: what some outputs are made of.
-    squares
-        [samples] float64 of each batch: the square of what was put out there.
-    """
-
-    def __init__(self, n: int) -> None:
-        self.fit = np.zeros((n + 1, n + 1))
-        self.samples: list[NDArray[np.float32]] = []
-        self.squares: list[Floats] = []
-
-    def add(self, layer: Any, seen: Any, out: Any, share: int) -> None:
-        """Add one batch: `seen` [rows, ..., places x n], what the reader put out [rows, ...]."""
-        n = len(self.fit) - 1
-        flat = tf.reshape(tf.cast(seen[0::2] if len(seen) > 1 else seen, tf.float64), [-1, n])
-        flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
-        self.fit += tf.matmul(flat, flat, transpose_a=True).numpy()
-        odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
-        inputs = np.asarray(seen[odd].numpy(), np.float32)
-        made = np.asarray(out[odd].numpy(), np.float64)
-        if kind_of(layer) == "Dense":
-            samples = inputs.reshape(-1, inputs.shape[-1] // n, n)
-            made = made.reshape(len(samples), -1)
-            some = slice(None, None, -(-len(samples) // share))
-            samples, made = samples[some], made[some]
-        else:
-            samples, made = _patches(layer, inputs, made, share)
-        self.samples.append(samples)
-        self.squares.append(np.square(made).sum(axis=1))
+def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
+    """Add one batch: `seen` [rows, ..., places x n], what the reader put out [rows, ...]."""
+    n = len(own.fit) - 1
+    flat = tf.reshape(tf.cast(seen[0::2] if len(seen) > 1 else seen, tf.float64), [-1, n])
+    flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
+    own.fit += tf.matmul(flat, flat, transpose_a=True).numpy()
+    odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
+    inputs = np.asarray(seen[odd].numpy(), np.float32)
+    made = np.asarray(out[odd].numpy(), np.float64)
+    if kind_of(layer) == "Dense":
+        samples = inputs.reshape(-1, inputs.shape[-1] // n, n)
+        made = made.reshape(len(samples), -1)
+        some = slice(None, None, -(-len(samples) // share))
+        samples, made = samples[some], made[some]
+    else:
+        samples, made = _patches(layer, inputs, made, share)
+    own.samples.append(samples)
+    own.squares.append(np.square(made).sum(axis=1))
 
 
 def _patches(
@@ -89,7 +71,7 @@ def _patches(
 
 
 def measure(
-    graph: Any, groups: Sequence[Group], batches: Sequence[Any], *, samples: int = SAMPLES
+    graph: Any, groups: Sequence[Group], batches: Sequence[Any], samples: int
 ) -> list[list[Seen]]:
     """Return what each reader of each group saw in batches of inputs.
 
@@ -99,7 +81,7 @@ def measure(
     sites: dict[str, Seen] = {}
     share = math.ceil(samples / len(batches))
     for group in groups:
-        row = [Seen(group.width) for _ in group.sites]
+        row = [Seen(np.zeros((group.width + 1, group.width + 1))) for _ in group.sites]
         sites |= {site.call: own for site, own in zip(group.sites, row, strict=True)}
         found.append(row)
     for batch in batches:
@@ -130,5 +112,5 @@ def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: 
         out = operation(*args, **kwargs)
     finally:
         operation.activation = activation
-    sites[operation.name].add(operation, args[0], out, share)
+    _add(sites[operation.name], operation, args[0], out, share)
     return activation(out)

@@ -15,8 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ..groups import Group, Site
-from ..merge import Choice, fold
-from ..moments import add_up, scales
+from ..merge import Choice, add_up, fold, scales
 from .groups import Walk, calls_of
 
 Floats = NDArray[np.float64]
@@ -36,8 +35,8 @@ _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
 }
 
 
-class Patient:
-    """A graph of layers and its optimizer under surgery."""
+class Pruner:
+    """A graph of layers and its optimizer that is being pruned."""
 
     def __init__(self, graph: Any, optimizer: Any) -> None:
         operations = [node.operation for node in calls_of(graph)]
@@ -45,7 +44,7 @@ class Patient:
         self.optimizer = optimizer
         self._carried: dict[str, Any] = {}
 
-    def take(self) -> None:
+    def take_residuals(self) -> None:
         """Take from the optimizer what it has yet to send, to be cut like a mean of gradients.
 
         That of sn_compress has `residuals` and `restart`; others send all they have.
@@ -56,8 +55,8 @@ class Patient:
                 for path, value in self.optimizer.residuals().items()
             }
 
-    def give(self) -> None:
-        """Let the optimizer go on with what `take` took, as it is now."""
+    def give_residuals(self) -> None:
+        """Let the optimizer go on with what `take_residuals` took, as it is now."""
         if hasattr(self.optimizer, "restart"):
             left = {path: held.numpy() for path, held in self._carried.items()}
             self.optimizer.restart(left)
@@ -120,21 +119,21 @@ def as_offsets(kernel: Any, width: int) -> Floats:
     return found
 
 
-def operate(patient: Patient, group: Group, choice: Choice) -> None:
+def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
     for place, site in enumerate(group.sites):
-        _read_less(patient, site, choice, place)
+        _read_less(pruner, site, choice, place)
     calls: dict[str, list[str]] = {}
     for piece in group.slices:
         calls.setdefault(piece.call, []).append(piece.name)
     pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for names in calls.values():
-        held = [patient.variable(name) for name in names]
+        held = [pruner.variable(name) for name in names]
         trained = [np.asarray(one.numpy(), np.float64) for one in held if one.trainable]
         rows = [np.moveaxis(value, -1, 0).reshape(choice.width, -1) for value in trained]
         merges = scales(np.concatenate(rows, axis=1), pairs) if rows else []
         for one in held:
-            for key, state in patient.state(one):
+            for key, state in pruner.state(one):
                 if tuple(state.shape) != tuple(one.shape):
                     continue
                 value = np.moveaxis(state.numpy(), -1, 0).copy()
@@ -144,15 +143,15 @@ def operate(patient: Patient, group: Group, choice: Choice) -> None:
             resize(one, one.numpy()[..., choice.kept])
 
 
-def _read_less(patient: Patient, site: Site, choice: Choice, place: int) -> None:
-    kernel = patient.variable(site.weight)
-    bias = None if site.bias is None else patient.variable(site.bias)
+def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int) -> None:
+    kernel = pruner.variable(site.weight)
+    bias = None if site.bias is None else pruner.variable(site.bias)
     before = kernel.numpy()
     plain = None if bias is None else np.asarray(bias.numpy(), np.float64)
     folded, moved = fold(as_offsets(before, choice.width), plain, choice, place)
     *outer, inputs, outputs = before.shape
     shape = (*outer, inputs // choice.width * len(choice.kept), outputs)
-    for _, state in patient.state(kernel):
+    for _, state in pruner.state(kernel):
         if tuple(state.shape) == before.shape:
             value = state.numpy().reshape(-1, choice.width, outputs)[:, choice.kept]
             resize(state, value.reshape(shape))
@@ -161,17 +160,17 @@ def _read_less(patient: Patient, site: Site, choice: Choice, place: int) -> None
         bias.assign(moved)
 
 
-def tell(walk: Walk, layers: dict[str, Any]) -> None:
+def update_sizes(walk: Walk, layers: dict[str, Any]) -> None:
     """Make what layers and recorded values say of their size true again."""
     for layer in layers.values():
-        correct(layer)
+        update_layer(layer)
     for key, tag in walk.tags.items():
         value, group = walk.tensors[key], walk.group(tag)
         held = layers[group.slices[0].call].variables[0]
         value._shape = (*value.shape[:-1], int(held.shape[-1]) * tag.places)
 
 
-def correct(layer: Any) -> None:
+def update_layer(layer: Any) -> None:
     """Make what one layer says of its size that of its variables."""
     kernel = next((held for held in layer.variables if held.name == "kernel"), None)
     if kernel is not None and hasattr(layer, "filters"):

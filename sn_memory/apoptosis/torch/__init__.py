@@ -6,9 +6,8 @@ from ...base.errors import need
 
 need("torch", "sn_memory.apoptosis.torch")
 
-from ..agreement import AgreementError
-from ..events import Event, Merged
-from .export import rebuild
-from .shrink import Apoptosis
+from ..pace import Event, Merged
+from ..ranks import AgreementError
+from .shrink import Apoptosis, rebuild
 
 __all__ = ["AgreementError", "Apoptosis", "Event", "Merged", "rebuild"]

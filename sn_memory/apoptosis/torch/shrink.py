@@ -2,42 +2,125 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as tree
 
-from ..batches import most_alike
-from ..events import Merged, merged
-from ..groups import Group
+from ..groups import Group, Site
 from ..merge import Choice
-from ..pace import BATCHES, Paced
-from ..patches import SAMPLES
-from ..reader import Reader
-from .agree import (
-    fingerprint,
-    largest_of_ranks,
-    place,
-    require_same,
-    stack_over_ranks,
-    sum_over_ranks,
-)
-from .export import write
-from .groups import find_groups
-from .heads import counts_in
-from .plain import check_plain
-from .state import CARRIED, unknown_state
+from ..pace import BaseApoptosis, Event
+from ..ranks import Alone, HorovodRanks, Ranks
+from ..samples import Seen
+from .groups import counts_in, find_groups
 from .statistics import measure
-from .surgery import Patient, as_offsets, operate, reshape, shapes_of
+from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_of, unknown_state
+
+_FORMAT = "sn_memory.apoptosis"
 
 
-class Apoptosis(Paced):
+def check_plain(model: nn.Module, optimizer: Any) -> None:
+    """Raise ValueError for what keeps tables of parameters that will be replaced."""
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
+    if wrapped:
+        raise ValueError(
+            f"Apoptosis: got a {type(model).__name__}, expected the model inside it: parameters "
+            "are replaced, and a wrapper keeps the old ones. Give the plain model, and wrap it "
+            "again when step() returns true."
+        )
+    if hasattr(optimizer, "_allreduce_delay"):
+        raise ValueError(
+            "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
+            "wrapper keeps tables of the old parameters. Give the plain optimizer."
+        )
+
+
+def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
+    """Write `path` (torch.save of the state_dict) and beside it the same name with .json."""
+    path = Path(path)
+    torch.save(model.state_dict(), path)
+    record = {
+        "format": _FORMAT,
+        "version": 2,
+        "shapes": shapes_of(model),
+        "counts": counts_in(model),
+        "events": [event.to_json() for event in events if event],
+    }
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Shrink a freshly made model to what `Apoptosis.export` wrote, and load its weights.
+
+    Parameters
+    ----------
+    model
+        Made as it was before training, at full width; changed in place.
+    path
+        The file of the state_dict; its JSON lies beside it.
+
+    Returns
+    -------
+    nn.Module
+        The model. Make its optimizer after this call: parameters are new ones.
+    """
+    path = Path(path)
+    record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    if record.get("format") != _FORMAT or record.get("version") != 2:
+        raise ValueError(
+            f"rebuild: {path.with_suffix('.json')} says format {record.get('format')!r}, version "
+            f"{record.get('version')!r}; expected {_FORMAT!r}, 2. Export it again."
+        )
+    values = torch.load(path, weights_only=True, map_location="cpu")
+    reshape(model, record["shapes"], record["counts"])
+    model.load_state_dict(values)
+    return model
+
+
+class DistributedRanks(Ranks):
+    """The ranks of torch.distributed's default group."""
+
+    def __init__(self) -> None:
+        dist = torch.distributed
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        # NCCL takes tensors of the GPU only.
+        self._device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+    def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
+        every = torch.from_numpy(flat).to(self._device)
+        torch.distributed.all_reduce(every)
+        return np.asarray(every.cpu().numpy())
+
+    def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
+        mine = torch.from_numpy(row.copy()).to(self._device)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        torch.distributed.all_gather(every, mine)
+        return [one.cpu().numpy() for one in every]
+
+
+def ranks_now() -> Ranks:
+    """Return the ranks of torch.distributed if it is initialised, else Horovod's if it is."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return DistributedRanks()
+    # Horovod is not imported for this.
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
+        return HorovodRanks(hvd, torch.from_numpy)
+    return Alone()
+
+
+class Apoptosis(BaseApoptosis):
     """Merges neurons of a model while it trains, with all that its optimizer knows of them.
 
     Parameters
@@ -58,7 +141,7 @@ class Apoptosis(Paced):
     round_to
         Widths that change become a multiple of this.
     schedule
-        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.schedule).
+        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
     overhead
         The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
         then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
@@ -72,6 +155,8 @@ class Apoptosis(Paced):
     that have not been applied yet, such as what a compressor has still to send. It is called when
     neurons are about to merge, and what it returned is the gradient of the new parameters.
     """
+
+    _no_batch = "no batch was seen; call step() after training steps of this very model"
 
     def __init__(
         self,
@@ -98,7 +183,6 @@ class Apoptosis(Paced):
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._batches: deque[Any] = deque(maxlen=BATCHES)
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
         # The first trace imports the tracer: nothing that a look costs.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
@@ -136,104 +220,72 @@ class Apoptosis(Paced):
     def _rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _largest_of_ranks(self, value: float) -> float:
-        return largest_of_ranks([value])[0]
+    def _ranks(self) -> Ranks:
+        return ranks_now()
 
-    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
-        device = next(self.model.parameters()).device
-        # A rank that cannot look says so in the hash: the others would wait for it otherwise.
-        program, groups, batches, failure = None, [], most_alike(self._batches, _shapes), ""
-        if not batches:
-            failure = "no batch was seen; call step() after training steps of this very model"
-        else:
-            program, failure = self._trace(batches[0])
-        if program is not None:
-            groups = self._groups(program)
-        described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
-        require_same("the model", failure + "; ".join(described), device)
+    def _shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+        leaves = tree.tree_leaves(batch)
+        return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def _groups(self, batch: Any) -> tuple[list[Group], str]:
+        program, failure = self._trace(batch)
         if failure:
-            return (), {"the model": failure}
-        able = [group for group in groups if group.reason is None]
-        refused = {group.name: group.reason for group in groups if group.reason is not None}
-        choices = self._decide(able, program, batches)
-        weights = fingerprint(self.model.parameters())
-        decided = [choice and choice.text() for choice in choices]
-        require_same("weights or decision", f"{weights} {decided}", device)
-        chosen = []
-        for group, choice in zip(able, choices, strict=True):
-            if choice is None:
-                refused[group.name] = "its activations are not finite"
-            elif choice.merges:
-                chosen.append((group, choice))
+            return [], failure
+        groups = find_groups(program, self.model)
+        pruner = Pruner(self.model, self.optimizer)
+        for group in groups:
+            if group.name in self._refused:
+                group.refuse(self._refused[group.name])
+            for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
+                if key := unknown_state(pruner.value(name), pruner.state(name)):
+                    group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+        return groups, ""
+
+    def _measure(
+        self, groups: Sequence[Group], batches: Sequence[Any], samples: int
+    ) -> list[list[Seen]]:
+        program, _ = self._trace(batches[0])
+        return measure(program, self.model, groups, batches, samples)
+
+    def _offsets(self, site: Site, group: Group) -> NDArray[np.float64]:
+        return as_offsets(Pruner(self.model, self.optimizer).value(site.weight), site)
+
+    def _weights(self) -> Iterator[NDArray[Any]]:
+        for value in self.model.parameters():
+            # As bytes: NumPy has no bfloat16.
+            yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def _merge(
+        self, chosen: Sequence[tuple[Group, Choice]], batch: Any
+    ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         state = self.optimizer.state
-        carried = self.carry() if chosen and self.carry is not None else {}
+        carried = self.carry() if self.carry is not None else {}
         for name, parameter in self.model.named_parameters():
             if name in carried:
                 state[parameter][CARRIED] = carried[name].view_as(parameter)
-        done, undone = self._operate(chosen, batches[0])
+        done, undone = self._shrink(chosen, batch)
         self._refused |= undone
         if done:
-            Patient(self.model, self.optimizer).renew()
+            Pruner(self.model, self.optimizer).renew()
         for parameter in self.model.parameters() if carried else ():
             left = state[parameter].pop(CARRIED, None)
             parameter.grad = left if done else parameter.grad
             if not state[parameter]:
                 del state[parameter]
-        return tuple(merged(group, choice) for group, choice in done), refused | undone
+        return done, undone
 
-    def _groups(self, program: Any) -> list[Group]:
-        groups = find_groups(program, self.model)
-        patient = Patient(self.model, self.optimizer)
-        for group in groups:
-            if group.name in self._refused:
-                group.refuse(self._refused[group.name])
-            for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
-                if key := unknown_state(patient.value(name), patient.state(name)):
-                    group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
-        return groups
-
-    def _decide(self, groups: list[Group], program: Any, batches: Any) -> list[Choice | None]:
-        ranks, _ = place()
-        found = measure(program, self.model, groups, batches, samples=SAMPLES // ranks)
-        every = [own for row in found for own in row]
-        if not every:
-            return []
-        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
-        sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
-        cuts = [int(-size) for size in sizes]
-        cut = [torch.cat(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
-        squares = [torch.cat(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)]
-        *fits, totals = sum_over_ranks([*(own.fit for own in every), torch.stack(squares)])
-        told = zip(fits, stack_over_ranks(cut), totals.sqrt().tolist(), strict=True)
-        patient = Patient(self.model, self.optimizer)
-        choices: list[Choice | None] = []
-        for group in groups:
-            readers = []
-            for site in group.sites:
-                fit, seen, norm = next(told)
-                seen = seen.float().cpu().numpy()
-                weights, constant = (
-                    as_offsets(patient.value(site.weight), site),
-                    site.takes_constant,
-                )
-                readers.append(Reader(site.call, weights, fit.cpu().numpy(), seen, norm, constant))
-            choices.append(self._choose(readers, group.block))
-        return choices
-
-    def _operate(
-        self, chosen: list[tuple[Group, Choice]], batch: Any
+    def _shrink(
+        self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
-        """Shrink groups; return those that were, and why others had to be given back."""
-        if not chosen:
-            return [], {}
-        patient = Patient(self.model, self.optimizer)
+        """Shrink groups; where the model cannot run then, undo, and try them one by one."""
+        pruner = Pruner(self.model, self.optimizer)
         for group, choice in chosen:
-            operate(patient, group, choice)
+            merge_group(pruner, group, choice)
         program, failure = self._trace(batch)
         failure = failure or self._misread(program, chosen)
         if not failure:
-            return chosen, {}
-        patient.undo()
+            return list(chosen), {}
+        pruner.undo()
         self._traced = None
         if len(chosen) == 1:
             # A width is written in the model's own code, in a view() for example.
@@ -241,12 +293,12 @@ class Apoptosis(Paced):
         done: list[tuple[Group, Choice]] = []
         undone: dict[str, str] = {}
         for one in chosen:
-            fine, bad = self._operate([one], batch)
+            fine, bad = self._shrink([one], batch)
             done += fine
             undone |= bad
         return done, undone
 
-    def _misread(self, program: Any, done: list[tuple[Group, Choice]]) -> str:
+    def _misread(self, program: Any, done: Sequence[tuple[Group, Choice]]) -> str:
         """Say where a model runs, but takes fewer channels for as many smaller heads."""
         now = {group.name: group for group in find_groups(program, self.model)}
         for group, choice in done:
@@ -260,7 +312,7 @@ class Apoptosis(Paced):
         named = self.model.state_dict(keep_vars=True).items()
         key = (
             self.model.training,
-            _shapes(batch),
+            self._shapes(batch),
             tuple((name, tuple(value.shape)) for name, value in named),
         )
         if self._traced is not None and self._traced[0] == key:
@@ -293,8 +345,3 @@ def _keeper(owner: Apoptosis) -> Any:
             watcher.observe(*args, **kwargs)
 
     return keep
-
-
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    leaves = tree.tree_leaves(batch)
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -10,38 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from ..groups import Group, Site
-from ..patches import SAMPLES, grid, offsets, same_padding
-
-
-@dataclass
-class Seen:
-    """What one reader saw.
-
-    Attributes
-    ----------
-    fit
-        [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T.
-    samples
-        [samples, offsets, n] of each batch: what some outputs are made of.
-    squares
-        [samples] float64 of each batch: the square of what was put out there.
-    """
-
-    fit: torch.Tensor
-    samples: list[torch.Tensor] = field(default_factory=list)
-    squares: list[torch.Tensor] = field(default_factory=list)
+from ..samples import Seen, grid, offsets, same_padding
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
     def __init__(
-        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int
+        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, torch.Tensor, Seen]], share: int
     ) -> None:
         super().__init__(graph)
         self.sites, self.share = sites, share
@@ -54,31 +35,31 @@ class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any 
             return n.target(*given[0][:4], 0.0, *given[0][5:], **given[1])
         if n.name not in self.sites:
             return super().run_node(n)
-        site, own = self.sites[n.name]
+        site, fit, own = self.sites[n.name]
         seen = self.env[n.args[0]]
         out = super().run_node(n)
-        _add_fit(own, site, seen)
+        _add_fit(fit, site, seen)
         even = slice(1, None, 2) if len(seen) > 1 else slice(None)
         if "conv" in str(n.target):
             samples, made = _patches(n.args, seen[even], out[even], self.env, self.share)
         else:
-            samples = seen[even].reshape(-1, len(own.fit) - 1, site.places).transpose(1, 2)
+            samples = seen[even].reshape(-1, len(fit) - 1, site.places).transpose(1, 2)
             made = out[even].reshape(len(samples), -1)
             some = slice(None, None, -(-len(samples) // self.share))
             samples, made = samples[some], made[some]
-        own.samples.append(samples)
-        own.squares.append(made.double().square().sum(1))
+        own.samples.append(samples.float().cpu().numpy())
+        own.squares.append(made.double().square().sum(1).cpu().numpy())
         return out
 
 
-def _add_fit(own: Seen, site: Site, seen: torch.Tensor) -> None:
-    channels = len(own.fit) - 1
+def _add_fit(fit: torch.Tensor, site: Site, seen: torch.Tensor) -> None:
+    channels = len(fit) - 1
     # [rows, others, channels, places] -> [rows and others and places, channels]
     rows = (seen[0::2] if len(seen) > 1 else seen).movedim(site.axis, -1)
     rows = rows.reshape(-1, channels, site.places).transpose(1, 2)
     flat = rows.reshape(-1, channels).double()
     ones = torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)
-    own.fit += ones.T @ ones
+    fit += ones.T @ ones
 
 
 def _patches(
@@ -130,8 +111,7 @@ def measure(
     model: torch.nn.Module,
     groups: Sequence[Group],
     batches: Sequence[Any],
-    *,
-    samples: int = SAMPLES,
+    samples: int,
 ) -> list[list[Seen]]:
     """Return what each reader of each group saw in batches of (args, kwargs).
 
@@ -139,14 +119,15 @@ def measure(
     """
     device = next(model.parameters()).device
     found: list[list[Seen]] = []
-    sites: dict[str, tuple[Site, Seen]] = {}
+    fits: list[tuple[torch.Tensor, Seen]] = []
+    sites: dict[str, tuple[Site, torch.Tensor, Seen]] = {}
     for group in groups:
         size = group.width + 1
-        row = [
-            Seen(torch.zeros(size, size, dtype=torch.float64, device=device)) for _ in group.sites
-        ]
-        sites |= {site.call: (site, own) for site, own in zip(group.sites, row, strict=True)}
-        found.append(row)
+        found.append([Seen(np.zeros((size, size))) for _ in group.sites])
+        for site, seen in zip(group.sites, found[-1], strict=True):
+            # Where the model is: a sum of products of many rows.
+            fits.append((torch.zeros(size, size, dtype=torch.float64, device=device), seen))
+            sites[site.call] = site, *fits[-1]
     signature = program.graph_signature
     state = dict(model.named_parameters(remove_duplicate=False))
     state |= dict(model.named_buffers(remove_duplicate=False))
@@ -165,4 +146,6 @@ def measure(
             ]
             given = torch.utils._pytree.tree_leaves((args, kwargs))
             _Run(program.graph_module, sites, share).run(*copies, *given)
+    for fit, seen in fits:
+        seen.fit = fit.cpu().numpy()
     return found

@@ -7,9 +7,9 @@ the next step would end in an error wherever somebody still holds the last loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -17,14 +17,32 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..groups import Group, Site, Slice
-from ..merge import Choice, fold
-from ..moments import Scale, add_up, scales
-from .heads import counts_of
-from .state import KINDS
+from ..merge import Choice, Scale, add_up, fold, scales
+from .groups import counts_of
+
+# Where gradients that are still to be applied lie while neurons merge.
+CARRIED: Final = "sn_memory.carried"
+_KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
+    CARRIED: "mean",
+    "momentum_buffer": "mean",
+    "exp_avg": "mean",
+    "exp_avg_sq": "square",
+    "max_exp_avg_sq": "square",
+    "square_avg": "square",
+    "sum": "square",
+}
 
 
-class Patient:
-    """A model and its optimizer under surgery; `undo` gives back what was there before."""
+def unknown_state(parameter: torch.Tensor, state: dict[str, object]) -> str | None:
+    """Return the name of a state tensor that is neither a number nor shaped like the parameter."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            return key
+    return None
+
+
+class Pruner:
+    """A model and its optimizer that is being pruned; `undo` gives back what was there before."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -144,35 +162,35 @@ def reshape(
             f"{odd!r} is in only one of the model and what was saved of it; expected the same "
             "names. Make the model with the code that was trained."
         )
-    patient = Patient(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
+    pruner = Pruner(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):
-            patient.replace(name, here[name].detach().new_empty(shape), {})
+            pruner.replace(name, here[name].detach().new_empty(shape), {})
     for name, value in counts.items():
         owner, _, last = name.rpartition(".")
-        patient.count(owner, last, value)
+        pruner.count(owner, last, value)
     if optimizer is not None:
-        patient.renew()
+        pruner.renew()
 
 
-def operate(patient: Patient, group: Group, choice: Choice) -> None:
+def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
     kept = torch.as_tensor(choice.kept)
     pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for place, site in enumerate(group.sites):
-        _read_less(patient, site, choice, place, kept)
+        _read_less(pruner, site, choice, place, kept)
     calls: dict[tuple[str, int], list[Slice]] = {}
     # The last rows first: so the others of the same parameter stay where they are.
     for piece in sorted(group.slices, key=lambda piece: -piece.start):
         calls.setdefault((piece.call, piece.start), []).append(piece)
     for pieces in calls.values():
-        _make_less(patient, pieces, choice, kept, pairs)
-    for owner, name, channels in list(counts_of(patient.model, group)):
-        patient.count(owner, name, channels * len(kept))
+        _make_less(pruner, pieces, choice, kept, pairs)
+    for owner, name, channels in list(counts_of(pruner.model, group)):
+        pruner.count(owner, name, channels * len(kept))
 
 
 def _make_less(
-    patient: Patient,
+    pruner: Pruner,
     pieces: list[Slice],
     choice: Choice,
     kept: torch.Tensor,
@@ -180,7 +198,7 @@ def _make_less(
 ) -> None:
     """Shrink what one call makes of a group: weight and bias, or all that a norm has."""
     width = choice.width
-    held = [patient.value(piece.name) for piece in pieces]
+    held = [pruner.value(piece.name) for piece in pieces]
     spans = [slice(piece.start, piece.start + width * piece.places) for piece in pieces]
     trained = [
         value[span]
@@ -196,9 +214,9 @@ def _make_less(
             key: _remembered(key, before, merges, width, span).index_select(0, rows)
             if isinstance(before, torch.Tensor) and before.shape == value.shape
             else before
-            for key, before in patient.state(piece.name).items()
+            for key, before in pruner.state(piece.name).items()
         }
-        patient.replace(piece.name, value.detach().index_select(0, rows), state)
+        pruner.replace(piece.name, value.detach().index_select(0, rows), state)
 
 
 def _rows(kept: torch.Tensor, places: int) -> torch.Tensor:
@@ -215,10 +233,10 @@ def _remembered(
     key: str, held: torch.Tensor, merges: list[Scale], width: int, span: slice
 ) -> torch.Tensor:
     """Return what the survivors remember; state of other names is left to them alone."""
-    if key not in KINDS:
+    if key not in _KINDS:
         return held
     held = held.clone()
-    add_up(KINDS[key], held[span].view(width, -1), merges)
+    add_up(_KINDS[key], held[span].view(width, -1), merges)
     return held
 
 
@@ -230,11 +248,9 @@ def as_offsets(weight: torch.Tensor, site: Site) -> NDArray[np.float64]:
     return np.asarray(flat.reshape(*flat.shape[:2], -1).permute(2, 0, 1).numpy(), np.float64)
 
 
-def _read_less(
-    patient: Patient, site: Site, choice: Choice, place: int, kept: torch.Tensor
-) -> None:
-    weight = patient.value(site.weight)
-    bias = None if site.bias is None else patient.value(site.bias)
+def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int, kept: torch.Tensor) -> None:
+    weight = pruner.value(site.weight)
+    bias = None if site.bias is None else pruner.value(site.bias)
     plain = None if bias is None else bias.detach().double().cpu().numpy()
     folded, moved = fold(as_offsets(weight, site), plain, choice, place)
     inputs = _rows(kept, site.places)
@@ -246,8 +262,8 @@ def _read_less(
         key: held.index_select(1, columns)
         if isinstance(held, torch.Tensor) and held.shape == weight.shape
         else held
-        for key, held in patient.state(site.weight).items()
+        for key, held in pruner.state(site.weight).items()
     }
-    patient.replace(site.weight, new, state)
+    pruner.replace(site.weight, new, state)
     if site.bias is not None and bias is not None and moved is not None:
-        patient.replace(site.bias, torch.from_numpy(moved).to(bias), patient.state(site.bias))
+        pruner.replace(site.bias, torch.from_numpy(moved).to(bias), pruner.state(site.bias))

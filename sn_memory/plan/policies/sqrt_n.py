@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...graph.graph import Graph
-from ...graph.numbers import Ints
+from ...graph.graph import Graph, Ints
 from ..plan import Plan
 from ..walk.carry import carry_out, choose
 from ..walk.follow import follow

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost.offload import host_peak_bytes, lane_seconds
-from ...cost.schedule import Schedule
-from ...cost.workspace import equip
+from ...cost.schedule import Schedule, equip
 from ...graph.holes import Holes
 from ..simulate import simulate
 from .mixed import Mixed

@@ -22,8 +22,8 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from ...base.clock import now, spend
+from ...graph.graph import Floats
 from ...graph.holes import KEEP, Holes
-from ...graph.numbers import Floats
 from .block_options import Option, options
 from .blocks import Block, signature, split
 

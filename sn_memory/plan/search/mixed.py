@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from ...base.clock import now
 from ...cost.offload import BESIDE, BOTH, host_peak_bytes, lane_seconds
-from ...cost.recompute import Presence
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import KEEP, Holes
 from ..bound import Relaxed
@@ -141,14 +140,13 @@ def improve(
 
 def _dearest(shape: Holes, mixed: Mixed) -> list[int]:
     """Return the holes let go or moved, those first that cost most per byte."""
-    presence = Presence(shape, mixed.schedule)
     price: dict[int, float] = {}
     for hole, held in enumerate(mixed.choice):
         storage = shape.storage[hole]
         inner = hole + 1 < shape.first[storage + 1] and shape.bytes[storage] > 0
         if hole in mixed.moved:
             price[hole] = lane_share(shape, storage) / shape.bytes[storage]
-        elif inner and held != KEEP and shape.chain[storage][0] in presence.again:
+        elif inner and held != KEEP and shape.chain[storage][0] in mixed.schedule.again:
             own = sum(shape.seconds[op] for op in shape.chain[storage])
             price[hole] = own / shape.bytes[storage]
     return sorted(price, key=lambda hole: -price[hole])

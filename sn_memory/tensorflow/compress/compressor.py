@@ -15,7 +15,7 @@ from sn_compress.codecs.base import Payload
 from sn_compress.codecs.registry import codec as named_codec
 
 from ...activations import Controller, coverage
-from ...activations.rows import WIDTHS
+from ...activations.saved import WIDTHS
 
 Array = np.ndarray[Any, Any]
 

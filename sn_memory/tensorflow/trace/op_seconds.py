@@ -21,8 +21,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import config
 
-from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
+from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
 from ...graph.graph import Graph
 from ...graph.records import Device
 from ..memory import MARK, Allocations, has_statistics

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...activations import Unit
-from ...activations.rerun import INPUT
+from ...activations.saved import INPUT
 from ..compress.calls import MIN_ELEMENTS
 from ..compress.saving import Pass
 from ..model.marks import version_of

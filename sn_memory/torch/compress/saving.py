@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ...activations import treatment
-from ...activations.rerun import INPUT
+from ...activations.saved import INPUT
 from ..errors import ReplayError
 from ..model.marks import version_of
 from . import treatments

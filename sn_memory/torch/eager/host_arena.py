@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...base.errors import PlanError
-from ...graph.numbers import Ints
+from ...graph.graph import Ints
 from ...pool.pack import arrange
 from ..device.accelerator import is_apart
 from ..device.streams import Lanes, Ticket, lanes_for

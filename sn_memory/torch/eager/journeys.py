@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...graph.numbers import Ints
+from ...graph.graph import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..trace.captured import Captured

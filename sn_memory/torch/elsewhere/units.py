@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...run.cards import Units
+from ...run.fit import Units
 
 
 def units_of(model: torch.nn.Module) -> Units:

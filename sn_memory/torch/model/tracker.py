@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ...graph.numbers import rounded
+from ...graph.graph import rounded
 from ..device.resting import asked_for_device
 from .sharded import pieces
 

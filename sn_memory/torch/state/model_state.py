@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import UPDATES
+from ...graph.hosted import UPDATES, Unit
 from ...graph.liveness import unplanned_bytes
-from ...graph.unit import Unit
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..device.accelerator import is_apart

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...graph.unit import Unit
+from ...graph.hosted import Unit
 from ..trace.record import View
 from ..trace.trace import Trace
 from .optimizer import check_optimizer, update_bytes

@@ -301,7 +301,7 @@ class _Capture:
         gradients = []
         for leaf, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
-                gradient = self.as_autograd_keeps_it(leaf, gradient, taken)
+                gradient = self.as_autograd_keeps_it(leaf, self.known.twin(gradient), taken)
                 taken.add(self.recorder.view(gradient).storage)
             gradients.append(gradient)
         return output_gradients, gradients

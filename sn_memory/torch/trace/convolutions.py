@@ -1,7 +1,7 @@
 """Ways to carry a convolution out, and which of them a plan has room for.
 
 SuperNeurons times cuDNN's algorithms whose workspace fits the bytes that are free at that moment.
-A plan knows what is free at each op, so the core chooses (`sn_memory.cost.workspace`); here is
+A plan knows what is free at each op, so the core chooses (`sn_memory.cost.schedule`); here is
 what there is to choose from. torch names no algorithm, only switches: cuDNN's heuristic choice, its
 search for the fastest (`benchmark`), its deterministic ones, or torch's own kernels without cuDNN.
 Each is timed, and its workspace is what the allocator hands out beyond the results.

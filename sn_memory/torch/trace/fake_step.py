@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
+from ..chunked_loss import chunked_scratch, is_chunked_loss
 from ..elsewhere.gpu import Gpu
 from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
@@ -231,6 +232,8 @@ def fake_step_on(
 
 
 def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
+    if is_chunked_loss(func):
+        return chunked_scratch(func, args, gpu.place)
     forms = [form_of(it) for it in tensors((args, kwargs))]
     return scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
 
@@ -240,14 +243,6 @@ def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     return gradient.stride() == leaf.stride() and (
         gradient.untyped_storage().nbytes() == gradient.nbytes
     )
-
-
-@contextmanager
-def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
-    """Let a model compute without values inside; gives the arguments as it takes them then."""
-    mode = FakeMode(allow_non_fake_inputs=True)
-    with swapped(model, mode), torch.enable_grad(), mode:
-        yield tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
 
 
 @contextmanager

@@ -22,11 +22,11 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ...base.limits import is_count
+from ...base.fields import is_count
 from ...cost.devices import NOMINAL
-from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
+from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
+from ..chunked_loss import chunked_scratch, is_chunked_loss, no_values
 from ..device.accelerator import is_apart, module_of, synchronize
 from ..elsewhere.cpu_scratch import rule_bytes
 from ..model.allocations import is_profiled, measured_bytes
@@ -125,6 +125,8 @@ def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cos
     """Return the scratch of a call: as measured, else by rule."""
     if cost is not None:
         return cost[1]
+    if is_chunked_loss(call.target):
+        return chunked_scratch(call.target, call.arguments(no_values)[0], device)
     forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
     made = [(it.size, it.stride, it.dtype) for it in call.outputs if it is not None]
     return 0 if is_apart(device) else rule_bytes(call.name, forms, made)

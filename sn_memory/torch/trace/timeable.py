@@ -17,7 +17,7 @@ import torch
 
 from .record import Call, View
 
-_OWN = ("aten", "prims")
+_OWN = ("aten", "prims", "torch_nn")
 _ANY_INTEGER = (torch.Tag.pointwise, torch.Tag.reduction)
 _MOVES = (
     "copy_ _to_copy _copy_from clone fill_ zero_ cat stack repeat roll flip constant_pad_nd "
@@ -34,8 +34,8 @@ _INDEXES = (
     "gather take take_along_dim put put_ scatter scatter_ scatter_add scatter_add_ "
     "scatter_reduce scatter_reduce_ nll_loss_forward nll_loss_backward nll_loss2d_forward "
     "nll_loss2d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
-    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
-    "value_selecting_reduction_backward "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward value_selecting_reduction_backward "
+    "_linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction "
 )
 # Their integers are the seed and the place of random numbers.
 _SEEDED = (

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ...graph.graph import Graph
 from ...graph.records import Compressed, Device, Op, Storage, Workspace
 from ...run.loss import loss_op
+from ..chunked_loss import chunked_counter
 from .captured import Captured
 from .fake_rules import (
     CUDNN,
@@ -169,7 +170,7 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 def flops(call: Call) -> float:
     """Arithmetic of a call, as torch's own counter or `fake_rules` has it; 0 for the rest."""
-    count = flop_registry.get(call.target.overloadpacket)
+    count = chunked_counter(call.target) or flop_registry.get(call.target.overloadpacket)
     if call.target in (CUDNN, CUDNN_BACKWARD, GROUPED):
         sizes = [it.size for it in call.flat if isinstance(it, View)]
         return grouped_flops(sizes) if call.target is GROUPED else cudnn_flops(call.target, sizes)

@@ -25,6 +25,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Compressed, Device, Storage, Workspace
 from ...graph.rewrite import waits
+from ..chunked_loss import is_chunked_loss
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
@@ -303,7 +304,7 @@ def scratch_of_calls(
     """Return per call what its kernel takes beside arguments and results, and notes on it."""
     sizes = []
     for call, cost in zip(recording.calls, costs, strict=True):
-        if gpu is None:
+        if gpu is None or is_chunked_loss(call.target):
             sizes.append(scratch_of(call, recording, place, cost))
         else:
             forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]

@@ -1,14 +1,51 @@
-"""Which outputs of a convolution show what a merge changes, and which inputs they are made of."""
+"""Which batches, outputs and places of a kernel show what a merge changes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+Batch = TypeVar("Batch")
+Shapes = tuple[tuple[int, ...], ...]
 # Outputs of one reader that are looked at, of all batches and ranks together.
 SAMPLES: Final = 2048
+
+
+@dataclass
+class Seen:
+    """What one reader of a group saw on one rank.
+
+    Attributes
+    ----------
+    fit
+        [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T.
+    samples
+        [samples, offsets, n] float32 of each batch: what some outputs are made of.
+    squares
+        [samples] float64 of each batch: the square of what was put out there.
+    """
+
+    fit: NDArray[np.float64]
+    samples: list[NDArray[np.float32]] = field(default_factory=list)
+    squares: list[NDArray[np.float64]] = field(default_factory=list)
+
+
+def most_alike(batches: Iterable[Batch], shapes_of: Callable[[Batch], Shapes]) -> list[Batch]:
+    """Return the batches of the shapes that hold most rows: a trace is of one set of shapes."""
+    alike: dict[Shapes, list[Batch]] = {}
+    for batch in batches:
+        alike.setdefault(shapes_of(batch), []).append(batch)
+
+    def rows(shapes: Shapes) -> int:
+        return len(alike[shapes]) * (shapes[0][0] if shapes and shapes[0] else 1)
+
+    return alike[max(alike, key=rows)] if alike else []
 
 
 def grid(sizes: Sequence[int], most: int) -> list[list[int]]:

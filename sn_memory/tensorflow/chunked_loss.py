@@ -1,8 +1,11 @@
 """chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
 
-As `sn_memory.torch.chunked_cross_entropy`: the loss of a row needs no other row, and its gradient
-is known up to the factor that arrives, so the logits of some rows are made, used for both, and
-dropped.
+Logits over a large vocabulary and their gradient are there at one op, so no plan of ops makes less
+of them; neither TensorFlow nor Keras has a loss in chunks, and one of split rows, whether each part
+runs again or not, holds a gradient of the whole kernel for each part. Here the loss of some rows
+and its gradient, which is known up to the factor that arrives, are taken from their logits, which
+are dropped before those of the next rows are made. In torch it is
+`torch.nn.functional.linear_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def chunked_cross_entropy(
     hidden
         [..., h] floats; rows are all dimensions but the last.
     kernel, bias
-        [h, v] and [v], as a Dense layer has them.
+        [h, v] and [v], as a Dense layer has them; they are cast to the type of `hidden`.
     labels
         [...] integers, one for each row, in [0, v) or `ignore_class`.
     chunks
@@ -65,7 +68,8 @@ def chunked_cross_entropy(
         raise ValueError(f"got reduction {reduction!r}, expected mean or sum.")
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"got chunks {chunks!r}, expected a whole number of 1 or more.")
-    hidden, kernel = tf.convert_to_tensor(hidden), tf.convert_to_tensor(kernel)
+    hidden = tf.convert_to_tensor(hidden)
+    kernel = tf.cast(tf.convert_to_tensor(kernel), hidden.dtype)
     labels = tf.convert_to_tensor(labels)
     if hidden.shape[-1] != kernel.shape[0] or kernel.shape.rank != 2:
         raise ValueError(
@@ -81,7 +85,9 @@ def chunked_cross_entropy(
             "labels as rows, and a number that is known. Give the batch a fixed size."
         )
     has_bias = bias is not None
-    given = [rows, kernel, *([tf.convert_to_tensor(bias)] if has_bias else [])]
+    given = [rows, kernel]
+    if has_bias:
+        given.append(tf.cast(tf.convert_to_tensor(bias), hidden.dtype))
     size = max(1, -(-count // chunks))
     wide = tf.float32 if rows.dtype in (tf.float16, tf.bfloat16) else rows.dtype
     if ignore_class is None:

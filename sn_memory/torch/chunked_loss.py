@@ -1,0 +1,77 @@
+"""What the op behind `torch.nn.functional.linear_cross_entropy` takes and computes.
+
+It makes product, loss and gradients some rows at a time (torch 2.13). What it calls for that is
+inside one op, where no trace sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+_NAMESPACE: Final = "torch_nn"
+
+
+def is_chunked_loss(target: Any) -> bool:
+    """Whether an op is torch's chunked loss."""
+    return bool(target.namespace == _NAMESPACE)
+
+
+def chunked_counter(target: Any) -> Callable[..., float] | None:
+    """Return what counts the arithmetic of torch's chunked loss; None for another op.
+
+    As the functions of torch's own counter it takes sizes in the place of tensors.
+    """
+    return partial(_flops, target) if is_chunked_loss(target) else None
+
+
+def _flops(target: Any, *args: Any, out_val: Any) -> float:
+    del out_val
+    given = _named(target, args)
+    rows, width = given["input"]
+    products = 1  # the logits; each gradient that is asked for takes another
+    products += given.get("compute_input_grad", False)
+    products += given.get("compute_linear_weight_grad", False)
+    return 2.0 * rows * width * given["linear_weight"][0] * products
+
+
+def no_values(view: Any) -> torch.Tensor:
+    """Return a tensor without memory of the size and type of a recorded view."""
+    return torch.empty(view.size, dtype=view.dtype, device="meta")
+
+
+def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> int:
+    """Return at least what torch's chunked loss takes beside its arguments and results.
+
+    Read off the buffers of its code in torch 2.13. In half types kernels of the CPU copy the weight
+    and its gradient in float32 besides. Where ops are timed it is measured.
+    """
+    given = _named(target, args)
+    rows, width = given["input"].shape
+    classes, chunk = given["linear_weight"].shape[0], min(rows, given["batch_chunk_size"])
+    dtype, policy = given["input"].dtype, given["acc_policy"]
+    own, wide = dtype.itemsize, given["acc_dtype"].itemsize
+    mixed, on_gpu = wide != own, device.type == "cuda"
+    # float16 keeps logits as they are multiplied, unless it is asked to be accurate.
+    cast = mixed and not (dtype == torch.float16 and policy != "accurate")
+    weight = classes * width * wide
+    # Logits of a chunk; where they are cast back, those of the chunk before as well.
+    taken = chunk * classes * (wide + (2 * own if mixed else 0))
+    # Rows that are picked, scaled and cast; sums of a chunk; labels and their weights.
+    taken += 3 * chunk * width * wide + 2 * classes * wide + 16 * (rows + chunk)
+    if policy != "compact" or (cast and not on_gpu):
+        taken += weight  # the part of a chunk in the gradient of the weight
+    if cast and (policy == "accurate" or not on_gpu):
+        taken += weight
+    if mixed and policy == "accurate":
+        taken += rows * width * wide
+    if mixed and not on_gpu:
+        taken += 2 * weight
+    return int(taken)
+
+
+def _named(target: Any, args: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip((it.name for it in target._schema.arguments), args, strict=True))

@@ -1,0 +1,80 @@
+"""The note of a plan that names torch's chunked loss where logits set the peak.
+
+The logits of a language model, their log-softmax and its gradient are there at one op, so no plan
+of ops makes less of them. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes product,
+loss and gradients some rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from ..base.sizes import show_bytes
+from ..check.replay import carry_out
+from ..graph.graph import Graph
+from ..plan.plan import Plan
+
+_PRODUCTS: Final = ("mm", "addmm")
+# Between product and loss: casts, copies of shifted rows, a scale or a soft cap.
+_BETWEEN: Final = ("_to_copy", "clone", "mul", "div", "tanh")
+_GRADIENTS: Final = ("nll_loss_backward", "_log_softmax_backward_data")
+# The part of a peak that a chunked loss must spare before the note names it: it asks for a change
+# to the model, which less is not worth.
+_PART: Final = 0.1
+
+
+def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """Return a note that names `linear_cross_entropy` where logits set the peak of a plan.
+
+    They do where the peak would be a tenth lower without them. Nothing is said where torch has no
+    such function, nor where the logits are no product with a matrix.
+    """
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return ()
+    logits = _logits(graph)
+    sizes = {it: graph.storages[graph.storage_index[it]].bytes for it in logits}
+    if sum(sizes.values()) < _PART * plan.peak_bytes:
+        return ()
+    live = carry_out(graph, plan).live_bytes
+    there: set[str] = set()
+    of_logits = np.zeros_like(live)
+    for at, (kind, target, _) in enumerate(plan.actions):
+        if kind == "run":
+            there |= logits.intersection(graph.ops[graph.op_index[target]].outputs)
+        elif kind in ("prefetch", "decompress"):
+            there |= logits & {target}
+        of_logits[at] = sum(sizes[it] for it in there)
+        if kind in ("free", "compress"):
+            there.discard(target)
+    peak, without = int(live.max()), int((live - of_logits).max())
+    if peak - without < _PART * peak:
+        return ()
+    return (
+        f"logits, their log-softmax and its gradient set the peak: {show_bytes(without)} without "
+        "them. torch.nn.functional.linear_cross_entropy, given the hidden states and the weight "
+        "of the last layer, computes the loss some rows at a time "
+        "(docs/torch_memory.md, Large logits)",
+    )
+
+
+def _logits(graph: Graph) -> set[str]:
+    """Return the storages as wide as the vocabulary, from the last product to the logits' gradient.
+
+    Empty where the logits are no product with a matrix.
+    """
+    makers = {name: op for op in graph.ops for name in op.outputs}
+    found: set[str] = set()
+    for loss in (op for op in graph.ops if op.kind == "_log_softmax"):
+        name, chain = loss.inputs[0], {*loss.inputs, *loss.outputs}
+        while (maker := makers.get(name)) is not None and maker.kind in _BETWEEN:
+            name = maker.inputs[0]
+            chain.add(name)
+        if maker is not None and maker.kind in _PRODUCTS:
+            found |= chain
+    for op in graph.ops:
+        if op.kind in _GRADIENTS and found.intersection(op.inputs):
+            found.update(op.outputs)
+    return found
