@@ -111,7 +111,7 @@ def test_a_plan_for_a_named_card_keeps_its_budget_by_what_is_reserved(monkeypatc
     # By live bytes alone the budget was kept, and more was reserved than it.
     if growth == "false":
         assert "where live tensors alone would allow" in plan.notes[0]
-    assert f"by {settings.name}." in record.report().replace("&#x27;", "'")
+    assert f", by {settings.name}" in record.report().replace("&#x27;", "'")
 
 
 def test_a_step_for_a_named_card(monkeypatch):
