@@ -2,8 +2,7 @@
 
 from ..base.errors import AccuracyWarning
 from .controller import Controller
-from .policy import Treatment, treatment
-from .saved import Row, Unit
+from .saved import Row, Treatment, Unit, treatment
 from .savings import BatchSuggestion, Peaks, suggest_batch
 from .theory import coverage, error_tolerance, gradient_sd, paper_sd
 

@@ -177,7 +177,8 @@ def choose_again(
         for name in candidates:
             if is_inside(f"{name}/", chosen):
                 continue
-            other = frozenset(name for name in chosen if not is_inside(f"{name}/", {name})) | {name}
+            apart = [unit for unit in chosen if not is_inside(f"{unit}/", {name})]
+            other = frozenset({name, *apart})
             left = held(other)
             freed = min(now - left, now - budget_bytes)
             more = cost(other) - cost(chosen)

@@ -17,6 +17,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,6 @@ LARGEST: Final = 2**62
 LARGEST_FLOAT: Final = sys.float_info.max
 # A plan may run ops again. With this bound on one run of all, it takes 10**289 reruns to overflow.
 LONGEST_S: Final = float(LARGEST)
-_MISSING = object()
 
 
 def is_count(value: Any) -> bool:
@@ -112,7 +112,7 @@ class Fields:
     def _take(self, key: str, default: object, valid: Callable[[Any], bool], expected: str) -> Any:
         """Return a value that is valid, or the default where the key is missing or null."""
         value = self._left.pop(key, None)
-        if value is None and default is not _MISSING:
+        if value is None and default is not MISSING:
             return default
         if value is None:
             raise self.error(f"{self.path}: the key {key!r} is missing; add it.")
@@ -124,16 +124,16 @@ class Fields:
         """Return the error for a value of the wrong kind, ready to be raised."""
         return self.error(f"{self.path}.{key}: got {show(value)}, expected {expected}.")
 
-    def text(self, key: str, default: object = _MISSING) -> Any:
+    def text(self, key: str, default: object = MISSING) -> Any:
         return self._take(key, default, is_text, "a string")
 
-    def integer(self, key: str, default: object = _MISSING) -> Any:
+    def integer(self, key: str, default: object = MISSING) -> Any:
         value = self._take(key, default, lambda value: type(value) is int, "a whole number")
         if value is not default and abs(value) > LARGEST:
             raise self.fail(key, value, "a whole number of 2**62 at most")
         return value
 
-    def number(self, key: str, default: object = _MISSING) -> Any:
+    def number(self, key: str, default: object = MISSING) -> Any:
         value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
@@ -141,14 +141,16 @@ class Fields:
             raise self.fail(key, value, "a finite number")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        return bool(self._take(key, False, lambda value: isinstance(value, bool), "true or false"))
+    def flag(self, key: str, default: object = False) -> bool:
+        return bool(
+            self._take(key, default, lambda value: isinstance(value, bool), "true or false")
+        )
 
-    def items(self, key: str, default: object = _MISSING) -> list[Any]:
+    def items(self, key: str, default: object = MISSING) -> list[Any]:
         return list(self._take(key, default, lambda value: isinstance(value, list), "a list [...]"))
 
-    def names(self, key: str) -> tuple[str, ...]:
-        value = self.items(key, ())
+    def names(self, key: str, default: object = ()) -> tuple[str, ...]:
+        value = self.items(key, default)
         for index, name in enumerate(value):
             if not is_text(name):
                 raise self.fail(f"{key}[{index}]", name, "a string")

@@ -37,7 +37,7 @@ from typing import Final
 
 from ..base.errors import GraphError
 from .graph import Graph
-from .records import Op, Storage, Workspace
+from .records import Op, Storage, Workspace, require
 
 FETCH: Final = "fetch "
 FETCH_STATE: Final = "fetch state of "
@@ -158,8 +158,7 @@ class _Maker:
         update: str,
         updaters: Mapping[str, str],
     ) -> None:
-        if update not in UPDATES:
-            raise GraphError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
+        require(update in UPDATES, "update", update, f"one of {', '.join(UPDATES)}")
         self.graph, self.units, self.inside = graph, units, update == "backward"
         self.place = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
         self.by = {unit.parameter: updaters.get(unit.parameter, "device") for unit in units}
@@ -182,11 +181,9 @@ class _Maker:
         for name, place in places.items():
             if name not in self.place:
                 raise GraphError(f"places: there is no unit of a parameter {name!r}.")
-            if place not in PLACES:
-                raise GraphError(f"places[{name!r}]: got {place!r}, expected {', '.join(PLACES)}.")
+            require(place in PLACES, f"places[{name!r}]", place, ", ".join(PLACES))
         for name, by in self.by.items():
-            if by not in UPDATERS:
-                raise GraphError(f"updaters[{name!r}]: got {by!r}, expected {', '.join(UPDATERS)}.")
+            require(by in UPDATERS, f"updaters[{name!r}]", by, ", ".join(UPDATERS))
         for unit in self.units:
             for name in (unit.parameter, *([unit.gradient] if unit.gradient else [])):
                 if name not in index:

@@ -9,7 +9,7 @@ is their executable form.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Final, TypeVar
 
 from ..base.errors import GraphError
@@ -229,18 +229,16 @@ T = TypeVar("T", Storage, Op, Device, Workspace, Compressed)
 
 def record_of(kind: type[T], row: Fields) -> T:
     """Return a record from the keys that are its fields; GraphError for others and wrong values."""
-    values = {}
-    for spec in fields(kind):
-        declared = str(spec.type)
-        optional = spec.default is MISSING and declared.endswith("| None")
-        default = None if optional else spec.default
-        values[spec.name] = _READERS[declared](row, spec.name, default)
+    values = {name: read(row, name, default) for name, read, default in _FIELDS[kind]}
     row.done()
     return kind(**values)
 
 
-def _usual(read: Callable[..., Any]) -> Callable[[Fields, str, Any], Any]:
-    return lambda row, key, default: read(row, key, *([] if default is MISSING else [default]))
+def _reader(spec: Field[Any]) -> tuple[str, Callable[[Fields, str, Any], Any], Any]:
+    """Return the name of a field, what reads one of its type, and its default."""
+    declared = str(spec.type)
+    optional = spec.default is MISSING and declared.endswith("| None")
+    return spec.name, _READERS[declared], None if optional else spec.default
 
 
 def _compressed(row: Fields, key: str, default: Any) -> Compressed | None:
@@ -262,16 +260,22 @@ def _speeds(row: Fields, key: str, default: Any) -> tuple[tuple[str, float], ...
 
 # By the type that a field is declared with.
 _READERS: Final[dict[str, Callable[[Fields, str, Any], Any]]] = {
-    "str": _usual(Fields.text),
-    "int": _usual(Fields.integer),
-    "int | None": _usual(Fields.integer),
-    "float": _usual(Fields.number),
-    "float | None": _usual(Fields.number),
-    "bool": lambda row, key, default: row.flag(key),
-    "tuple[str, ...]": lambda row, key, default: row.names(key),
+    "str": Fields.text,
+    "int": Fields.integer,
+    "int | None": Fields.integer,
+    "float": Fields.number,
+    "float | None": Fields.number,
+    "bool": Fields.flag,
+    "tuple[str, ...]": Fields.names,
     "Compressed | None": _compressed,
     "tuple[Workspace, ...]": _workspaces,
     "tuple[tuple[str, float], ...]": _speeds,
+}
+
+
+_FIELDS: Final[dict[type, list[Any]]] = {
+    kind: [_reader(spec) for spec in fields(kind)]
+    for kind in (Storage, Op, Device, Workspace, Compressed)
 }
 
 

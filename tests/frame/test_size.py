@@ -11,8 +11,8 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders, its cap today, its line budget. A folder within a folder that has a row of its
 # own does not count for the outer one.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 949, 650),
-    "graph": (("graph",), 1552, 1150),
+    "base": (("base",), 951, 650),
+    "graph": (("graph",), 1553, 1150),
     "cost": (("cost",), 1510, 800),
     "check": (("check",), 426, 430),
     "run, report": (("run", "report"), 2223, 1350),
@@ -20,7 +20,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan": (("plan",), 3254, 1500),
     "plan/search": (("plan/search",), 2039, 1700),
     "plan/policies": (("plan/policies",), 266, 300),
-    "activations": (("activations",), 1017, 800),
+    "activations": (("activations",), 1013, 800),
     "apoptosis": (("apoptosis",), 3206, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3309, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
@@ -34,8 +34,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
     "tensorflow": (("tensorflow",), 6185, 4200),
 }
-TOTAL = (47_401, 28_000)
-MOST_FILES = (280, 170)
+TOTAL = (47_400, 28_000)
+MOST_FILES = (279, 170)
 
 
 def lines(path: Path) -> int:
