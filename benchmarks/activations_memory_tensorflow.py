@@ -23,7 +23,7 @@ from tables import markdown
 
 import sn_memory.tensorflow
 from sn_memory.tensorflow import Allocations
-from sn_memory.tensorflow.trace.model import model_step
+from sn_memory.tensorflow.model import model_step
 
 WIDTHS = (8, 4)
 IMAGES = (BATCH, 32, 32, 3)

@@ -31,7 +31,7 @@ from tables import markdown
 
 import sn_memory.tensorflow
 from sn_memory.tensorflow import Allocations
-from sn_memory.tensorflow.model.memory import has_statistics
+from sn_memory.tensorflow.memory import has_statistics
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations_tensorflow.json"

@@ -35,7 +35,7 @@ from tables import markdown
 import sn_memory.tensorflow
 from sn_memory import BudgetError
 from sn_memory.tensorflow import TraceError
-from sn_memory.tensorflow.trace.model import model_step
+from sn_memory.tensorflow.model import model_step
 
 SHARE = 0.7
 

@@ -39,7 +39,7 @@ from machine import commit, machine
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Plan, check_plan, plan_graph
 from sn_memory.graph.liveness import peak
-from sn_memory.tensorflow.plan_step import PlannedStep
+from sn_memory.tensorflow.planned import PlannedStep
 
 SHARES = (0.6, 0.35)
 

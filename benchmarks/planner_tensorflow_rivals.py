@@ -28,7 +28,7 @@ from planner_tensorflow import measured, network, one_thread, renew, seconds_of,
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
-from sn_memory.tensorflow.plan_step import PlannedStep
+from sn_memory.tensorflow.planned import PlannedStep
 
 MODES = ("full", "activations", "larger_than")
 # Names of the operations after which a block ends, and which of them do.

@@ -46,7 +46,7 @@ WAYS = {
         "cost/offload.py",
         "check/replay.py",
         "torch/eager/program.py",
-        "tensorflow/eager/program.py",
+        "tensorflow/eager.py",
         "plan/plan.py",
         "graph/graph.py",
     ),

@@ -12,12 +12,9 @@ from .activations.compress import CompressedActivations, compress_activations
 from .chunked_loss import chunked_cross_entropy
 from .errors import TraceError
 from .estimate import estimate
-from .model.allocations import Allocations
-from .model.memory import AllocatorPeak
-from .plan import plan
-from .plan_step import plan_step
-from .planned import Planned
-from .planned_step import PlannedStep
+from .memory import Allocations, AllocatorPeak
+from .plan import plan, plan_step
+from .planned import Planned, PlannedStep
 from .trace.trace import Trace, trace
 from .verify import verify
 

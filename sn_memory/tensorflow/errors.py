@@ -1,7 +1,4 @@
-"""What can go wrong between TensorFlow and the planner.
-
-TraceError(RuntimeError)    the step cannot be traced, or not carried out as traced; says where
-"""
+"""What can go wrong between TensorFlow and the planner."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from ..graph.records import Device
 from ..plan.policies import policy
 from ..run.estimate import Estimate
 from ..run.reserved import stays
-from .card import bfc_settings
-from .trace.model import call_arguments
-from .trace.trace import Trace, optimizer_bytes, trace, uncounted
+from .model import call_arguments
+from .target import bfc_settings
+from .trace.trace import Trace, optimizer_bytes, trace
 
 _NOT_MODELLED = (
     "ops are those of the graph TensorFlow made here; kernels' workspaces on the named device are "
@@ -59,9 +59,9 @@ def estimate(
     there = named(device) if isinstance(device, str) and not is_here(device) else None
     rates = speeds(device)
     traced = trace(model, sample, profile=False, device=rates)
-    unknown = uncounted(traced.named)
-    if unknown:
-        warnings.warn(f"A step holds more than estimated: {unknown}.", PlanWarning, stacklevel=2)
+    if traced.uncounted:
+        text = f"A step holds more than estimated: {traced.uncounted}."
+        warnings.warn(text, PlanWarning, stacklevel=2)
     held = optimizer_bytes(model, optimizer) if optimizer is not None else 0
     args = call_arguments(sample)
 
@@ -69,19 +69,19 @@ def estimate(
         resized = tf.nest.map_structure(lambda it: _resized(it, batch), args)
         return peak(trace(model, resized, profile=False).graph).bytes + held
 
-    highest = peak(traced.graph)
+    highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
     roles = dict.fromkeys(("parameter", "state", "input"), 0)
-    for value in (*traced.captured.arguments, *traced.captured.captures):
-        role = "input" if value in traced.captured.arguments else "state"
-        if value in traced.captured.variables:
-            role = "parameter" if traced.captured.variables[value].trainable else "state"
-        roles[role] += traced.named.buffers.sizes[value]
-    gradients = {traced.named.buffers.root[value] for value in traced.captured.gradients}
+    for value in (*captured.arguments, *captured.captures):
+        role = "input" if value in captured.arguments else "state"
+        if value in captured.variables and captured.variables[value].trainable:
+            role = "parameter"
+        roles[role] += buffers.sizes[value]
+    gradients = {buffers.root[value] for value in captured.gradients}
     return Estimate(
         parameters_bytes=roles["parameter"],
         buffers_bytes=roles["state"],
         inputs_bytes=roles["input"],
-        gradients_bytes=sum(traced.named.buffers.sizes[root] for root in gradients),
+        gradients_bytes=sum(buffers.sizes[root] for root in gradients),
         optimizer_bytes=held,
         activations_bytes=_left(traced),
         step_bytes=highest.bytes + held,

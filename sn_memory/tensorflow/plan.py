@@ -1,7 +1,7 @@
-"""plan: a Keras model that keeps a budget. It is the model: same class, variables and settings.
+"""plan: a Keras model, or a training step, that keeps a budget.
 
-What changes is its `call` (planned.py). The model passed in stays as it is; both share layers and
-variables.
+A planned model is the model: same class, variables and settings. What changes is its `call`
+(planned_call.py). The model passed in stays as it is; both share layers and variables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -21,33 +21,23 @@ from ..base.errors import PlanWarning
 from ..base.host import return_freed
 from ..base.native import core
 from ..base.progress import Wanted, say, speaking
-from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError
 from ..run.at_once import PLANNED
 from ..run.measured_choice import summary
 from ..run.process import LIMIT
-from .card import bfc_settings, plan_on_card
-from .eager.trial import left_alone, try_model
+from .eager import Program, try_model
 from .errors import TraceError, first_line
-from .limit import limit_budget
-from .model.settings import settings_of, steady
-from .model.variables import variables_of
+from .guards import settings_of, signature_of, steady
+from .memory import main_device
+from .model import call_arguments, check_model, restore_model, twin_of, variables_of
 from .modules.backend import LayerStep
-from .planned import (
-    RECORD,
-    Planned,
-    check_deterministic,
-    check_techniques,
-    kind_of,
-    plain_model,
-    planned_kind,
-)
+from .planned import RECORD, Planned, PlannedStep, PlanOptions, plain_model
 from .planned_call import PlannedCall
-from .planning import Planning, put_together
-from .trace.model import call_arguments, check_model, twin_of
-from .trace.trace import main_device, optimizer_bytes, trace, uncounted
+from .target import limit_budget
+from .trace.capture import Captured
+from .trace.trace import Trace, optimizer_bytes, trace
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +122,8 @@ def plan(
 
     Notes
     -----
-    The planned step is put together here and, with a real sample, run once beside the plain one
-    (trial.py); the model is left as it was.
+    The planned step is put together here and, with a real sample, run once beside the plain one;
+    the model is left as it was.
 
     Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
     False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
@@ -164,10 +154,6 @@ def plan(
             "gradients over at once: neither parameters nor optimizer state can leave the device "
             "between their uses. Leave state out, or train the model with the backend torch."
         )
-    given = {**locals()}
-    settings = {it: given[it] for it in given if it not in ("model", "sample", "budget", "state")}
-    if isinstance(sample, list):
-        return _for_several(model, sample, budget, settings)
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"got a {type(model).__name__}, expected a Keras model. For a step function there is "
@@ -175,154 +161,242 @@ def plan(
         )
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    check_techniques(techniques)
-    check_deterministic(deterministic, profile=profile, backend=backend)
-    before: Planned | None = model.__dict__.get(RECORD)
-    plain = plain_model(model)
+    options = PlanOptions(plan_graph, planner, tuple(techniques), device, deterministic, strict)
+    options.check_deterministic(profile=profile, backend=backend)
     core()  # without it there is no plan: said before anything is traced
-    check_model(plain)
-    return_freed()
-    if budget == LIMIT:
-        budget = limit_budget(plain, sample, optimizer=optimizer, device=device)
 
-    def by_graph() -> Any:
-        then = settings_of(plain)
-        with _as_trace_error():
-            say("trace", 0, 1)
-            traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
-            held = steady(then, settings_of(plain))
-        unknown = uncounted(traced.named)
-        if unknown and backend == "auto":
-            raise TraceError(f"{unknown}, and layers are measured")
-        if unknown:
-            warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
-        made = plan_on_card(
-            plan_graph,
-            traced.graph,
-            budget,
-            device=device,
-            planner=planner,
-            techniques=techniques,
-            time_limit_s=time_limit_s,
-            deterministic=deterministic,
-        )
-        check_plan(traced.graph, made)
-        with _as_trace_error():
-            program = put_together(traced, made, held)
-            record = Planned("graph", traced, made)
-            record.take_over(before)
-            kind = kind_of(traced.structure["key"], traced.structure["variables"])
-            record.keep(
-                kind,
-                program,
-                planned_kind(traced.structure["key"], PLANNED, made, record.budget_bytes),
+    def planned(model: Any, sample: Any, budget: float | str) -> Any:
+        with sharing(time_limit_s):
+            planner = _ModelPlanner(
+                model, sample, budget, options, profile, optimizer, time_limit_s
             )
-            twin = _twin(plain, record)
-            say("trial", 0, 1)
-            if main_device() == "CPU:0":
-                return_freed(made.peak_bytes)
-            try_model(
-                plain,
-                twin,
-                sample,
-                device=main_device(),
-                variables=program.changed_variables,
-                captured=traced.captured,
-                base_bytes=traced.graph.base_bytes,
-                plan=made,
-            )
-        return twin
+            return planner.twin(backend)
 
-    def by_layers() -> Any:
-        held = 0 if optimizer is None else optimizer_bytes(plain, optimizer)
-        step = LayerStep(plain, sample, budget, device=main_device(), resident_bytes=held)
-        record = Planned("layers", None, step.plan)
-        record.take_over(before)
-        record.layers = step
-        twin = _twin(plain, record)
-        try_model(
-            plain,
-            twin,
-            sample,
-            device=main_device(),
-            variables=variables_of(plain),
-            captured=None,
-            base_bytes=step.base_bytes,
-            plan=step.plan,
-        )
-        return twin
-
-    with left_alone(plain), speaking(progress), sharing(time_limit_s):
-        if backend == "graph" or deterministic:
-            twin = by_graph()
-        elif backend == "layers":
-            twin = by_layers()
-        else:
-            twin = _first_that_works(type(plain).__name__, by_graph, by_layers)
-    record = twin.__dict__[RECORD]
-    # Not before: what comes otherwise than planned is a failure of the trial.
-    record.planning = Planning(
-        planner,
-        tuple(techniques),
-        strict,
-        deterministic,
-        call_arguments(sample),
-        partial(plan_on_card, plan_graph, device=device),
-        bfc_settings(device),
-    )
-    log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
-    return twin
+    with speaking(progress):
+        if isinstance(sample, list):
+            return _for_several(planned, model, sample, budget)
+        return planned(model, sample, budget)
 
 
 def _for_several(
-    model: Any, samples: list[Any], budget: float | str, settings: dict[str, Any]
+    planned: Callable[..., Any], model: Any, samples: list[Any], budget: float | str
 ) -> Any:
     """Plan for the largest sample first, whose own step percent are of, and then for the others."""
     if not samples:
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
-    planned = plan(model, largest, budget, **settings)
-    first: Planned = planned.__dict__[RECORD]
+    model = planned(model, largest, budget)
+    first: Planned = model.__dict__[RECORD]
     if first.traced is None:
         # Smaller inputs take the same layers.
-        return planned
+        return model
     for sample in others:
-        planned = plan(planned, sample, first.budget_bytes, **settings)
-    record: Planned = planned.__dict__[RECORD]
+        model = planned(model, sample, first.budget_bytes)
+    record: Planned = model.__dict__[RECORD]
     record.backend, record.traced, record.made = first.backend, first.traced, first.made
-    record.planning = first.planning
-    return planned
+    record.options, record.sample = first.options, first.sample
+    return model
 
 
-def _elements(sample: Any) -> int:
-    leaves = tf.nest.flatten(call_arguments(sample))
-    return sum(int(it.shape.num_elements() or 0) for it in leaves if hasattr(it, "shape"))
+@dataclass
+class _ModelPlanner:
+    """Plans a model for one sample; the parameters are those of `plan`."""
+
+    model: Any
+    sample: Any
+    budget: float | str
+    options: PlanOptions
+    profile: bool
+    optimizer: Any
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        self.plain = plain_model(self.model)
+        self.name = type(self.plain).__name__
+        check_model(self.plain)
+        return_freed()
+        if self.budget == LIMIT:
+            self.budget = limit_budget(
+                self.plain, self.sample, optimizer=self.optimizer, device=self.options.device
+            )
+
+    def twin(self, backend: str) -> Any:
+        """Return the model, planned."""
+        with restore_model(self.plain):
+            if backend == "graph" or self.options.deterministic:
+                twin = self.by_graph(all_counted=backend == "auto")
+            elif backend == "layers":
+                twin = self.by_layers()
+            else:
+                twin = self.by_either()
+        record: Planned = twin.__dict__[RECORD]
+        # Not before: what comes otherwise than planned is a failure of the trial.
+        record.options, record.sample = self.options, call_arguments(self.sample)
+        log.info("%s planned by %s: %s", self.name, record.backend, summary(record.plan))
+        return twin
+
+    def by_graph(self, *, all_counted: bool) -> Any:
+        then = settings_of(self.plain)
+        with _as_trace_error():
+            say("trace", 0, 1)
+            traced = trace(
+                self.plain,
+                self.sample,
+                profile=self.profile,
+                device=self.options.device,
+                optimizer=self.optimizer,
+            )
+            settings = steady(then, settings_of(self.plain))
+        if traced.uncounted and all_counted:
+            raise TraceError(f"{traced.uncounted}, and layers are measured")
+        _warn_of_uncounted(traced, stacklevel=6)
+        made = self.options.plan(traced.graph, self.budget, self.time_limit_s)
+        with _as_trace_error():
+            program = Program(traced, made, settings)
+            record, key = Planned("graph", traced, made), traced.structure["key"]
+            record.take_over(self.model.__dict__.get(RECORD))
+            record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
+            say("trial", 0, 1)
+            if main_device() == "CPU:0":
+                return_freed(made.peak_bytes)
+            return self.tried(
+                record, program.changed_variables, traced.graph.base_bytes, traced.captured
+            )
+
+    def by_layers(self) -> Any:
+        resident = 0 if self.optimizer is None else optimizer_bytes(self.plain, self.optimizer)
+        step = LayerStep(self.plain, self.sample, self.budget, resident_bytes=resident)
+        record = Planned("layers", None, step.plan)
+        record.take_over(self.model.__dict__.get(RECORD))
+        record.layers = step
+        return self.tried(record, variables_of(self.plain), step.base_bytes)
+
+    def tried(
+        self,
+        record: Planned,
+        variables: list[Any],
+        base_bytes: int,
+        captured: Captured | None = None,
+    ) -> Any:
+        """Return a model that carries a record, once a step of it was tried."""
+        twin = twin_of(self.plain, PlannedCall)
+        twin.__dict__[RECORD] = record
+        try_model(
+            self.plain,
+            twin,
+            self.sample,
+            variables=variables,
+            captured=captured,
+            base_bytes=base_bytes,
+            plan=record.plan,
+        )
+        return twin
+
+    def by_either(self) -> Any:
+        """Return the model planned by its ops, or else by layers, and say why."""
+        try:
+            return self.by_graph(all_counted=True)
+        except TraceError as error:
+            refusal = error
+        try:
+            twin = self.by_layers()
+        except BudgetError as error:
+            error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"{self.name} can be planned neither as a list of ops ({refusal}) nor by layers "
+                f"({first_line(error)}). Pass a sample of the shapes and types it is trained on, "
+                "plan its training step with sn_memory.tensorflow.plan_step, or train it without a "
+                "plan."
+            ) from error
+        warnings.warn(
+            f"{self.name} is planned by layers, which saves less than a plan of its ops, because "
+            f"that one did not come about: {refusal}",
+            PlanWarning,
+            stacklevel=5,
+        )
+        return twin
 
 
-def _first_that_works(name: str, by_graph: Callable[[], Any], by_layers: Callable[[], Any]) -> Any:
-    """Return the model planned by its ops, or else by layers, and say why."""
-    try:
-        return by_graph()
-    except TraceError as error:
-        refusal = error
-    try:
-        twin = by_layers()
-    except BudgetError as error:
-        error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
-        raise
-    except Exception as error:
+def plan_step(
+    step: Any,
+    sample: Any,
+    budget: float | str,
+    *,
+    planner: str = "auto",
+    techniques: Sequence[str] = ("keep", "recompute"),
+    profile: bool = True,
+    device: Device | str | None = None,
+    time_limit_s: float = 60.0,
+    deterministic: bool = False,
+    progress: Wanted = None,
+) -> PlannedStep:
+    """Return a training step that keeps a budget of bytes and does the same.
+
+    Parameters
+    ----------
+    step
+        A function with or without tf.function that holds the gradient tape, and the update where
+        that is to be planned too.
+    sample
+        Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
+    budget, planner, techniques, profile, device, time_limit_s, deterministic, progress
+        As in `plan`. The state of optimizers is among the step's variables, so it counts.
+
+    Returns
+    -------
+    A callable for arguments like the sample's; its `sn_memory` tells trace and plan and writes the
+    report. Other shapes or types raise.
+
+    Raises
+    ------
+    TraceError
+        For a step that cannot be traced.
+    BudgetError
+        If no plan keeps the budget.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import sn_memory.tensorflow
+    >>> weights = [tf.Variable(tf.ones((64, 64)) / 64) for _ in range(6)]
+    >>> @tf.function
+    ... def step(x):
+    ...     with tf.GradientTape() as tape:
+    ...         h = x
+    ...         for weight in weights:
+    ...             h = tf.tanh(h @ weight)
+    ...         loss = tf.reduce_sum(h)
+    ...     for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+    ...         weight.assign_sub(1e-4 * gradient)
+    ...     return loss
+    >>> planned = sn_memory.tensorflow.plan_step(step, tf.ones((512, 64)), "85%", profile=False)
+    >>> bool(planned(tf.ones((512, 64))) > 0)
+    True
+    """
+    options = PlanOptions(plan_graph, planner, tuple(techniques), device, deterministic)
+    options.check_deterministic(profile=profile)
+    core()  # without it there is no plan: said before anything is traced
+    if getattr(step, "_jit_compile", None):
         raise TraceError(
-            f"{name} can be planned neither as a list of ops ({refusal}) nor by layers "
-            f"({first_line(error)}). Pass a sample of the shapes and types it is trained on, plan "
-            "its training step with sn_memory.tensorflow.plan_step, or train it without a plan."
-        ) from error
-    warnings.warn(
-        f"{name} is planned by layers, which saves less than a plan of its ops, because that one "
-        f"did not come about: {refusal}",
-        PlanWarning,
-        stacklevel=3,
-    )
-    return twin
+            "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
+            "without jit_compile."
+        )
+    if isinstance(step, PlannedStep):
+        step = step.plain
+    with speaking(progress), sharing(time_limit_s):
+        say("trace", 0, 1)
+        traced = trace(step, sample, profile=profile, device=device)
+        made = options.plan(traced.graph, budget, time_limit_s)
+    _warn_of_uncounted(traced, stacklevel=3)
+    planned = PlannedStep(step, traced, made)
+    try:
+        planned.put_together()
+    except Exception as error:
+        said = f"the planned step cannot be put together: {first_line(error)}"
+        raise TraceError(said) from error
+    return planned
 
 
 @contextmanager
@@ -338,7 +412,12 @@ def _as_trace_error() -> Iterator[None]:
         ) from error
 
 
-def _twin(plain: Any, record: Planned) -> Any:
-    twin = twin_of(plain, PlannedCall)
-    twin.__dict__[RECORD] = record
-    return twin
+def _warn_of_uncounted(traced: Trace, stacklevel: int) -> None:
+    if traced.uncounted:
+        text = f"The peak may be higher: {traced.uncounted}."
+        warnings.warn(text, PlanWarning, stacklevel=stacklevel)
+
+
+def _elements(sample: Any) -> int:
+    leaves = tf.nest.flatten(call_arguments(sample))
+    return sum(int(leaf.shape.num_elements() or 0) for leaf in leaves if hasattr(leaf, "shape"))

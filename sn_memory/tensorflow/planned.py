@@ -1,23 +1,82 @@
-"""What a planned Keras model carries as `model.sn_memory`: programs, and what is told of them."""
+"""What a planned Keras model or step carries as `sn_memory`: what runs, and what is told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan import plan as plans
-from ..run.at_once import TimeToPlan
+import tensorflow as tf
+
+from ..check.replay import check_plan
+from ..graph.graph import Graph
+from ..graph.records import Device
+from ..plan.plan import Plan
+from ..run.at_once import SEARCH_S, TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
-from .eager.program import Program
-from .model.arguments import describe
+from .eager import Emission, Program
+from .guards import describe, refilled
 from .modules.backend import LayerStep
-from .planning import Planning
+from .target import plan_on_target
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# Of the kinds that come while training so many are kept.
+# Of the kinds of input that come while training so many are kept.
 KINDS = 32
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How to plan graphs; the parameters are those of `plan`.
+
+    plan_graph : that of `sn_memory`; what carries plans out need not know how they are found
+    """
+
+    plan_graph: Callable[..., Plan]
+    planner: str
+    techniques: tuple[str, ...]
+    device: Device | str | None
+    deterministic: bool
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if "offload" in self.techniques:
+            raise ValueError(
+                'got the technique "offload", expected "keep" and "recompute": under TensorFlow '
+                "nothing is moved to the host."
+            )
+
+    def check_deterministic(self, *, profile: bool, backend: str = "graph") -> None:
+        """Raise ValueError for what measures seconds, where the plan is to be the same anywhere."""
+        if self.deterministic and (profile or backend == "layers"):
+            got = "profile=True" if profile else "backend='layers'"
+            raise ValueError(
+                f"got deterministic=True with {got}, which measures seconds: they differ from run "
+                "to run. Pass profile=False, a device whose speeds are to count, and another back "
+                "end."
+            )
+
+    def plan(
+        self, graph: Graph, budget: float | str, time_limit_s: float, *, from_sqrt_n: bool = True
+    ) -> Plan:
+        """Return a plan of a graph within a budget."""
+        made = plan_on_target(
+            self.plan_graph,
+            graph,
+            budget,
+            device=self.device,
+            planner=self.planner,
+            techniques=self.techniques,
+            time_limit_s=time_limit_s,
+            deterministic=self.deterministic,
+            from_sqrt_n=from_sqrt_n,
+        )
+        check_plan(graph, made)
+        return made
+
+    def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
+        """Return what plans a graph within a budget, in about SEARCH_S."""
+        return lambda graph: self.plan(graph, budget_bytes, SEARCH_S, from_sqrt_n=False)
 
 
 @dataclass(repr=False)
@@ -31,42 +90,29 @@ class Planned(PlannedRecord[Trace]):
     traced, made
         What `plan` planned last, and how, of several samples the largest; with `layers`, there is
         no trace.
-    programs
-        The planned steps, per kind of input.
-    layers
-        What runs layers again, for any input, if `plan` chose these.
-    refused
-        Why calls were run plainly; each is warned about once.
-    planning
-        How the model was planned last; None of a step, and before `plan` is done.
-    told
-        Per kind of input, how it was planned; see `kinds`.
-    at_sight
-        Of the kinds, those that came while training, with the number of the last trace of each.
-    again
-        Choices of layers for kinds of input that no program is for.
-    measured
-        Choices of layers, each with the shapes it was measured on.
-    time
-        What planning at first sight took, and may take.
-    count
-        How often the model was put into a function.
-    running
-        What was put into a function last.
+    steps
+        What runs, per kind of input.
     """
 
     backend: str
     traced: Trace | None
     made: Any
-    programs: dict[Hashable, Program] = field(default_factory=dict)
+    steps: dict[Hashable, Program | LayerStep] = field(default_factory=dict)
+    # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
+    # Why calls were run plainly; each is warned about once.
     refused: set[Hashable] = field(default_factory=set)
-    planning: Planning | None = None
+    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; no
+    # options of a step, and before `plan` is done.
+    options: PlanOptions | None = None
+    sample: tuple[Any, ...] = ()
     told: dict[Hashable, PlannedKind] = field(default_factory=dict)
+    # Of the kinds, those that came while training, with the number of the last trace of each.
     at_sight: dict[Hashable, int] = field(default_factory=dict)
-    again: dict[Hashable, LayerStep] = field(default_factory=dict)
+    # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
+    # How often the model was put into a function, and what was put there last.
     count: int = 0
     running: Program | LayerStep | None = None
 
@@ -90,46 +136,85 @@ class Planned(PlannedRecord[Trace]):
         """The budget, for every kind of input."""
         return int(self.made.budget_bytes)
 
+    @property
+    def strict(self) -> bool:
+        """Whether errors are raised where a warning would do."""
+        return self.options is not None and self.options.strict
+
     def take_over(self, before: Planned | None) -> None:
         """Keep what was planned for other inputs when it was asked for; the rest is made again."""
         if before is not None:
-            asked = [it for it in before.programs if it not in before.at_sight]
-            self.programs |= {it: before.programs[it] for it in asked}
-            self.told |= {it: before.told[it] for it in asked}
+            asked = [kind for kind in before.steps if kind not in before.at_sight]
+            self.steps |= {kind: before.steps[kind] for kind in asked}
+            self.told |= {kind: before.told[kind] for kind in asked}
             self.layers = before.layers
 
-    def keep(self, kind: Hashable, step: Program | LayerStep, told: PlannedKind) -> None:
-        """Keep what runs for a kind of input."""
-        self.forget(kind)
-        if isinstance(step, Program):
-            self.programs[kind] = step
-        else:
-            self.again[kind] = step
-        self.told[kind] = told
+    def keep(
+        self,
+        kind: Hashable,
+        call: Hashable,
+        step: Program | LayerStep,
+        how: str,
+        seconds: float | None = None,
+    ) -> None:
+        """Keep what runs for a kind of input, whose calls have a key.
 
-    def keep_at_sight(self, kind: Hashable, step: Program | LayerStep, told: PlannedKind) -> None:
-        """Keep it as long as there is room: those that were not used for longest go."""
-        self.keep(kind, step, told)
-        self.at_sight[kind] = self.count
-        while len(self.at_sight) > KINDS:
-            self.forget(min(self.at_sight, key=lambda it: self.at_sight[it]))
+        With the seconds that planning took while training, it is kept as long as there is room:
+        those that were not used for longest go.
+        """
+        self.forget(kind)
+        self.steps[kind] = step
+        self.told[kind] = PlannedKind(
+            describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
+        )
+        if seconds is not None:
+            self.at_sight[kind] = self.count
+            while len(self.at_sight) > KINDS:
+                self.forget(min(self.at_sight, key=lambda it: self.at_sight[it]))
 
     def forget(self, kind: Hashable) -> None:
         """Let a kind of input go."""
-        for held in (self.programs, self.again, self.told, self.at_sight):
-            held.pop(kind, None)  # type: ignore[attr-defined]
+        self.steps.pop(kind, None)
+        self.told.pop(kind, None)
+        self.at_sight.pop(kind, None)
 
 
-def planned_kind(
-    call: Hashable, how: str, plan: Any, budget_bytes: int, seconds: float = 0.0
-) -> PlannedKind:
-    """Return what is told of a kind of input: the key of its call, and its plan."""
-    return PlannedKind(describe(call), how, plan.peak_bytes, budget_bytes, seconds=seconds)
+class PlannedStep:
+    """A training step that runs as planned.
 
+    Attributes
+    ----------
+    plain
+        The step before.
+    sn_memory
+        Trace, plan and report, as of a planned model.
+    """
 
-def kind_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
-    """What a plan of a model depends on: the arguments of its `call`, and what trains."""
-    return call, tuple(id(it) for it in variables)
+    def __init__(self, plain: Any, traced: Trace, made: Plan) -> None:
+        self.plain = plain
+        program = Program(traced, made)
+        self.sn_memory = Planned("graph", traced, made, {None: program})
+        captured = traced.captured
+        arguments = [captured.tensors[value] for value in captured.arguments]
+
+        def run(*given: Any) -> list[Any]:
+            emission = Emission(program, list(given))
+            emission.forward()
+            return [emission.need(value) for value in captured.outputs]
+
+        specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
+        self._run = tf.function(run, autograph=False, input_signature=specs)
+
+    def put_together(self) -> None:
+        """Put the planned ops into a graph; the first call finds it there."""
+        self._run.get_concrete_function()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step; arguments as of the sample, results as of the plain step."""
+        leaves = tf.nest.flatten(args, expand_composites=True)
+        arrays = [it for it in leaves if hasattr(it, "shape") and hasattr(it, "dtype")]
+        given = [it for it in arrays if not isinstance(it, tf.Variable)]
+        return refilled(self.sn_memory.trace.structure, self._run(*given))
 
 
 def plain_model(model: Any) -> Any:
@@ -137,25 +222,5 @@ def plain_model(model: Any) -> Any:
     if RECORD not in model.__dict__:
         return model
     plain: Any = object.__new__(type(model).__mro__[2])
-    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
+    plain.__dict__.update({key: value for key, value in model.__dict__.items() if key != RECORD})
     return plain
-
-
-def check_techniques(techniques: Sequence[str]) -> None:
-    """Raise PlanError for techniques there are not, ValueError for those not carried out here."""
-    plans.check_techniques(techniques)
-    if "offload" in techniques:
-        raise ValueError(
-            'got the technique "offload", expected "keep" and "recompute": under TensorFlow '
-            "nothing is moved to the host."
-        )
-
-
-def check_deterministic(deterministic: bool, *, profile: bool, backend: str) -> None:
-    """Raise ValueError for what measures seconds, where the plan is to be the same anywhere."""
-    if deterministic and (profile or backend == "layers"):
-        got = "profile=True" if profile else "backend='layers'"
-        raise ValueError(
-            f"got deterministic=True with {got}, which measures seconds: they differ from run to "
-            "run. Pass profile=False, a device whose speeds are to count, and another back end."
-        )

@@ -1,14 +1,15 @@
 """What a planned Keras model does otherwise than its class.
 
 In training, inside a tf.function as `fit` makes it, its forward and backward pass are the planned
-ones (program.py), for a new input too (new_inputs.py). Called eagerly, where TensorFlow holds all
+ones (eager.py), for a new input too (new_inputs.py). Called eagerly, where TensorFlow holds all
 arguments, and under XLA, which orders ops by itself, it is the model's own.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import tensorflow as tf
@@ -18,15 +19,14 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util
 
 from ..base.errors import PlanError, PlanWarning
-from .batches import ByKind
-from .eager.program import Emission, Program
+from .eager import Emission, Program
 from .errors import TraceError, as_it_is
-from .model.arguments import Call, call_of, refilled
-from .model.variables import uncast
+from .guards import Call, call_of, refilled
+from .model import uncast
 from .modules.backend import LayerStep
 from .new_inputs import step_for
-from .planned import RECORD, Planned
-from .trace.reached import left_out
+from .planned import KINDS, RECORD, Planned
+from .trace.capture import left_out
 
 
 class PlannedCall:
@@ -36,12 +36,16 @@ class PlannedCall:
         training = kwargs.get("training")
         if training is None:
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
-        step: Program | LayerStep | None = None
-        call = Call(args, kwargs)
-        if training is True:
-            self._read(call)
-            step = self._step(call)
         plainly = super().call  # type: ignore[misc]
+        if training is not True:
+            return plainly(*args, **kwargs)
+        call = Call(args, kwargs)
+        try:
+            signature = self._call_signature  # type: ignore[attr-defined]
+            call.key, call.tensors = call_of(signature, args, kwargs)
+        except TraceError as error:
+            call.why = str(error).rstrip(".")
+        step = self._step(call)
         if step is None:
             return plainly(*args, **kwargs)
         if isinstance(step, LayerStep):
@@ -56,28 +60,20 @@ class PlannedCall:
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make what `fit` calls: a function for each kind of batch; see batches.py."""
+        """Make what `fit` calls: a function for each kind of batch; see ByKind."""
         if self.train_function is None or force:  # type: ignore[has-type]
 
-            def made() -> Any:
+            def make() -> Any:
                 super(PlannedCall, self).make_train_function(force=True)  # type: ignore[misc]
                 return self.train_function  # type: ignore[has-type]
 
-            self.train_function: Any = ByKind(self, made)
+            self.train_function: Any = ByKind(self, make)
         return self.train_function
-
-    def _read(self, call: Call) -> None:
-        """Note the key of a call and its tensors, or why it has none."""
-        try:
-            signature = self._call_signature  # type: ignore[attr-defined]
-            call.key, call.tensors = call_of(signature, call.args, call.kwargs)
-        except TraceError as error:
-            call.why = str(error).rstrip(".")
 
     def _step(self, call: Call) -> Program | LayerStep | None:
         """Return what runs a call; None for the model's own call, which is warned about once."""
         record: Planned = self.__dict__[RECORD]
-        why = self._why_plainly()
+        why = _why_plainly()
         step = None
         if not why:
             record.count += 1
@@ -85,7 +81,7 @@ class PlannedCall:
             why = "" if step else f"it is not what was planned ({call})"
         if why:
             what = f"a training step of {type(self).__name__} runs without its plan: {why}."
-            if record.planning is not None and record.planning.strict:
+            if record.strict:
                 raise as_it_is(PlanError(f"strict: {what}"))
             if why not in record.refused:
                 record.refused.add(why)
@@ -94,15 +90,15 @@ class PlannedCall:
         record.running = step
         return step
 
-    @staticmethod
-    def _why_plainly() -> str:
-        if tf.executing_eagerly():
-            return "it was called eagerly; put the training step into a tf.function"
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
-        if in_stateless_scope():
-            return "it is called in Keras' stateless scope, which is gone in the backward pass"
-        return ""
+
+def _why_plainly() -> str:
+    if tf.executing_eagerly():
+        return "it was called eagerly; put the training step into a tf.function"
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
+    if in_stateless_scope():
+        return "it is called in Keras' stateless scope, which is gone in the backward pass"
+    return ""
 
 
 def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
@@ -114,7 +110,7 @@ def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
 
     @tf.custom_gradient
     def first(*tensors: Any) -> Any:
-        def again(*_: Any) -> Any:
+        def second(*_: Any) -> Any:
             raise as_it_is(
                 TraceError(
                     "gradients of gradients are asked for (a gradient penalty, a Hessian-vector "
@@ -123,18 +119,16 @@ def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
                 )
             )
 
-        return [tf.identity(it) for it in tensors[len(sources) :]], again
+        return [tf.identity(it) for it in tensors[len(sources) :]], second
 
-    there = [it for it in gradients if it is not None]
-    results = first(*sources, *there) if there else []
-    made = iter(results if isinstance(results, list | tuple) else [results])
-    return [None if it is None else next(made) for it in gradients]
+    real = [gradient for gradient in gradients if gradient is not None]
+    results = iter(_as_list(first(*sources, *real)) if real else [])
+    return [None if gradient is None else next(results) for gradient in gradients]
 
 
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
-    wanted = uncast(variables)
     # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
     # with it both graphs. What comes after the forward pass is put there once only.
     registered: list[str] = []
@@ -148,25 +142,98 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
         places = [captured.outputs.index(value) for value in captured.targets]
 
         def backward(*incoming: Any) -> Any:
-            given = [incoming[place] for place in places]
-            none = left_out(captured, given)
-            emission.backward(given)
-            made = [
-                None if place in none else emission.need(value)
-                for place, value in enumerate(captured.outputs[count:])
-            ]
-            found = iter(made)
+            of_targets = [incoming[place] for place in places]
+            none = left_out(captured, of_targets)
+            emission.backward(of_targets)
+            made = iter(
+                [
+                    None if place in none else emission.need(value)
+                    for place, value in enumerate(captured.outputs[count:])
+                ]
+            )
             for name in registered:
                 framework_ops.gradient_registry._registry.pop(name, None)
-            gradients = [next(found) if there else None for there in program.has_gradient]
+            gradients = [next(made) if has_one else None for has_one in program.has_gradient]
             if tapes.could_possibly_record():
-                gradients = _first_only(gradients, [*read, *given])
+                gradients = _first_only(gradients, [*read, *of_targets])
             return gradients
 
         return outs, backward
 
-    read = [tf.convert_to_tensor(it) for it in wanted]
-    results = passes(*read)
-    found = list(results) if isinstance(results, list | tuple) else [results]
-    registered += {it.op.get_attr("_gradient_op_type").decode() for it in found}
-    return found
+    read = [tf.convert_to_tensor(variable) for variable in uncast(variables)]
+    results = _as_list(passes(*read))
+    registered += {it.op.get_attr("_gradient_op_type").decode() for it in results}
+    return results
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+class ByKind:
+    """The training function of a planned model: one of Keras' own for each kind of batch.
+
+    Keras traces one function for all batches. Where a dataset does not promise their sizes, as with
+    a last batch that is smaller, the function is traced with sizes left open from the first step
+    on, and no plan of bytes can be made for it. So batches are taken from the iterator here, and
+    each kind goes to a function that has seen no other.
+
+    make : makes a training function of Keras, each time a new one
+    """
+
+    def __init__(self, model: Any, make: Callable[[], Any]) -> None:
+        self.model, self.make = model, make
+        # Per kind of batch; of more than KINDS, that which was not used for longest goes.
+        self.functions: dict[Hashable, Any] = {}
+        # For any batch: what Keras would use.
+        self.any = make()
+
+    def __call__(self, iterator: Any) -> Any:
+        """Run as many steps as Keras would at a time; return the logs of the last.
+
+        Raises StopIteration if there is no batch.
+        """
+        if not self.are_told_apart(iterator):
+            return self.any(iterator)
+        logs = None
+        for batch in islice(iterator, self.model.steps_per_execution):
+            logs = self.function_for(batch)(iter([batch]))
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def are_told_apart(self, iterator: Any) -> bool:
+        """Whether batches may differ in kind, and a plan of ops depends on it."""
+        record: Planned = self.model.__dict__[RECORD]
+        if record.backend != "graph" or self.model.jit_compile or self.model.run_eagerly:
+            return False
+        if isinstance(iterator, tf.data.Iterator):
+            specs = tf.nest.flatten(iterator.element_spec)
+            tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
+            return not all(spec.shape.is_fully_defined() for spec in tensors)
+        # Of `train_on_batch`, a generator; what a strategy distributes is its own business.
+        return isinstance(iterator, Iterator) and not isinstance(
+            iterator, tf.distribute.DistributedIterator
+        )
+
+    def function_for(self, batch: Any) -> Any:
+        """Return the function of a kind of batch."""
+        kind = tuple(map(_kind, tf.nest.flatten(batch)))
+        function = self.functions.pop(kind, None)
+        if function is None:
+            record: Planned = self.model.__dict__[RECORD]
+            if not record.strict and not record.time.left():
+                return self.any
+            function = self.make()
+            self.model.train_function = self
+        self.functions[kind] = function
+        while len(self.functions) > KINDS:
+            del self.functions[next(iter(self.functions))]
+        return function
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What tells a batch from others that a function would be traced again for."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"

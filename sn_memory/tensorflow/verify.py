@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,13 @@ import tensorflow as tf
 from ..base.errors import PlanError
 from ..check.replay import check_plan
 from ..run.planned import Verification
-from .eager.trial import as_tensor, asked, compute_dtypes
-from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
-from .model.variables import variables_of
+from .compare import Results, different, nudged, relative_error, results_of, unit_of
+from .eager import asked
+from .memory import main_device
+from .model import as_tensors, compute_dtypes, model_step, put_back, update_step, variables_of
 from .modules.backend import LayerStep
-from .planned import RECORD, Planned, plain_model
-from .planned_step import PlannedStep
-from .trace.model import model_step, update_step
+from .planned import RECORD, Planned, PlannedStep, plain_model
 from .trace.small_blocks import small_bytes
-from .trace.trace import main_device
 
 
 def verify(model: Any, sample: Any) -> Verification:
@@ -59,31 +57,40 @@ def verify(model: Any, sample: Any) -> Verification:
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
         whole = runs
     else:
-        args = tf.nest.map_structure(as_tensor, args)
+        args = as_tensors(sample)
         models = (plain_model(model), model)
         steps = [model_step(it) for it in models]
-        runs = [partial(it, *args) for it in steps]
+        runs = [partial(step, *args) for step in steps]
         whole = [partial(update_step(it), *args) for it in models]
-    touched = record.traced.captured.variables.values() if record.traced else variables_of(model)
+    if record.traced is None:
+        touched, dtypes = variables_of(model), compute_dtypes(model)
+    else:
+        touched = list(record.traced.captured.variables.values())
+        dtypes = [tensor.dtype for tensor in record.traced.captured.tensors]
     variables = list({id(it): it for it in touched}.values())
-    unit = unit_of(_dtypes(record, model))
+    unit = unit_of(dtypes)
+
+    def with_nudged_weights() -> Results:
+        with nudged([it for it in variables if it.trainable], unit):
+            return results_of(whole[0], variables)
+
     with put_back(variables):
         expected, got = (results_of(run, variables) for run in whole)
-        error = relative_error(expected, got, lambda: _nudged(whole[0], variables, unit), unit)
+        error = relative_error(expected, got, with_nudged_weights, unit)
         # Before bytes are counted: the first call of a function also traces and folds constants.
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
         unplanned, measured = (asked(run, variables) for run in runs)
     small = [0, 0]
     # What the step above was put together from.
-    runs_it = record.running or record.programs[None]
-    made: Any = runs_it.plan
-    if isinstance(runs_it, LayerStep):
-        base, peak_op = runs_it.base_bytes, made.peak_op
+    step = record.running or record.steps[None]
+    made: Any = step.plan
+    if isinstance(step, LayerStep):
+        base, peak_op = step.base_bytes, made.peak_op
         # Its own peak was counted with the blocks that no allocator's trace shows.
         graphs = [it.get_concrete_function(*args).graph for it in steps]
-        small = [small_bytes(it, main_device()) for it in graphs]
+        small = [small_bytes(graph, main_device()) for graph in graphs]
     else:
-        graph = runs_it.named.graph
+        graph = step.named.graph
         base = graph.base_bytes
         peak_op = made.actions[check_plan(graph, made).peak_action].target
     return Verification(
@@ -99,17 +106,6 @@ def verify(model: Any, sample: Any) -> Verification:
         difference=error,
         _planned=record,
     )
-
-
-def _nudged(run: Callable[[], Any], variables: list[Any], unit: float) -> Results:
-    with nudged([it for it in variables if it.trainable], unit):
-        return results_of(run, variables)
-
-
-def _dtypes(record: Planned, model: Any) -> Iterable[Any]:
-    if record.traced is None:
-        return compute_dtypes(model)
-    return {it.dtype for it in record.traced.captured.tensors}
 
 
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:

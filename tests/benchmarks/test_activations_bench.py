@@ -99,7 +99,7 @@ def test_a_keras_peak_is_measured_in_a_row():
     pytest.importorskip("tensorflow")
     import activations_memory_tensorflow
 
-    from sn_memory.tensorflow.model.memory import has_statistics
+    from sn_memory.tensorflow.memory import has_statistics
 
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")

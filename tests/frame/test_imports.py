@@ -112,9 +112,10 @@ MEMORY_LAYERS = (
     ("sn_memory.activations",),
     # The rim of tensorflow.
     ("sn_memory.tensorflow.errors",),
+    ("sn_memory.tensorflow.guards", "sn_memory.tensorflow.memory", "sn_memory.tensorflow.target"),
     ("sn_memory.tensorflow.model",),
     ("sn_memory.tensorflow.trace",),
-    ("sn_memory.tensorflow.eager",),
+    ("sn_memory.tensorflow.eager", "sn_memory.tensorflow.compare"),
     ("sn_memory.tensorflow.modules",),
     ("sn_memory.tensorflow.activations",),
     ("sn_memory.tensorflow",),

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "graph": (("graph",), 1391, 1150),
     "cost": (("cost",), 1510, 800),
     "check": (("check",), 389, 430),
-    "run, report": (("run", "report"), 2072, 1350),
+    "run, report": (("run", "report"), 2218, 1350),
     "pool": (("pool",), 982, 800),
     "plan": (("plan",), 2710, 1500),
     "plan/search": (("plan/search",), 1977, 1700),
@@ -32,10 +32,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations",), 1051, 1200),
-    "tensorflow": (("tensorflow",), 6591, 4200),
+    "tensorflow": (("tensorflow",), 5938, 4200),
 }
-TOTAL = (45_364, 28_000)
-MOST_FILES = (267, 170)
+TOTAL = (44_857, 28_000)
+MOST_FILES = (250, 170)
 
 
 def lines(path: Path) -> int:

@@ -10,7 +10,7 @@ import tensorflow as tf
 import sn_compress
 from sn_memory.activations import gradient_sd
 from sn_memory.tensorflow import Allocations, compress_activations
-from sn_memory.tensorflow.model.memory import has_statistics
+from sn_memory.tensorflow.memory import has_statistics
 
 
 def network():

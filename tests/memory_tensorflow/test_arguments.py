@@ -78,7 +78,7 @@ def test_other_arguments_are_another_call(pair, args, kwargs, known):
     (plain, got), warned = both(model, planned, *args, **kwargs)
     np.testing.assert_array_equal(got, plain)
     assert not warned
-    sample = next(iter(planned.sn_memory.programs.values()))
+    sample = next(iter(planned.sn_memory.steps.values()))
     assert (planned.sn_memory.running is sample) == known
 
 

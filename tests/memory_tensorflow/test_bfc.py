@@ -13,7 +13,7 @@ from sn_memory import BudgetError
 from sn_memory.cost.bfc import BFCSettings
 from sn_memory.cost.devices import named
 from sn_memory.run.reserved import reserved
-from sn_memory.tensorflow import card
+from sn_memory.tensorflow import target
 
 # The CPU's allocator is the same one, with memory growth and without garbage collection, for blocks
 # above 256 KiB, where TensorFlow has oneDNN. What is in use tells which block each request took.
@@ -24,7 +24,7 @@ os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
 os.environ["TF_MKL_ALLOC_MAX_BYTES"] = str(limit)
 import tensorflow as tf
 from sn_memory.cost.bfc import BFCAllocator, BFCSettings
-from sn_memory.tensorflow.model.memory import has_statistics
+from sn_memory.tensorflow.memory import has_statistics
 
 def used():
     return tf.config.experimental.get_memory_info("CPU:0")["current"]
@@ -101,7 +101,7 @@ def test_a_plan_for_a_named_card_keeps_its_budget_by_what_is_reserved(monkeypatc
     assert here.plan.allocator == ""
     budget = here.budget_bytes if growth == "false" else "1500MiB"
     record = sn_memory.tensorflow.plan(model, sample, budget, device="h100").sn_memory
-    plan, settings = record.plan, card.bfc_settings("h100")
+    plan, settings = record.plan, target.bfc_settings("h100")
     assert settings.growth == (growth == "true")
     assert settings.limit_bytes == named("h100").usable_bytes
     assert plan.peak_bytes <= record.reserved_peak_bytes <= record.budget_bytes
@@ -111,7 +111,7 @@ def test_a_plan_for_a_named_card_keeps_its_budget_by_what_is_reserved(monkeypatc
     # By live bytes alone the budget was kept, and more was reserved than it.
     if growth == "false":
         assert "where live tensors alone would allow" in plan.notes[0]
-    assert f"by {settings.name}." in record.report().replace("&#x27;", "'")
+    assert f", by {settings.name}" in record.report().replace("&#x27;", "'")
 
 
 def test_a_step_for_a_named_card(monkeypatch):
@@ -155,27 +155,27 @@ def test_an_estimate_for_a_named_card_says_what_is_reserved(monkeypatch):
 
 
 def test_settings_of_a_present_card(monkeypatch):
-    monkeypatch.setattr(card, "main_device", lambda: "GPU:0")
+    monkeypatch.setattr(target, "main_device", lambda: "GPU:0")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: ["card"])
     monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: gpu == "card")
     divided = [None]
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda _: divided[-1])
     devices = [SimpleNamespace(device_type=kind, memory_limit=8 << 30) for kind in ("CPU", "GPU")]
-    monkeypatch.setattr(card.device_lib, "list_local_devices", lambda: devices)
+    monkeypatch.setattr(target.device_lib, "list_local_devices", lambda: devices)
     for name in ("TF_FORCE_GPU_ALLOW_GROWTH", "TF_ENABLE_GPU_GARBAGE_COLLECTION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("TF_GPU_ALLOCATOR", raising=False)
-    assert card.bfc_settings("h100") == BFCSettings(growth=True, limit_bytes=8 << 30)
+    assert target.bfc_settings("h100") == BFCSettings(growth=True, limit_bytes=8 << 30)
     divided.append(["a logical device"])
-    assert not card.bfc_settings("h100").growth
+    assert not target.bfc_settings("h100").growth
     divided.append(None)
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
     monkeypatch.setenv("TF_ENABLE_GPU_GARBAGE_COLLECTION", "false")
-    assert card.bfc_settings(None) == BFCSettings(limit_bytes=8 << 30, gives_back=False)
+    assert target.bfc_settings(None) == BFCSettings(limit_bytes=8 << 30, gives_back=False)
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "yes")  # TensorFlow takes no such word
-    assert card.bfc_settings(None).growth
+    assert target.bfc_settings(None).growth
     monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
-    assert not card.bfc_settings(None).caching
+    assert not target.bfc_settings(None).caching
 
 
 def test_an_allocator_of_the_driver_is_noted(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow as rim
-from sn_memory.tensorflow.modules.sections import Section, chains_of
+from sn_memory.tensorflow.modules.rerun import Section, chains_of
 
 WIDTH = 64
 

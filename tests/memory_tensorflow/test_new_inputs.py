@@ -14,7 +14,6 @@ import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, PlanError
 from sn_memory.run import at_once
 from sn_memory.tensorflow import planned as records
-from sn_memory.tensorflow import planning
 
 SETTINGS = {"profile": False, "time_limit_s": 1.0, "backend": "graph"}
 WIDTH = 128
@@ -79,9 +78,9 @@ def quiet():
 def searched(monkeypatch):
     """The searches for plans while training."""
     found = []
-    own = planning.Planning.search
+    own = records.PlanOptions.search
     monkeypatch.setattr(
-        planning.Planning,
+        records.PlanOptions,
         "search",
         lambda it, budget: lambda graph: found.append(graph) or own(it, budget)(graph),
     )
@@ -286,12 +285,11 @@ def test_a_gradient_of_the_input_runs_layers_again():
 
 
 def test_where_nothing_counts_the_finest_cut_runs_again(monkeypatch):
-    from sn_memory.tensorflow.modules import backend, probe
+    from sn_memory.tensorflow.modules import backend
 
     model = mlp()
     budgeted = rim.plan(model, rows(2048), "75%", **SETTINGS)
-    for it in (backend, probe):
-        monkeypatch.setattr(it, "has_statistics", lambda _: False)
+    monkeypatch.setattr(backend, "has_statistics", lambda _: False)
     step = relaxed(budgeted)
     with pytest.warns(rim.PlanWarning, match=r"layers run again.*not measured"):
         found = step(rows(2048))
@@ -348,9 +346,9 @@ def test_a_budget_that_cannot_be_kept():
 
 
 def test_kinds_that_were_not_used_for_long_go(quiet, monkeypatch):
-    from sn_memory.tensorflow import batches
+    from sn_memory.tensorflow import planned_call
 
-    for it in (records, batches):
+    for it in (records, planned_call):
         monkeypatch.setattr(it, "KINDS", 2)
     budgeted = rim.plan(mlp(2), rows(512), "100%", **SETTINGS)
     budgeted.compile(keras.optimizers.SGD(0.0), "mse")
@@ -360,7 +358,7 @@ def test_kinds_that_were_not_used_for_long_go(quiet, monkeypatch):
         ran.append(weakref.ref(budgeted.sn_memory.running))
     shapes = [it.inputs.partition("[")[2].partition(",")[0] for it in budgeted.sn_memory.kinds]
     assert shapes == ["512", "490", "480"]
-    assert len(budgeted.sn_memory.programs) == 3
+    assert len(budgeted.sn_memory.steps) == 3
     assert len(budgeted.train_function.functions) == 2
     gc.collect()
     # With the graphs it was made of and put into.

@@ -9,7 +9,7 @@ import sn_memory.tensorflow as rim
 from sn_memory.graph.liveness import peak
 from sn_memory.tensorflow.trace import kernels
 from sn_memory.tensorflow.trace.capture import capture_step, flat
-from sn_memory.tensorflow.trace.rearrange import updates_first
+from sn_memory.tensorflow.trace.to_graph import updates_first
 
 
 def captured(step, *args):

@@ -7,8 +7,8 @@ import tensorflow as tf
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
 from sn_memory.run.measured_choice import fewest_again
+from sn_memory.tensorflow.model import model_step
 from sn_memory.tensorflow.modules import backend
-from sn_memory.tensorflow.trace.model import model_step
 from sn_memory.tensorflow.trace.small_blocks import small_bytes
 
 ROWS = tf.TensorSpec((64, 64))

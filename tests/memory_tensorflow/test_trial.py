@@ -12,9 +12,9 @@ from keras.src.backend.common import global_state
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
-from sn_memory.tensorflow.eager import program, trial
-from sn_memory.tensorflow.eager.trial import TrialError
-from sn_memory.tensorflow.model.outside import run_outside
+from sn_memory.tensorflow import eager
+from sn_memory.tensorflow.eager import TrialError
+from sn_memory.tensorflow.model import run_outside
 
 # By its name: `sn_memory.tensorflow.plan` is the function.
 apply = import_module("sn_memory.tensorflow.plan")
@@ -87,7 +87,7 @@ def test_a_plan_that_raises_in_training_falls_back(monkeypatch):
     def lost(self, value):
         raise KeyError(f"value {value}")
 
-    monkeypatch.setattr(program.Emission, "need", lost)
+    monkeypatch.setattr(eager.Emission, "need", lost)
     with pytest.warns(rim.PlanWarning, match=r"by layers.*put together.*KeyError.*value"):
         planned = rim.plan(small(), rows(), "95%", profile=False, time_limit_s=2)
     assert planned.sn_memory.backend == "layers"
@@ -103,7 +103,7 @@ def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
     def lost(self, value):
         raise KeyError(f"value {value}")
 
-    monkeypatch.setattr(program.Emission, "need", lost)
+    monkeypatch.setattr(eager.Emission, "need", lost)
     weight = tf.Variable(tf.eye(128))
 
     def step(x):
@@ -117,14 +117,14 @@ def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
 
 @pytest.mark.slow
 def test_a_plan_with_wrong_results_falls_back(monkeypatch):
-    plain = program.put
+    plain = eager.put
 
     def wrong(node, inputs, after):
         op = plain(node, inputs, after)
         # One sum in the backward pass: the gradient of the last bias.
         return tf.negative(op.outputs[0]).op if op.type == "BiasAddGrad" else op
 
-    monkeypatch.setattr(program, "put", wrong)
+    monkeypatch.setattr(eager, "put", wrong)
     with pytest.raises(TrialError, match="other results"):
         rim.plan(small(), rows(), "95%", profile=False, backend="graph", time_limit_s=2)
     with pytest.warns(rim.PlanWarning, match="by layers.*other results"):
@@ -137,7 +137,7 @@ def test_a_plan_that_holds_more_than_its_budget_falls_back(monkeypatch):
             super().__exit__(*args)
             self.peak_bytes *= 2
 
-    monkeypatch.setattr(trial, "Allocations", Greedy)
+    monkeypatch.setattr(eager, "Allocations", Greedy)
     with pytest.raises(TrialError, match=r"holds .* the budget is"):
         rim.plan(small(), rows(), "60%", profile=False, backend="graph", time_limit_s=2)
 

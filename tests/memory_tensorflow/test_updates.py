@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow as rim
-from sn_memory.tensorflow.eager.trial import left_alone
+from sn_memory.tensorflow.model import restore_model
 from sn_memory.tensorflow.modules import rerun
-from sn_memory.tensorflow.modules.probe import Probe
-from sn_memory.tensorflow.modules.sections import Section, chains_of
+from sn_memory.tensorflow.modules.backend import Probe
+from sn_memory.tensorflow.modules.rerun import Section, chains_of
 
 ROWS, WIDTH, RATE = 512, 128, 5.0
 # A late read loses the race nearly always: of eight runs seven were wrong.
@@ -174,7 +174,7 @@ def test_what_reads_for_itself_is_not_run_again(way):
     layers = [it for _ in range(3) for it in (keras.layers.Dense(WIDTH, "gelu"), Own(way))]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
     model(rows())
-    with left_alone(model):
+    with restore_model(model):
         found = Probe(model, (rows(),), "CPU:0")
     (chain,) = found.chains[model]
     assert [found.behaviour[it].repeatable for it in chain.items] == [True, False] * 3

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ...activations import Controller
 from ...base.sizes import parse_bytes
-from ..modules.sections import name_of
+from ..modules.rerun import name_of
 from .compressor import Compressor
 from .kept import Places, keep, relu_by_signs, restored
 

@@ -9,28 +9,26 @@ without keyword arguments, chooses by size of the output, and nobody checks what
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..eager.trial import left_alone
 from ..errors import TraceError
-from ..model.allocations import MARK, Allocations
-from ..model.compare import put_back
-from ..model.memory import has_statistics
-from ..model.variables import variables_of
-from ..trace.model import model_step, twin_of
+from ..guards import opaque, tensors_in
+from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
+from ..model import as_specs, model_step, put_back, restore_model, twin_of, variables_of
+from ..trace import kernels
 from ..trace.small_blocks import small_bytes
-from .made_up import SHARE, fewer_rows, made_up
-from .probe import Probe, bytes_of
-from .rerun import run_again
-from .sections import Chain, Item, Section, run_in_sections
+from .rerun import Chain, Item, Section, chains_of, crossing, run_again, run_in_sections, watched
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +42,207 @@ _PARTS = (4, 8, 16)
 _STEPS, _STEPS_S, _LEAST_STEPS = 16, 4.0, 8
 # Where steps differed, the next may differ by more: such a part of that is left free.
 _MARGIN = 4
+# What the rows of a sample that may not fit are divided by.
+_SHARE = 4
 
 
-@dataclass(frozen=True)
-class _Unit:
-    section: Section
-    saved_bytes: int
-    seconds: float
+@dataclass
+class Behaviour:
+    """What an item did, in all its calls of one forward pass."""
 
-    @property
-    def name(self) -> str:
-        return self.section.name
+    calls: int = 0
+    seconds: float = 0.0
+    # Asked for in its calls and held after them, beside its results.
+    left_bytes: int = 0
+    # Per result of its last call.
+    result_bytes: tuple[int, ...] = ()
+    # Keras variables.
+    changed: list[Any] = field(default_factory=list)
+    repeatable: bool = True
+
+
+class Probe:
+    """What each part of a model does in a forward pass, which changes variables and attributes.
+
+    The sample runs once eagerly under a tape, for seconds and bytes; and once symbolically in
+    Keras' stateless scope, where its updates of variables show as such. What else has an effect
+    (stateful random ops, variables of TensorFlow's own, losses added inside, attributes set,
+    Python's or NumPy's random numbers) would not be the same when run again, and is told apart. So
+    is what reads variables where Keras does not see it, as a tf.function of a layer does: when it
+    runs again, they may be updated.
+
+    device : whose allocator is watched
+
+    Attributes
+    ----------
+    chains
+        All chains of the model, at any depth, per layer that they are right below.
+    behaviour
+        Per item.
+    held
+        Per item, bytes held when it has run, beyond what was there at the start.
+    """
+
+    def __init__(self, model: Any, args: tuple[Any, ...], device: str) -> None:
+        self.chains: dict[Any, list[Chain]] = {}
+        layers = [model]
+        while layers:
+            layer = layers.pop()
+            if layer not in self.chains:
+                self.chains[layer] = chains_of(layer)
+                inside = [item.operation for chain in self.chains[layer] for item in chain.items]
+                layers += [it for it in inside if isinstance(it, keras.layers.Layer)]
+        self._all = [chain for chains in self.chains.values() for chain in chains]
+        self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
+        self.held: dict[Item, int] = {}
+        # Once before: kernels are loaded, and what a layer sets once is set.
+        model(*args, training=True)
+        (self._measure if has_statistics(device) else self._by_results)(model, args, device)
+        self._trace(model, args)
+
+    def left_bytes(self, chain: Chain, items: tuple[Item, ...]) -> int:
+        """What items next to each other leave beside results that are needed after them."""
+        if chain.functional is None:
+            (item,) = items
+            return self.behaviour[item].left_bytes
+        first = chain.items.index(items[0])
+        before = self.held[chain.items[first - 1]] if first else 0
+        inside = {id(out) for item in items for out in item.node.outputs}
+        leave = self.crossing_bytes(chain, items[-1], only=inside)
+        return self.held[items[-1]] - before - leave
+
+    def crossing_bytes(self, chain: Chain, last: Item, only: set[int] | None = None) -> int:
+        """Bytes of what is made up to an item and needed after it."""
+        place = chain.items.index(last)
+        sizes = {
+            id(out): size
+            for item in chain.items[: place + 1]
+            for out, size in zip(item.node.outputs, self.behaviour[item].result_bytes, strict=True)
+        }
+        return sum(sizes[it] for it in crossing(chain)[place] if only is None or it in only)
+
+    def _measure(self, model: Any, args: tuple[Any, ...], device: str) -> None:
+        marks: dict[str, Item] = {}
+
+        def around(item: Item, call: Callable[[], Any]) -> Any:
+            name = f"{MARK}{len(marks)}"
+            marks[name] = item
+            with tf.profiler.experimental.Trace(f"{name} begins"):
+                pass
+            results = self._called(item, call)
+            with tf.profiler.experimental.Trace(name):
+                pass
+            return results
+
+        with watched(self._all, around), Allocations(device) as asked_for:
+            with tf.GradientTape() as tape:
+                results = model(*args, training=True)
+            del tape, results
+        for name, item in marks.items():
+            begin, end = asked_for.held_bytes[f"{name} begins"], asked_for.held_bytes[name]
+            behaviour = self.behaviour[item]
+            behaviour.left_bytes += end - begin - sum(behaviour.result_bytes)
+            self.held[item] = end
+
+    def _called(self, item: Item, call: Callable[[], Any]) -> Any:
+        """Call, and note what that took and what came of it."""
+        began = time.perf_counter()
+        results = call()
+        behaviour = self.behaviour[item]
+        behaviour.seconds += time.perf_counter() - began
+        behaviour.calls += 1
+        behaviour.result_bytes = tuple(map(bytes_of, tensors_in(results)))
+        return results
+
+    def _by_results(self, model: Any, args: tuple[Any, ...], _: str) -> None:
+        """Take results for what items leave: nothing else is told where no allocator counts."""
+        held = 0
+
+        def around(item: Item, call: Callable[[], Any]) -> Any:
+            nonlocal held
+            results = self._called(item, call)
+            size = sum(self.behaviour[item].result_bytes)
+            self.behaviour[item].left_bytes += size
+            # As much again is left beside the results.
+            held += 2 * size
+            self.held[item] = held
+            return results
+
+        with watched(self._all, around):
+            model(*args, training=True)
+
+    def _trace(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Find out which items can be run again, and what they change."""
+        variables = {id(it): it for it in variables_of(model)}
+        weights = {id(it) for it in model.trainable_variables}
+
+        def around(item: Item, call: Callable[[], Any]) -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            count, updates = len(graph.get_operations()), dict(scope.state_mapping)
+            before, attributes = (len(scope.losses), _rng_state()), _attributes(item.operation)
+            results = call()
+            behaviour = self.behaviour[item]
+            now = scope.state_mapping.items()
+            changed = [key for key, value in now if updates.get(key) is not value]
+            behaviour.changed += [variables[it] for it in changed if it in variables]
+            ops = graph.get_operations()[count:]
+            seen = {id(graph.capture(it._value.handle)) for it in scope.read.values()}
+            behaviour.repeatable &= (
+                # What is changed is known, and no weight: its gradient would be lost.
+                all(it in variables and it not in weights for it in changed)
+                and (len(scope.losses), _rng_state()) == before
+                and _same(_attributes(item.operation), attributes)
+                and not any(kernels.has_effect(it) or kernels.is_random(it) for it in ops)
+                and all(id(it) in seen for op in ops for it in kernels.variables_read(op))
+                # In the body of a loop, a gradient of ours would read variables that it cannot.
+                and graph is top[-1]
+                # Tensors inside of what cannot be opened would have no gradient.
+                and opaque(results) is None
+            )
+            return results
+
+        top: list[Any] = []
+
+        def forward(*inputs: Any) -> None:
+            top.append(tf.compat.v1.get_default_graph())
+            model(*inputs, training=True)
+
+        scope = _Watching(collect_losses=True)
+        with watched(self._all, around), scope:
+            tf.function(forward, autograph=False).get_concrete_function(*as_specs(args))
+        for layer in self.chains:
+            if isinstance(layer, keras.layers.Layer):
+                layer._clear_losses()
+
+
+class _Watching(keras.StatelessScope):  # type: ignore[misc]
+    """Knows which variables of Keras were read in it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.read: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.read[id(variable)] = variable
+        return super().get_current_value(variable)
+
+
+def _attributes(operation: Any) -> list[dict[str, Any]]:
+    """What a layer and those in it have in their attributes."""
+    inside = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
+    return [dict(layer.__dict__) for layer in inside]
+
+
+def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    return all(
+        left.keys() == right.keys() and all(left[key] is right[key] for key in left)
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+def _rng_state() -> tuple[Any, str]:
+    legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+    return random.getstate(), repr(legacy.get_state(legacy=False))
 
 
 @dataclass(frozen=True)
@@ -72,12 +260,8 @@ class LayerStep:
 
     Parameters
     ----------
-    model, args
+    model, sample, budget
         The plain model and a real sample; it is run, and left as it was.
-    budget
-        As in `plan`.
-    device
-        Whose memory is planned.
     resident_bytes
         What counts beside the step: the optimizer's state.
     safely
@@ -101,35 +285,41 @@ class LayerStep:
         sample: Any,
         budget: float | str,
         *,
-        device: str,
         resident_bytes: int = 0,
         safely: bool = False,
     ) -> None:
         args = sample if isinstance(sample, tuple) else (sample,)
         if safely:
-            args = tf.nest.map_structure(made_up, args)
-        if any(isinstance(it, tf.TensorSpec) for it in tf.nest.flatten(args)):
+            args = tf.nest.map_structure(_synthetic, args)
+        if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(args)):
             raise TraceError(
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
                 "tensor, or change the model so that it can be traced."
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         variables = variables_of(model)
-        given = [*variables, *tf.nest.flatten(args)]
-        self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
+        self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tf.nest.flatten(args))))
         self.sections: tuple[Section, ...] = ()
-        with put_back(variables), left_alone(model):
-            search = _Search(self, model, args, device, safely=safely)
-            self.plan = search.safe(int(budget)) if safely else search.plan(budget)
+        with put_back(variables), restore_model(model):
+            self.plan = _Search(self, model, args, safely=safely).plan(budget)
 
     def run(self, model: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a model's own call, with the chosen sections run again later."""
-        with run_in_sections(self.sections, _again, model):
+        with run_in_sections(self.sections, _rerun, model):
             return call(*args, **kwargs)
 
 
-def _again(section: Section, function: Any, given: list[Any]) -> list[Any]:
+def _rerun(section: Section, function: Any, given: list[Any]) -> list[Any]:
     return run_again(function, given, section.changed)
+
+
+def _synthetic(leaf: Any) -> Any:
+    """Return values for a tf.TensorSpec: numbers drawn at random, zeros or True."""
+    if not isinstance(leaf, tf.TensorSpec):
+        return leaf
+    if leaf.dtype.is_floating:
+        return tf.random.stateless_normal(leaf.shape, (1, 2), dtype=leaf.dtype)
+    return tf.cast(tf.fill(leaf.shape, leaf.dtype == tf.bool), leaf.dtype)
 
 
 class _InSections:
@@ -143,132 +333,102 @@ class _InSections:
 class _Search:
     """Looks for the layers to run again: probes once, then measures choices."""
 
-    def __init__(
-        self,
-        step: LayerStep,
-        model: Any,
-        args: tuple[Any, ...],
-        device: str,
-        *,
-        safely: bool,
-    ) -> None:
-        self.step, self.args, self.device = step, args, device
+    def __init__(self, step: LayerStep, model: Any, args: tuple[Any, ...], *, safely: bool) -> None:
+        self.step, self.model, self.args, self.safely = step, model, args, safely
+        self.device = main_device()
         self.twin = twin_of(model, _InSections)
         self.twin.__dict__["_sn_memory_step"] = step
-        self.model = model
         # Bytes of the sample for one of what was watched.
         self.scale = 1
-        self.probe = self.of_few_rows() if safely else Probe(model, args, device)
-
-    def plan(self, budget: float | str) -> MeasuredPlan:
-        baseline = self.measured([])
-        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
-        units, best = self.cut(baseline, budget_bytes)
-        if units and best.peak_bytes <= budget_bytes:
-            best = self.measured(units)
-        chosen, best = fewest_again(
-            units,
-            best,
-            lambda again: self.measured(again, budget_bytes),
-            budget_bytes=budget_bytes,
-            baseline_bytes=baseline.peak_bytes,
-            how="with layers run again",
-        )
-        self.step.sections = tuple(it.section for it in chosen)
-        return measured_plan(
-            units,
-            chosen,
-            best,
-            baseline,
-            budget_bytes=budget_bytes,
-            baseline_seconds=self.seconds(),
-        )
+        self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
 
     def of_few_rows(self) -> Probe:
         """Watch a quarter of the rows, or all where those leave nothing to be seen."""
-        args = fewer_rows(self.args)
-        if args is not None:
+        rows = {it.shape[0] if it.shape.rank else 0 for it in tf.nest.flatten(self.args)}
+        count = rows.pop() // _SHARE if len(rows) == 1 else 0
+        if count:
+            few = tf.nest.map_structure(lambda it: it[:count], self.args)
             try:
-                probe = Probe(self.model, args, self.device)
+                probe = Probe(self.model, few, self.device)
             except Exception as error:  # noqa: BLE001 - whatever it is, other rows are no sample
                 log.info("a quarter of the rows is no sample: %s", error)
             else:
-                if any(it.left_bytes > 0 for it in probe.behaviour.values()):
-                    self.scale = SHARE
+                if self.leaves_bytes(probe):
+                    self.scale = _SHARE
                     return probe
         return Probe(self.model, self.args, self.device)
 
-    def safe(self, budget_bytes: int) -> MeasuredPlan:
-        """Return a choice found without a step in which nothing runs again."""
-        counts = has_statistics(self.device)
+    @staticmethod
+    def leaves_bytes(probe: Probe) -> bool:
+        return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
+
+    def plan(self, budget: float | str) -> MeasuredPlan:
+        counts = not self.safely or has_statistics(self.device)
+        baseline = _NONE if self.safely else self.measured([])
+        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         if counts:
-            units, best = self.cut(None, budget_bytes)
+            sections, best = self.cut(baseline, budget_bytes)
         else:
-            stretches = list(self.stretches(self.model, _DEPTH))
-            whole = sum(self.probe.left_bytes(*it) for it in stretches)
-            units = [it for at in stretches for it in self.divided(*at, whole // _PARTS[-1])]
-            best = _NONE
-        if not units:
-            if any(it.left_bytes > 0 for it in self.probe.behaviour.values()) or not counts:
+            sections, best = self.divide(_DEPTH, _PARTS[-1]), _NONE
+        if self.safely and not sections:
+            if self.leaves_bytes(self.probe) or not counts:
                 raise TraceError("none of its layers can be run again")
             # Whatever they leave is too small to be seen.
             best = self.measured([], 0)
-        chosen = units
-        if counts and best.peak_bytes <= budget_bytes:
+        if sections and not self.safely and best.peak_bytes <= budget_bytes:
+            best = self.measured(sections)
+        chosen = sections
+        if not self.safely or (counts and best.peak_bytes <= budget_bytes):
             chosen, best = fewest_again(
-                units,
+                sections,
                 best,
                 lambda again: self.measured(again, budget_bytes),
                 budget_bytes=budget_bytes,
-                # For the error of a budget that is too small; this one is kept.
-                baseline_bytes=0,
+                baseline_bytes=baseline.peak_bytes,
                 how="with layers run again",
             )
-        self.step.sections = tuple(it.section for it in chosen)
-        return measured_plan(
-            units, chosen, best, _NONE, budget_bytes=budget_bytes, baseline_seconds=self.seconds()
-        )
-
-    def seconds(self) -> float:
-        """Seconds of the forward pass, as watched."""
-        return sum(
-            self.probe.behaviour[it].seconds
+        self.step.sections = tuple(chosen)
+        forward_s = sum(
+            self.probe.behaviour[item].seconds
             for chain in self.probe.chains[self.model]
-            for it in chain.items
+            for item in chain.items
+        )
+        return measured_plan(
+            sections, chosen, best, baseline, budget_bytes=budget_bytes, baseline_seconds=forward_s
         )
 
-    def cut(self, baseline: _Measured | None, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
-        """Return the units with the smallest peak when all run again, and that step."""
-        best: tuple[list[_Unit], _Measured] = ([], baseline or _NONE)
-        if baseline is not None and baseline.peak_bytes <= budget_bytes:
+    def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[Section], _Measured]:
+        """Return the sections with the smallest peak when all run again, and that step."""
+        best: tuple[list[Section], _Measured] = ([], baseline)
+        if baseline is not _NONE and baseline.peak_bytes <= budget_bytes:
             return best
         seen: set[tuple[tuple[Item, ...], ...]] = set()
         for depth in range(1, _DEPTH + 1):
-            stretches = list(self.stretches(self.model, depth))
-            whole = sum(self.probe.left_bytes(*it) for it in stretches)
             for parts in _PARTS:
-                units = [
-                    unit
-                    for chain, items in stretches
-                    for unit in self.divided(chain, items, whole // parts)
-                ]
-                items = tuple(unit.section.items for unit in units)
-                if not units or items in seen:
+                sections = self.divide(depth, parts)
+                items = tuple(section.items for section in sections)
+                if not sections or items in seen:
                     continue
                 seen.add(items)
-                found = self.measured(units, 0)
-                if best[1] is _NONE or found.peak_bytes < best[1].peak_bytes:
-                    best = (units, found)
+                step = self.measured(sections, 0)
+                if best[1] is _NONE or step.peak_bytes < best[1].peak_bytes:
+                    best = (sections, step)
         return best
+
+    def divide(self, depth: int, parts: int) -> list[Section]:
+        """Divide what can be run again, to a depth, into about so many sections."""
+        stretches = list(self.stretches(self.model, depth))
+        wanted = sum(self.probe.left_bytes(*stretch) for stretch in stretches) // parts
+        return [it for stretch in stretches for it in self.divided(*stretch, wanted)]
 
     def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
         """Items in a row that can be run again; what cannot is opened, as deep as there is."""
         for chain in self.probe.chains[layer]:
             row: list[Item] = []
             for item in chain.items:
-                found = self.probe.behaviour[item]
+                behaviour = self.probe.behaviour[item]
                 opened = self.probe.chains.get(item.operation, [])
-                if found.calls and found.repeatable and not (opened and depth > 1):
+                if behaviour.calls and behaviour.repeatable and not (opened and depth > 1):
                     row.append(item)
                     continue
                 if row:
@@ -279,43 +439,38 @@ class _Search:
             if row:
                 yield chain, tuple(row)
 
-    def divided(self, chain: Chain, items: tuple[Item, ...], wanted: int) -> Iterator[_Unit]:
-        """Divide a stretch into units that leave about so many bytes, where little crosses."""
+    def divided(self, chain: Chain, items: tuple[Item, ...], wanted: int) -> Iterator[Section]:
+        """Divide a stretch into sections that leave about so many bytes, where little crosses."""
+        probe = self.probe
         ends, begin = [0], 0
         while chain.functional is not None and begin < len(items):
             left = {
-                end: self.probe.left_bytes(chain, items[begin:end])
+                end: probe.left_bytes(chain, items[begin:end])
                 for end in range(begin + 1, len(items))
             }
             near = [end for end, size in left.items() if 0.5 * wanted <= size <= 1.5 * wanted]
             if not near:
                 near = [next((end for end, size in left.items() if size >= wanted), len(items))]
-            begin = min(near, key=lambda end: (self.crossing_bytes(chain, items, end), -end))
+            begin = min(near, key=lambda end: (probe.crossing_bytes(chain, items[end - 1]), -end))
             ends.append(begin)
         if ends[-1] < len(items):
             ends.append(len(items))
         for one, other in pairwise(ends):
-            yield from self.unit(chain, items[one:other])
+            part = items[one:other]
+            behaviours = [probe.behaviour[item] for item in part]
+            changed = {id(it): it for behaviour in behaviours for it in behaviour.changed}
+            saved = self.scale * probe.left_bytes(chain, part)
+            if saved > 0:
+                seconds = sum(it.seconds for it in behaviours)
+                yield Section(chain, part, tuple(changed.values()), saved, seconds)
 
-    def crossing_bytes(self, chain: Chain, items: tuple[Item, ...], end: int) -> int:
-        return self.probe.crossing_bytes(chain, chain.items.index(items[end - 1]))
-
-    def unit(self, chain: Chain, items: tuple[Item, ...]) -> Iterator[_Unit]:
-        """Return a unit, if it leaves anything."""
-        found = [self.probe.behaviour[it] for it in items]
-        changed = {id(it): it for mine in found for it in mine.changed}
-        left = self.probe.left_bytes(chain, items)
-        if left > 0:
-            section = Section(chain, items, tuple(changed.values()))
-            yield _Unit(section, self.scale * left, sum(it.seconds for it in found))
-
-    def measured(self, units: Sequence[_Unit], budget_bytes: int | None = None) -> _Measured:
-        """Count steps of the sample with units run again.
+    def measured(self, sections: Sequence[Section], budget_bytes: int | None = None) -> _Measured:
+        """Count steps of the sample with sections run again.
 
         The worst of two, if that is above the budget; else of many, and a margin for the next. What
         the model does by itself has none.
         """
-        self.step.sections = tuple(it.section for it in units)
+        self.step.sections = tuple(sections)
         step = model_step(self.twin).get_concrete_function(*self.args)
         base = self.step.base_bytes + small_bytes(step.graph, self.device)
         step(*self.args)
@@ -324,17 +479,17 @@ class _Search:
             more, op_of_more = self.counted(step, _STEPS - 2)
             op = op if max(peaks) > max(more) else op_of_more
             peaks += more
-        margin = (max(peaks) - min(peaks)) // _MARGIN if units else 0
+        margin = (max(peaks) - min(peaks)) // _MARGIN if sections else 0
         return _Measured(base + max(peaks) + margin, op)
 
     def counted(self, step: Any, count: int) -> tuple[list[int], str]:
         """Return the peaks of so many steps, of fewer if they are long, and the op of the worst."""
-        with Allocations(self.device) as found:
+        with Allocations(self.device) as asked_for:
             began = time.perf_counter()
             for place in range(count):
                 if place >= _LEAST_STEPS and time.perf_counter() - began > _STEPS_S:
                     break
                 with tf.profiler.experimental.Trace(f"{MARK}{place}"):
                     step(*self.args)
-        op = found.holders[0].op if found.holders else "the variables"
-        return list(found.scratch_bytes.values()), op
+        op = asked_for.holders[0].op if asked_for.holders else "the variables"
+        return list(asked_for.scratch_bytes.values()), op

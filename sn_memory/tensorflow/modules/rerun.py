@@ -1,4 +1,8 @@
-"""A part of a model that keeps its inputs alone, and runs again when its gradient is wanted.
+"""Parts of a Keras model that keep their inputs alone, and run again for their gradients.
+
+A functional model is a list of calls in a fixed order. Any stretch of it can be run again from the
+tensors that enter it; what is inside need not be kept. In other models nobody knows what happens
+between the calls of two layers, so there a part is one call.
 
 tf.recompute_grad does the running again. Left to the user are: keyword arguments and masks, which
 it does not take, the seeds that a layer has moved on since, statistics that a second run would
@@ -13,23 +17,261 @@ IdentityN, as in Keras' optimizers, and afterwards takes that apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.models.functional import Functional  # keras.Model makes it; it has no public name
 from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
 from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 from ..errors import TraceError, as_it_is
+from ..guards import opaque, refilled, tensors_in
+from ..trace.capture import without_made_up_zeros
 from ..trace.kernels import READS, variables_read
-from ..trace.reached import those_there
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A call that may be in a part: of a node in a functional model, or any of a layer's own."""
+
+    name: str
+    operation: Any
+    node: Any = None
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Itself, as a section has its items."""
+        return (self,)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Items that are run one after the other, and the functional model that does so.
+
+    Without one, there is one item.
+    """
+
+    items: tuple[Item, ...]
+    functional: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """Items next to each other in a chain, to be run again together.
+
+    Parameters
+    ----------
+    changed
+        Keras variables that they change.
+    saved_bytes, seconds
+        What they leave for the backward pass, and what their forward pass takes.
+    """
+
+    chain: Chain
+    items: tuple[Item, ...]
+    changed: tuple[Any, ...] = field(default=(), repr=False)
+    saved_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The name of its item, or those of the first and the last."""
+        first, last = self.items[0].name, self.items[-1].name
+        return first if len(self.items) == 1 else f"{first} to {last}"
+
+
+Function = Callable[[list[Any]], list[Any]]
+# Runs something in place of the call of an item: gets the call, with its arguments bound.
+Around = Callable[[Item, Callable[[], Any]], Any]
+# Runs a section in place of its items: gets a function of tensors, and the tensors.
+Rerun = Callable[[Section, Function, list[Any]], list[Any]]
+
+
+def functional_of(layer: Any) -> Any:
+    """Return the functional model that a layer runs as its call; None if it runs code."""
+    if type(layer).call is keras.Sequential.call:
+        layer = layer._functional
+    return layer if layer is not None and type(layer).call is Functional.call else None
+
+
+def name_of(operation: Any) -> str:
+    """The path of a layer, if it has one: without weights, or before it is built, it has none."""
+    return str(getattr(operation, "path", None) or operation.name)
+
+
+def chains_of(layer: Any) -> list[Chain]:
+    """Return the parts right below a layer."""
+    functional = functional_of(layer)
+    if functional is None:
+        return [Chain((Item(name_of(inner), inner),)) for inner in layer._layers]
+    items = tuple(
+        Item(name_of(node.operation), node.operation, node)
+        for depth in sorted(functional._nodes_by_depth, reverse=True)
+        for node in functional._nodes_by_depth[depth]
+        if node.operation and not node.is_input
+    )
+    return [Chain(items, functional)]
+
+
+def crossing(chain: Chain) -> list[set[int]]:
+    """Return, per item, the tensors that are made up to there and needed later, by their ids."""
+    needed = [{id(it) for it in chain.functional.outputs}]
+    for item in reversed(chain.items[1:]):
+        needed.append(needed[-1] | {id(it) for it in item.node.input_tensors})
+    made: set[int] = set()
+    crossings = []
+    for item, later in zip(chain.items, reversed(needed), strict=True):
+        made |= {id(it) for it in item.node.outputs}
+        crossings.append(made & later)
+    return crossings
+
+
+@contextmanager
+def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
+    """Let each item's call go through `around`."""
+    with ExitStack() as undo:
+        for chain in chains:
+            if chain.functional is not None:
+                run = _runner(
+                    chain, chain.items, around, lambda _, function, given: function(given)
+                )
+                undo.enter_context(_replaced(chain.functional, "_run_through_graph", run))
+            else:
+                (item,) = chain.items
+                call = _around_call(item, around)
+                undo.enter_context(_replaced(item.operation, "call", call))
+        yield
+
+
+@contextmanager
+def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> Iterator[None]:
+    """Let each section be run by `rerun`.
+
+    model : a twin of the model whose sections they are, to be changed in its place
+    """
+    with ExitStack() as undo:
+        for section in sections:
+            if section.chain.functional is None:
+                call = _around_section(section, rerun)
+                undo.enter_context(_replaced(section.items[0].operation, "call", call))
+        for chain in dict.fromkeys(it.chain for it in sections if it.chain.functional is not None):
+            of = {item: it for it in sections if it.chain is chain for item in it.items}
+            groups = list(dict.fromkeys(of.get(item, item) for item in chain.items))
+            run = _runner(chain, groups, lambda _, call: call(), rerun)
+            functional = chain.functional
+            if functional._nodes_by_depth is model.__dict__.get("_nodes_by_depth"):
+                functional = model
+            undo.enter_context(_replaced(functional, "_run_through_graph", run))
+        yield
+
+
+@contextmanager
+def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Put a method on one object, beside Keras' tracking of attributes."""
+    before = thing.__dict__.get(name)
+    thing.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            thing.__dict__.pop(name, None)
+        else:
+            thing.__dict__[name] = before
+
+
+def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, rerun: Rerun) -> Any:
+    """Return what runs the calls of a functional model, in the place of Keras'."""
+    functional = chain.functional
+    plain = functional._run_through_graph
+    # Per group, the tensors that are needed after it, by their ids.
+    later = [{id(it) for it in functional.outputs}]
+    for group in reversed(groups[1:]):
+        later.append(later[-1] | {id(it) for item in group.items for it in item.node.input_tensors})
+    later.reverse()
+
+    def call(operation_fn: Any, item: Item, tensors: dict[int, Any]) -> None:
+        args, kwargs = item.node.arguments.fill_in(tensors)
+        operation = operation_fn(item.operation)
+        results = around(item, lambda: operation(*args, **kwargs))
+        made = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
+        tensors.update((id(it), value) for it, value in made)
+
+    def run(inputs: Any, operation_fn: Any = lambda it: it, call_fn: Any = None) -> Any:
+        if call_fn is not None:
+            return plain(inputs, operation_fn, call_fn)
+        given = keras.tree.flatten(inputs)
+        tensors = {id(it): value for it, value in zip(functional.inputs, given, strict=True)}
+        for group, wanted in zip(groups, later, strict=True):
+            if isinstance(group, Item):
+                call(operation_fn, group, tensors)
+            else:
+                _run_section(group, rerun, tensors, wanted, partial(call, operation_fn))
+            # Keras holds all to the end; run eagerly, that is all the memory of the pass.
+            tensors = {key: value for key, value in tensors.items() if key in wanted}
+        outputs = [tensors[id(it)] for it in functional.outputs]
+        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
+
+    return run
+
+
+def _run_section(
+    section: Section, rerun: Rerun, tensors: dict[int, Any], wanted: set[int], call: Any
+) -> None:
+    """Run items of a functional model as one function of the tensors that enter."""
+    made = [id(it) for item in section.items for it in item.node.outputs]
+    used = [id(it) for item in section.items for it in item.node.input_tensors]
+    enter = [it for it in dict.fromkeys(used) if it not in made]
+    leave = [it for it in made if it in wanted]
+
+    def function(given: list[Any]) -> list[Any]:
+        inside = dict(zip(enter, given, strict=True))
+        for item in section.items:
+            call(item, inside)
+        return [inside[it] for it in leave]
+
+    results = rerun(section, function, [tensors[it] for it in enter])
+    tensors.update(zip(leave, results, strict=True))
+
+
+def _around_call(item: Item, around: Around) -> Any:
+    plain = item.operation.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(item, lambda: plain(*args, **kwargs))
+
+    return call
+
+
+def _around_section(section: Section, rerun: Rerun) -> Any:
+    """Return what runs the call of a layer as a function of the tensors among its arguments."""
+    plain = section.items[0].operation.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if opaque((args, kwargs)) is not None:
+            # Tensors inside of it would have no gradient.
+            return plain(*args, **kwargs)
+        structure: Any = None
+
+        def function(given: list[Any]) -> list[Any]:
+            nonlocal structure
+            args_again, kwargs_again = refilled((args, kwargs), given)
+            structure = plain(*args_again, **kwargs_again)
+            return tensors_in(structure)
+
+        results = rerun(section, function, tensors_in((args, kwargs)))
+        return refilled(structure, results)
+
+    return call
+
 
 # What Keras has in force around the call of a layer, for those inside.
 _SETTINGS = ("current_call_ctx", "autocast_scope")
-Function = Callable[[list[Any]], list[Any]]
 
 
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
@@ -49,7 +291,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
     masks = [get_keras_mask(it) for it in inputs]
-    given = [*inputs, *(it for it in masks if it is not None)]
+    given = [*inputs, *(mask for mask in masks if mask is not None)]
     before = [(it, tf.identity(it._value)) for it in changed]
     settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
     masked: list[int] = []
@@ -60,9 +302,9 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
             if mask is not None:
                 set_keras_mask(tensor, next(rest))
         results = function(own)
-        found = [get_keras_mask(it) for it in results]
-        masked[:] = [place for place, it in enumerate(found) if it is not None]
-        return [*results, *(it for it in found if it is not None)]
+        made = [get_keras_mask(result) for result in results]
+        masked[:] = [place for place, mask in enumerate(made) if mask is not None]
+        return [*results, *(mask for mask in made if mask is not None)]
 
     @tf.custom_gradient
     def passes(*tensors: Any) -> Any:
@@ -91,9 +333,9 @@ def _backward(
     settings: dict[str, Any],
 ) -> Any:
     """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
-    incoming = those_there(incoming)
-    arrived = [it for it in incoming if it is not None]
+    incoming = without_made_up_zeros(incoming)
     # Not before it is needed: the executor would run it at once.
+    arrived = [it for it in incoming if it is not None]
     with tf.control_dependencies(arrived), scope, _in_force(settings):
         sources = [tf.identity(it) for it in tensors]
         wanted = [it for it in sources if it.dtype.is_floating]
@@ -103,31 +345,27 @@ def _backward(
             with _no_reads():
                 results = once(sources)
         pairs = [
-            (result, output_gradient)
-            for result, output_gradient in zip(results, incoming, strict=True)
-            if output_gradient is not None and result.dtype.is_floating
+            pair
+            for pair in zip(results, incoming, strict=True)
+            if pair[1] is not None and pair[0].dtype.is_floating
         ]
-        found = tape.gradient(
-            [it for it, _ in pairs],
+        gradients = tape.gradient(
+            [result for result, _ in pairs],
             [*wanted, *values],
             [output_gradient for _, output_gradient in pairs],
         )
-    ours, theirs = found[: len(wanted)], found[len(wanted) :]
+    ours, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
     # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.
-    with tf.control_dependencies([_values(it) for it in theirs if it is not None]):
+    with tf.control_dependencies(
+        [getattr(it, "values", it) for it in of_weights if it is not None]
+    ):
         rest = iter([None if it is None else tf.identity(it) for it in ours])
-    gradients = [next(rest) if it.dtype.is_floating else None for it in sources]
-    return (gradients, theirs) if weights else gradients
+    of_tensors = [next(rest) if it.dtype.is_floating else None for it in sources]
+    return (of_tensors, of_weights) if weights else of_tensors
 
 
 class _Reads:
-    """What the first run read from variables.
-
-    Parameters
-    ----------
-    graph
-        The one that it runs in.
-    """
+    """What the first run, in a graph, read from variables."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -139,11 +377,12 @@ class _Reads:
         """Note the variables that ops read meanwhile; those read inside of loops are read once."""
         count = len(self.graph.get_operations())
         yield
-        for op in self.graph.get_operations()[count:]:
+        ops = self.graph.get_operations()[count:]
+        for op in ops:
             for handle in variables_read(op):
                 if op.type == READS:
                     self.values.setdefault(id(handle), op.outputs[0])
-        for op in self.graph.get_operations()[count:]:
+        for op in ops:
             for handle in variables_read(op):
                 if id(handle) not in self.values:
                     kind = get_resource_handle_data(handle).shape_and_type[0].dtype
@@ -151,22 +390,17 @@ class _Reads:
                     self.values[id(handle)] = value
 
     def value(self, variable: Any) -> Any:
-        """Return what was read from a variable of TensorFlow.
-
-        Raises
-        ------
-        TraceError
-            If it was not read.
-        """
-        found = self.values.get(id(self.graph.capture(variable.handle)))
-        if found is None:
-            error = TraceError(
-                f"a layer that runs again reads {variable.name!r}, which it did not read in the "
-                "forward pass. Plan the model with backend='graph', or let the layer read the same "
-                "variables each time."
+        """Return what was read from a variable of TensorFlow; raise TraceError if it was not."""
+        value = self.values.get(id(self.graph.capture(variable.handle)))
+        if value is None:
+            raise as_it_is(
+                TraceError(
+                    f"a layer that runs again reads {variable.name!r}, which it did not read in "
+                    "the forward pass. Plan the model with backend='graph', or let the layer read "
+                    "the same variables each time."
+                )
             )
-            raise as_it_is(error)
-        return found
+        return value
 
 
 class _AsRead(keras.StatelessScope):  # type: ignore[misc]
@@ -195,10 +429,10 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
         return value
 
     def get_current_value(self, variable: Any) -> Any:
-        found = super().get_current_value(variable)
-        if found is None:
-            found = self.watched.get(id(variable._value))
-        return self.reads.value(variable._value) if found is None else found
+        value = super().get_current_value(variable)
+        if value is None:
+            value = self.watched.get(id(variable._value))
+        return self.reads.value(variable._value) if value is None else value
 
 
 @contextmanager
@@ -227,7 +461,3 @@ def _in_force(settings: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in now.items():
             global_state.set_global_attribute(name, value)
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -2,8 +2,12 @@
 
 A traced function is a graph of graphs: calls hide their bodies. Here calls are replaced by what
 they call; bodies of loops and branches stay what they are, one op. Names say nothing about what
-belongs to the forward pass, so the tape is asked while tracing: ancestors of what it was given to
-differentiate are forward.
+belongs to the forward pass: ancestors of what was differentiated are forward. Of a step function
+the tape is asked while tracing.
+
+A Keras model is called as training calls it, on symbolic inputs. Inside, at `call`, a tape is
+opened: what Keras does around that (casts, checks) stays outside of the plan. In place of the
+gradients of the outputs, which the loss will make, there are placeholders.
 """
 
 from __future__ import annotations
@@ -14,9 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import function_def_to_graph
 
-from ..errors import TraceError
-from .kernels import CALLS
+from ..errors import TraceError, first_line
+from ..guards import call_of, opaque, tensors_in
+from ..model import check_model, twin_of, uncast
+from .kernels import CALLS, constant
+
+_WHOLE_STEP = "Plan the whole training step: sn_memory.tensorflow.plan_step."
+SHAPE_OF_VALUES = (
+    "Give a sample of full shape; ops whose shape depends on values (boolean masks, tf.unique, "
+    "tf.where with one argument) cannot be planned."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,7 @@ class Captured:
         The variable behind a captured handle.
     targets, gradients
         What was differentiated, and what came of it.
-    stand_ins
+    placeholders
         Of a model without its loss: values in place of the gradients of its outputs.
     graph
         Kept alive: functions that ops refer to belong to it.
@@ -61,7 +74,7 @@ class Captured:
     variables: dict[int, Any]
     targets: tuple[int, ...]
     gradients: tuple[int, ...]
-    stand_ins: tuple[int, ...]
+    placeholders: tuple[int, ...]
     graph: Any = field(repr=False)
 
     @property
@@ -70,27 +83,27 @@ class Captured:
         return {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
 
 
+@dataclass
 class TapeLog:
     """What gradient tapes were asked while the log was open."""
 
-    def __init__(self) -> None:
-        self.targets: list[Any] = []
-        self.results: list[Any] = []
+    targets: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
 
     @contextmanager
-    def listening(self) -> Iterator[TapeLog]:
+    def listening(self) -> Iterator[None]:
         """Note each call of GradientTape.gradient; the method is put back afterwards."""
         plain = tf.GradientTape.gradient
 
         def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             results = plain(tape, target, sources, *args, **kwargs)
-            self.targets += _tensors(target)
-            self.results += _tensors(results)
+            self.targets += tensors_in(target)
+            self.results += tensors_in(results)
             return results
 
         tf.GradientTape.gradient = gradient
         try:
-            yield self
+            yield
         finally:
             tf.GradientTape.gradient = plain
 
@@ -116,48 +129,122 @@ def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
     return concrete, log
 
 
+class _Taped:
+    """A model whose `call` is taped."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
+        key, given = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
+        variables = uncast(self.trainable_variables)  # type: ignore[attr-defined]
+        tape = tf.GradientTape(watch_accessed_variables=False)
+        with tape:
+            tape.watch(variables)
+            results = super().call(*args, **kwargs)  # type: ignore[misc]
+        hidden = opaque(results)
+        if hidden is not None:  # it would come back as it was in the trace
+            raise TraceError(
+                f"the model returns a {type(hidden).__name__}; a plan of ops knows only the "
+                "tensors in lists, tuples and dicts. Return those."
+            )
+        outs = tensors_in(results)
+        ends = [out for out in outs if out.dtype.is_floating]
+        for end in ends:
+            if not end.shape.is_fully_defined():
+                raise TraceError(
+                    f"an output of the model, {end.name!r}, has the shape {end.shape}, which "
+                    f"depends on values or on an unknown batch. {SHAPE_OF_VALUES}"
+                )
+        placeholders = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
+        gradients = tape.gradient(ends, variables, output_gradients=placeholders)
+        seen.update(
+            key=key, given=given, results=results, outs=outs, ends=ends, placeholders=placeholders,
+            gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
+        )  # fmt: skip
+        return results
+
+
+def capture_model(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[Captured, dict[str, Any]]:
+    """Trace a Keras model in training; returns the step and what was seen at its `call`."""
+    check_model(model)
+    twin = twin_of(model, _Taped)
+    seen: dict[str, Any] = {}
+    twin.__dict__["_sn_memory_seen"] = seen
+
+    def called(*inputs: Any, **named: Any) -> Any:
+        return twin(*inputs, **named, training=True)
+
+    try:
+        concrete = tf.function(called, autograph=False).get_concrete_function(
+            *args, **(kwargs or {})
+        )
+    except TraceError as error:
+        raise TraceError(first_line(error)) from error
+    except Exception as error:  # whatever the model's own code raises
+        said = f"{type(model).__name__} could not be traced: {first_line(error)}"
+        raise TraceError(said) from error
+    _check_losses_and_gradients(model, seen)
+    gradients = [gradient for gradient in seen["gradients"] if gradient is not None]
+    captured = flat(
+        concrete.graph,
+        TapeLog(seen["ends"], gradients),
+        given=seen["given"],
+        results=[*seen["outs"], *gradients],
+        placeholders=seen["placeholders"],
+    )
+    return captured, seen
+
+
+def _check_losses_and_gradients(model: Any, seen: dict[str, Any]) -> None:
+    """Raise TraceError for what a plan of the model's ops would lose."""
+    if any(layer._losses for layer in model._flatten_layers()):
+        for layer in model._flatten_layers():
+            layer._clear_losses()
+        raise TraceError(
+            "a layer adds a loss while it is called (add_loss, activity regularizers), which would "
+            f"be lost. {_WHOLE_STEP}"
+        )
+    if any(hasattr(out, "_keras_mask") for out in seen["outs"]):
+        raise TraceError(
+            f"the model's output carries a mask for the loss, which would be lost. {_WHOLE_STEP}"
+        )
+    for gradient, variable in zip(seen["gradients"], seen["variables"], strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            raise TraceError(
+                f"the gradient of {variable.path} is sparse (an embedding). {_WHOLE_STEP}"
+            )
+
+
 def flat(
     graph: Any,
     log: TapeLog,
     *,
     given: Sequence[Any] | None = None,
     results: Sequence[Any] | None = None,
-    stand_ins: Sequence[Any] = (),
+    placeholders: Sequence[Any] = (),
 ) -> Captured:
-    """Return the ops of a traced graph as one list.
+    """Return the ops of a traced graph as one list; raises TraceError if nothing is differentiated.
 
     Parameters
     ----------
     given, results
         Tensors that count as arguments and results, in place of those of the graph.
-    stand_ins
+    placeholders
         Tensors in place of the gradients of a model's outputs.
-
-    Raises
-    ------
-    TraceError
-        If nothing is differentiated.
     """
     flattened = _Flattening()
-    variables = {id(it.handle): it for it in graph.variables}
-    captures, known = {}, {}
-    inside = {id(inner): outer for outer, inner in graph.captures}
-    arguments = [it for it in graph.inputs if id(it) not in inside]
-    for tensor in graph.inputs:
-        value = flattened.new(tensor)
-        if id(tensor) in inside:
-            outer = inside[id(tensor)]
-            captures[value] = outer
-            if id(outer) in variables:
-                known[value] = variables[id(outer)]
-    if given is not None:
-        arguments = list(given)
-        for tensor in arguments:
+    variables = {id(variable.handle): variable for variable in graph.variables}
+    outer = {id(inner): outer for outer, inner in graph.captures}
+    inputs = [(flattened.new(it), it) for it in graph.inputs]
+    captures = {value: outer[id(it)] for value, it in inputs if id(it) in outer}
+    if given is None:
+        given = [it for it in graph.inputs if id(it) not in outer]
+    else:
+        for tensor in given:
             flattened.new(tensor)
     flattened.ops(graph, "")
-    numbers = flattened.numbers
-    targets = [numbers[id(it)] for it in log.targets if id(it) in numbers]
-    gradients = [numbers[id(it)] for it in log.results if id(it) in numbers]
+    targets = flattened.values(it for it in log.targets if id(it) in flattened.numbers)
     if not targets:
         raise TraceError(
             "the step differentiates nothing: no GradientTape.gradient was seen in its trace. Give "
@@ -166,15 +253,35 @@ def flat(
     return Captured(
         flattened.nodes,
         flattened.tensors,
-        tuple(numbers[id(it)] for it in arguments),
-        tuple(numbers[id(it)] for it in (graph.outputs if results is None else results)),
+        flattened.values(given),
+        flattened.values(graph.outputs if results is None else results),
         captures,
-        known,
-        tuple(targets),
-        tuple(gradients),
-        tuple(numbers[id(it)] for it in stand_ins),
+        {value: variables[id(it)] for value, it in captures.items() if id(it) in variables},
+        targets,
+        flattened.values(it for it in log.results if id(it) in flattened.numbers),
+        flattened.values(placeholders),
         graph,
     )
+
+
+def undifferentiated(graph: Any) -> Captured:
+    """Return the ops of a graph of which nobody asks what was differentiated, as one list."""
+    flattened = _Flattening()
+    arguments = tuple(flattened.new(it) for it in graph.inputs)
+    flattened.ops(graph, "")
+    outputs = flattened.values(graph.outputs)
+    nodes, tensors = flattened.nodes, flattened.tensors
+    return Captured(nodes, tensors, arguments, outputs, {}, {}, (), (), (), graph)
+
+
+def bodies(op: Any) -> list[Captured]:
+    """Return what a loop or branch may run, each as a step of its own."""
+    # As it was traced: made anew from its definition, it would know no shapes of variables.
+    return [
+        undifferentiated(op.graph._get_function(op.get_attr(key).name).graph)
+        for key in ("body", "cond", "then_branch", "else_branch")
+        if key in op.node_def.attr
+    ]
 
 
 class _Flattening:
@@ -188,11 +295,14 @@ class _Flattening:
         self.tensors.append(tensor)
         return number
 
+    def values(self, tensors: Any) -> tuple[int, ...]:
+        return tuple(self.numbers[id(tensor)] for tensor in tensors)
+
     def ops(self, graph: Any, prefix: str) -> None:
         for op in _readers_last(graph):
             if op.outputs and id(op.outputs[0]) in self.numbers:
                 continue
-            inputs = tuple(self.numbers[id(it)] for it in op.inputs)
+            inputs = self.values(op.inputs)
             body = _body(op)
             if body is None:
                 outputs = tuple(self.new(it) for it in op.outputs)
@@ -211,12 +321,12 @@ def _readers_last(graph: Any) -> list[Any]:
     The gradient of a loop gives the loop further inputs, lists of what its passes leave, made
     after it.
     """
-    found: dict[Any, None] = {}
+    ordered: dict[Any, None] = {}
     for op in graph.get_operations():
         stack: list[Any] = [op]
         waiting: set[Any] = set()
         while stack:
-            missing = [it.op for it in stack[-1].inputs if it.op not in found]
+            missing = [it.op for it in stack[-1].inputs if it.op not in ordered]
             if not waiting.isdisjoint(missing):
                 raise TraceError(
                     f"op {stack[-1].name!r} reads what it makes: a loop of TensorFlow 1. Make it "
@@ -226,35 +336,12 @@ def _readers_last(graph: Any) -> list[Any]:
                 waiting.add(stack[-1])
                 stack += missing
             else:
-                found[stack.pop()] = None
-    return list(found)
-
-
-def bodies(op: Any) -> list[Captured]:
-    """Return what a loop or branch may run, each as a step of its own."""
-    found = []
-    for key in ("body", "cond", "then_branch", "else_branch"):
-        if key not in op.node_def.attr:
-            continue
-        # As it was traced: made anew from its definition, it would know no shapes of variables.
-        found.append(undifferentiated(op.graph._get_function(op.get_attr(key).name).graph))
-    return found
-
-
-def undifferentiated(graph: Any) -> Captured:
-    """Return the ops of a graph of which nobody asks what was differentiated, as one list."""
-    flattened = _Flattening()
-    arguments = tuple(flattened.new(it) for it in graph.inputs)
-    flattened.ops(graph, "")
-    outputs = tuple(flattened.numbers[id(it)] for it in graph.outputs)
-    nodes, tensors = flattened.nodes, flattened.tensors
-    return Captured(nodes, tensors, arguments, outputs, {}, {}, (), (), (), graph)
+                ordered[stack.pop()] = None
+    return list(ordered)
 
 
 def _body(op: Any) -> Any:
     """Return the graph a call runs, copied so that two calls do not share tensors; else None."""
-    from tensorflow.python.framework import function_def_to_graph
-
     if op.type not in CALLS or "_XlaMustCompile" in op.node_def.attr:
         return None
     called = op.graph._get_function(op.get_attr("f").name)
@@ -264,6 +351,39 @@ def _body(op: Any) -> Any:
         )
 
 
-def _tensors(nested: Any) -> list[Any]:
-    flat_values = tf.nest.flatten(nested, expand_composites=True)
-    return [it for it in flat_values if isinstance(it, tf.Tensor)]
+def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
+    """Return the places of gradients that come from outputs alone that have none.
+
+    Where a loss takes some of a model's outputs only, the tape returns None for the variables of
+    the rest, and an optimizer passes them over. Zeros are not the same: moments go on, weights
+    decay.
+
+    incoming : the gradients of the outputs, in the order of `captured.placeholders`
+    """
+    arrived = [it is not None for it in without_made_up_zeros(incoming)]
+    if all(arrived):
+        return frozenset()
+    reached = dict(zip(captured.placeholders, arrived, strict=True))
+    for node in captured.nodes:
+        known = [reached[value] for value in node.inputs if value in reached]
+        if known:
+            reached.update(dict.fromkeys(node.outputs, any(known)))
+    return frozenset(
+        place for place, value in enumerate(captured.gradients) if not reached.get(value, True)
+    )
+
+
+def without_made_up_zeros(incoming: Sequence[Any]) -> list[Any]:
+    """Return what a custom gradient is given, with None for zeros that the tape made up.
+
+    It gives zeros for results that have no gradient. What a loss makes is no constant, and zeros
+    like a result itself are the tape's. Where nothing would be left, they are the caller's.
+    """
+    real = [None if it is None or _is_made_up(it) else it for it in incoming]
+    return real if any(it is not None for it in real) else list(incoming)
+
+
+def _is_made_up(gradient: Any) -> bool:
+    if gradient.op.type == "ZerosLike":
+        return bool(gradient.op.inputs[0].op.type == "IdentityN")
+    return gradient.op.type == "Const" and not constant(gradient).any()

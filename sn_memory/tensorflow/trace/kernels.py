@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
+from tensorflow.python.util import _pywrap_util_port
 
 
 def _kinds(text: str) -> frozenset[str]:
@@ -65,9 +66,7 @@ def passes_on(op: Any) -> bool:
 
 def constant(tensor: Any) -> Any:
     """Return the value of a tensor that is known without running anything; else None."""
-    from tensorflow.python.framework import tensor_util
-
-    return tensor_util.constant_value(tensor)
+    return tf.get_static_value(tensor)
 
 
 def nbytes(tensor: Any) -> int | None:
@@ -146,8 +145,6 @@ def keeps_maxima(op: Any) -> bool:
 
     oneDNN's does, where it stands in for TensorFlow's: a byte for each element of the result.
     """
-    from tensorflow.python.util import _pywrap_util_port
-
     return (
         op.type == "MaxPool"
         and op.outputs[0].dtype in (tf.float32, tf.bfloat16)

@@ -1,9 +1,8 @@
 """Seconds and workspace of each op: measured once per signature, kept in a file.
 
-Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
-trace tells what it asks for while it runs beyond its results: reordered operands, transposed
-copies, indices of maxima. What cannot be run so (loops, ops that change something) is left to the
-roofline, without workspace.
+Each op is run alone, eagerly, on random values of its shapes. The allocator's trace tells what it
+asks for beyond its results: reordered operands, transposed copies, indices of maxima. What cannot
+be run so (loops, ops that change something) is left to the roofline, without workspace.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from tensorflow.python.framework import config
 from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
 from ...graph.graph import Graph
 from ...graph.records import Device
-from ..model.allocations import MARK, Allocations
-from ..model.memory import has_statistics
+from ..memory import MARK, Allocations, has_statistics
 from . import kernels
 from .capture import Node
 
@@ -148,7 +146,6 @@ def measured_device(device: str) -> Device:
 
 def _seconds(op: Any, device: str, mark: str) -> float | None:
     """Run an op alone; return its seconds. It runs once under the mark in the profiler's trace."""
-    definition = op.op_def
     types = {it.dtype for it in (*op.inputs, *op.outputs)}
     if (
         kernels.has_effect(op)
@@ -157,10 +154,7 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
         or any(attr.HasField("func") for attr in op.node_def.attr.values())
     ):
         return None
-    attrs: list[Any] = []
-    for attr in definition.attr:
-        value = op.get_attr(attr.name)
-        attrs += [attr.name, value]
+    attrs = [it for attr in op.op_def.attr for it in (attr.name, op.get_attr(attr.name))]
     try:
         with tf.device(device):
             given = [_filled(it) for it in op.inputs]
@@ -172,8 +166,7 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
 
             seconds = _best(work)
             with tf.profiler.experimental.Trace(mark):
-                result = work()
-            del result
+                work()
             return seconds
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
         log.info("%s could not be timed (%s); a roofline stands in", op.type, error)

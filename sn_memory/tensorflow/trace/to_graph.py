@@ -1,15 +1,19 @@
-"""From a flat traced step to the graph: storages, writes in place, phases, flags.
+"""From a flat traced step to the graph: buffers, storages, writes in place, phases, flags.
 
 Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. They are no
 business of a planner. Such an op follows the op traced before it, runs once, and what it makes is
 held; all else is an op of the graph.
+
+A trace has all updates after all gradients, so that a graph in its order holds every gradient to
+the end. The executor does not wait: a variable is updated when its gradient is there. A step is put
+into that order before anything is planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from tensorflow.python.framework import ops as framework_ops
 
@@ -17,41 +21,284 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ...graph.records import Device, Op, Storage, Workspace
 from ...run.loss import LOSS, loss_op
+from ..errors import TraceError
 from . import kernels
-from .buffers import Buffers, overwritten, phases
-from .capture import Captured, Node, bodies
+from .capture import SHAPE_OF_VALUES, Captured, Node, bodies
 
+# Learning rates, counters, shapes: what is as small is held and not planned.
+SMALL_BYTES: Final = 1024
+# Seconds of a node (None: a roofline) and bytes of its workspace.
 Costs = Callable[[Node], tuple[float | None, int]]
 
 
-@dataclass(frozen=True)
-class Named:
-    """The graph of a captured step, and what its names stand for.
+class Buffers:
+    """The values of a captured step by the buffers they lie in.
 
-    Parameters
+    inside : it is the body of a loop or branch, whose values may have any size: such are not
+        counted, where a step would be refused
+
+    Attributes
     ----------
-    graph
-        The graph.
-    node_of
-        Name of an op to the number of its node; the op `loss` has none.
-    followers
-        Per op, the small nodes that run right after its first run; under "" those at the start.
-    storage
-        Per root value, the name of the storage it lies in; small values have none.
-    buffers
-        Which values share a buffer.
+    needed
+        Nodes that results or effects come from; the others are left out.
+    root
+        Per value, the value whose buffer it is: itself, what it is a view of, or the handle of the
+        variable it was read from.
+    last
+        Per root, the last node that reads it; beyond the last node for results.
+    folded
+        Values known without running anything, or made from such.
+    sizes
+        Bytes per root.
+    uncounted
+        Names of values whose bytes nobody can tell.
     """
 
+    def __init__(self, captured: Captured, *, inside: bool = False) -> None:
+        self.captured, self.inside = captured, inside
+        self.producer = captured.producer
+        effects = [at for at, node in enumerate(captured.nodes) if kernels.has_effect(node.op)]
+        read = [value for at in effects for value in captured.nodes[at].inputs]
+        self.needed = _ancestors(captured, [*captured.outputs, *read]) | set(effects)
+        self.uncounted: list[str] = []
+        self.folded = self._folded()
+        self.changes: dict[int, list[int]] = {}
+        for at in effects:
+            for value in captured.nodes[at].inputs:
+                if value in captured.variables:
+                    self.changes.setdefault(value, []).append(at)
+        self.root = {value: value for value in range(len(captured.tensors))}
+        self.last: dict[int, int] = {}
+        self._follow(reads=frozenset())
+        reads = frozenset(at for at in sorted(self.needed) if self._sees_one_version(at))
+        self._follow(reads=reads)
+        self._foreign = self._of_others()
+        self.sizes = {value: self._size(value) for value in set(self.root.values())}
+
+    def small(self, value: int) -> bool:
+        """Whether a value is too small to be planned."""
+        return self.sizes[self.root[value]] <= SMALL_BYTES
+
+    def is_view(self, at: int) -> bool:
+        """Whether a node only passes a buffer on, or is known; it is carried out when asked for."""
+        node = self.captured.nodes[at]
+        return bool(node.outputs) and all(
+            self.root[value] != value or value in self.folded for value in node.outputs
+        )
+
+    def overwritten(self, at: int) -> int | None:
+        """Return the root whose buffer the first result of a node takes over, if one does."""
+        node = self.captured.nodes[at]
+        if node.op.type not in kernels.OVERWRITES or self.small(node.outputs[0]):
+            return None
+        result, tensors = node.outputs[0], self.captured.tensors
+        roots = [self.root[value] for value in node.inputs]
+        for root in roots:
+            if (
+                root in self.producer
+                and root not in self.folded
+                and self.last[root] == at
+                and roots.count(root) == 1
+                and tensors[root].dtype == tensors[result].dtype
+                and self.sizes[root] == self.sizes[result]
+            ):
+                return root
+        return None
+
+    def _follow(self, *, reads: frozenset[int]) -> None:
+        """Fill in roots and last reads; `reads` are the reads of variables that are views."""
+        for at, node in enumerate(self.captured.nodes):
+            if node.op.type == kernels.READS and at in reads:
+                self.root[node.outputs[0]] = node.inputs[0]
+            elif kernels.passes_on(node.op):
+                for source, result in zip(node.inputs, node.outputs, strict=False):
+                    self.root[result] = self.root[source]
+        self.last = {}
+        for at in sorted(self.needed):
+            node = self.captured.nodes[at]
+            if not (kernels.passes_on(node.op) or at in reads):
+                self.last.update((self.root[value], at) for value in node.inputs)
+        for value in self.captured.outputs:
+            self.last[self.root[value]] = len(self.captured.nodes)
+
+    def _sees_one_version(self, at: int) -> bool:
+        """Whether nothing changes a variable between a read of it and the last use of that."""
+        node = self.captured.nodes[at]
+        if node.op.type != kernels.READS or node.inputs[0] not in self.captured.variables:
+            return False
+        used = self.last.get(node.outputs[0], at)
+        return not any(at < change < used for change in self.changes.get(node.inputs[0], ()))
+
+    def _folded(self) -> set[int]:
+        folded: set[int] = set()
+        for at, node in enumerate(self.captured.nodes):
+            if at not in self.needed or node.op.op_def.is_stateful or not node.outputs:
+                continue
+            by_shape = node.op.type in kernels.SHAPES and all(
+                kernels.constant(tensor) is not None for tensor in node.op.outputs
+            )
+            known = node.op.type == "Const" or (
+                bool(node.inputs)
+                and folded.issuperset(node.inputs)
+                and node.op.type not in kernels.LOOPS
+                and all(
+                    (size := kernels.nbytes(tensor)) is not None and size <= SMALL_BYTES
+                    for tensor in node.op.outputs
+                )
+            )
+            if by_shape or known:
+                folded.update(node.outputs)
+        return folded
+
+    def _of_others(self) -> set[int]:
+        """Values of unknown size that other ranks or Python send, or that are made of such."""
+        foreign: set[int] = set()
+        for node in self.captured.nodes:
+            unknown = [value for value in node.inputs if self._unknown(value)]
+            sent = kernels.is_collective(node.op) or node.op.type in kernels.PYTHON
+            if sent or (unknown and foreign.issuperset(unknown)):
+                foreign.update(value for value in node.outputs if self._unknown(value))
+        return foreign
+
+    def _unknown(self, value: int) -> bool:
+        return (
+            value not in self.captured.variables
+            and kernels.nbytes(self.captured.tensors[value]) is None
+        )
+
+    def _size(self, value: int) -> int:
+        captured, tensor = self.captured, self.captured.tensors[value]
+        variable = captured.variables.get(value)
+        if variable is not None:
+            return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
+        size = kernels.nbytes(tensor)
+        if size is not None:
+            return size
+        if self.inside or value in self._foreign or tensor.dtype.name in ("variant", "string"):
+            self.uncounted.append(tensor.name)
+            return 0
+        at = self.producer.get(value)
+        if at is not None and at not in self.needed:
+            return 0
+        what = f"input {tensor.name!r}" if at is None else f"{tensor.op.type} {tensor.op.name!r}"
+        raise TraceError(
+            f"{what} has the shape {tensor.shape}, which depends on values or on an unknown batch. "
+            f"{SHAPE_OF_VALUES}"
+        )
+
+
+def phases(captured: Captured) -> list[str]:
+    """Return the phase of each node, by ancestry of what was differentiated.
+
+    Ancestors of the loss are forward; other ancestors of its gradients backward. Of the rest, what
+    depends on a backward node is update, and what does not (moving averages) forward.
+    """
+    forward = _ancestors(captured, captured.targets)
+    backward = _ancestors(captured, captured.gradients) - forward
+    result = []
+    late: set[int] = set()
+    for at, node in enumerate(captured.nodes):
+        if at in forward:
+            phase = "forward"
+        elif at in backward:
+            phase = "backward"
+        else:
+            phase = "update" if late.intersection(node.inputs) else "forward"
+        if phase != "forward":
+            late.update(node.outputs)
+        result.append(phase)
+    return result
+
+
+def _ancestors(captured: Captured, values: Iterable[int]) -> set[int]:
+    producer = captured.producer
+    ancestors: set[int] = set()
+    stack = [producer[value] for value in values if value in producer]
+    while stack:
+        at = stack.pop()
+        if at not in ancestors:
+            ancestors.add(at)
+            stack += [producer[value] for value in captured.nodes[at].inputs if value in producer]
+    return ancestors
+
+
+def updates_first(captured: Captured) -> Captured:
+    """Return a step with its updates moved to where all that they read is there.
+
+    Moved are ops after the backward pass without effect, and those that only change variables. A
+    variable is changed after all that read it before in the trace, and read after all that changed
+    it before. All else keeps its order.
+    """
+    nodes, phase, waits = captured.nodes, phases(captured), _waits(captured)
+    begin = next((at for at, it in enumerate(phase) if it == "backward"), len(nodes))
+    movable = [_may_move(node, captured) for node in nodes]
+    early = [it == "update" and movable[at] for at, it in enumerate(phase)]
+    # What updates read beside gradients (rates, decay) is traced after the backward pass as well.
+    fetched = [at > begin and movable[at] and it == "forward" for at, it in enumerate(phase)]
+    due: list[int] = []
+    for at, before in enumerate(waits):
+        soonest = max((due[it] for it in before), default=0)
+        due.append(soonest if early[at] or fetched[at] else at)
+    wanted = list(range(len(nodes)))
+    for at in reversed(range(len(nodes))):
+        if fetched[at]:
+            due[at] = max(due[at], wanted[at])
+        for it in waits[at]:
+            wanted[it] = min(wanted[it], due[at])
+    order = sorted(range(len(nodes)), key=lambda at: (due[at], at))
+    return replace(captured, nodes=[nodes[at] for at in order])
+
+
+def _may_move(node: Node, captured: Captured) -> bool:
+    op = node.op
+    if kernels.is_random(op) or kernels.is_collective(op) or op.type in kernels.LOOPS:
+        return False
+    return not kernels.has_effect(op) or (
+        kernels.changes_variables(op) and any(value in captured.variables for value in node.inputs)
+    )
+
+
+def _waits(captured: Captured) -> list[set[int]]:
+    """Return, per node, those that must come before it."""
+    producer = captured.producer
+    number = {id(node.op): at for at, node in enumerate(captured.nodes)}
+    # Of a value that lies in a variable's buffer, the handle of that variable.
+    lies_in: dict[int, int] = {handle: handle for handle in captured.variables}
+    users: dict[int, list[int]] = {}
+    changed: dict[int, int] = {}
+    waits: list[set[int]] = []
+    for at, node in enumerate(captured.nodes):
+        before = {producer[value] for value in node.inputs if value in producer}
+        before.update(number[id(it)] for it in node.op.control_inputs if id(it) in number)
+        effect = kernels.has_effect(node.op)
+        if node.op.type == kernels.READS or kernels.passes_on(node.op):
+            for source, result in zip(node.inputs, node.outputs, strict=False):
+                if source in lies_in:
+                    lies_in[result] = lies_in[source]
+        for handle in {lies_in[value] for value in node.inputs if value in lies_in}:
+            if handle in changed:
+                before.add(changed[handle])
+            if effect:
+                before.update(users.get(handle, ()))
+                users[handle], changed[handle] = [], at
+            users.setdefault(handle, []).append(at)
+        # A control input may have been traced later; the trace's own order did without it.
+        waits.append({it for it in before if it < at})
+    return waits
+
+
+@dataclass(frozen=True)
+class GraphBinding:
+    """The graph of a captured step, and what its names stand for."""
+
     graph: Graph
+    # Name of an op to the number of its node; the op `loss` has none.
     node_of: dict[str, int]
+    # Per op, the small nodes that run right after its first run; under "" those at the start.
     followers: dict[str, list[int]]
+    # Per root value, the name of the storage it lies in; small values have none.
     storage: dict[int, str]
     buffers: Buffers
-
-    @property
-    def uncounted(self) -> tuple[str, ...]:
-        """Values whose bytes the trace does not tell: lists that loops fill, strings."""
-        return tuple(self.buffers.uncounted)
 
 
 def to_graph(
@@ -63,23 +310,13 @@ def to_graph(
     allocator: str = "none",
     extra: Sequence[Storage] = (),
     inside: bool = False,
-) -> Named:
-    """Return the graph of a captured step.
-
-    Parameters
-    ----------
-    costs
-        Seconds (None: a roofline) and workspace bytes of a node.
-    extra
-        Resident storages that are no part of the step.
-    inside
-        As in `Buffers`.
-    """
+) -> GraphBinding:
+    """Return the graph of a captured step; `extra` are resident storages that are no part of it."""
     builder = _Builder(captured, costs, Buffers(captured, inside=inside))
     builder.build()
     storages = [*builder.storages.values(), *extra]
     graph = Graph(storages, builder.ops, name=name, device=device, allocator=allocator)
-    return Named(graph, builder.node_of, builder.followers, builder.storage, builder.buffers)
+    return GraphBinding(graph, builder.node_of, builder.followers, builder.storage, builder.buffers)
 
 
 class _Builder:
@@ -96,8 +333,7 @@ class _Builder:
 
     def build(self) -> None:
         self.add_given()
-        stand_ins = set(self.captured.stand_ins)
-        handed_back = {self.buffers.producer[value] for value in stand_ins}
+        handed_back = {self.buffers.producer[value] for value in self.captured.placeholders}
         previous = ""
         for at in sorted(self.buffers.needed):
             if at in handed_back:
@@ -105,7 +341,10 @@ class _Builder:
                     previous = self.add_loss()
                 continue
             if self.buffers.is_view(at):
-                self.add_constants(at)
+                node = self.captured.nodes[at]
+                for value in node.outputs:
+                    if value in self.buffers.folded and self.buffers.root[value] == value:
+                        self.add(value, node.name, "constant")
             elif self.is_small(at):
                 self.followers[previous].append(at)
             else:
@@ -129,31 +368,26 @@ class _Builder:
         if small:
             self.storages["small variables"] = Storage("small variables", small, "state")
 
-    def add_constants(self, at: int) -> None:
-        for value in self.captured.nodes[at].outputs:
-            if value in self.buffers.folded and self.buffers.root[value] == value:
-                self.add(value, self.captured.nodes[at].name, "constant")
-
     def add(self, value: int, wanted: str, role: str) -> str | None:
         """Make the storage of a root, unless it is small or there."""
         if self.buffers.small(value) or value in self.storage:
             return None
-        name, again = wanted, 1
+        name, count = wanted, 1
         while name in self.storages:
-            again += 1
-            name = f"{wanted} ({again})"
-        kept = self.buffers.last.get(value, -1) == len(self.captured.nodes) and role in (
-            "activation",
-            "gradient",
-        )
-        self.storages[name] = Storage(name, self.buffers.sizes[value], role, keep=kept)
+            count += 1
+            name = f"{wanted} ({count})"
+        keep = role in ("activation", "gradient") and self.is_result(value)
+        self.storages[name] = Storage(name, self.buffers.sizes[value], role, keep=keep)
         self.storage[value] = name
         return name
+
+    def is_result(self, value: int) -> bool:
+        return self.buffers.last.get(value, -1) == len(self.captured.nodes)
 
     def is_small(self, at: int) -> bool:
         node = self.captured.nodes[at]
         alone = node.op.type not in kernels.LOOPS and not kernels.is_collective(node.op)
-        return alone and all(self.buffers.small(it) for it in (*node.inputs, *node.outputs))
+        return alone and all(self.buffers.small(value) for value in (*node.inputs, *node.outputs))
 
     def add_op(self, at: int) -> str:
         node, buffers = self.captured.nodes[at], self.buffers
@@ -163,14 +397,15 @@ class _Builder:
         makes: list[str] = []
         for value in node.inputs:
             root = buffers.root[value]
-            if root not in self.storage:
-                continue
-            changes = effect and value in self.captured.variables
-            (writes if changes else reads).append(self.storage[root])
-        with_maxima = op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima
-        if with_maxima:
+            if root in self.storage:
+                changes = effect and value in self.captured.variables
+                (writes if changes else reads).append(self.storage[root])
+        seconds, space = self.costs(node)
+        if op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima:
             reads.append(self.maxima[node.inputs[1]])
-        over = overwritten(at, node, buffers)
+            # Run alone, it has to find them first.
+            space = 0
+        over = buffers.overwritten(at)
         for place, value in enumerate(node.outputs):
             if place == 0 and over is not None:
                 self.take_over(over, value)
@@ -180,10 +415,6 @@ class _Builder:
             suffix = f":{place}" if len(node.outputs) > 1 else ""
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
-        seconds, space = self.costs(node)
-        if with_maxima:
-            # Run alone, it has to find them first.
-            space = 0
         if kernels.keeps_maxima(op) and not buffers.small(node.outputs[0]):
             makes.append(self.add_maxima(node))
             # Run alone, it drops them at once.
@@ -215,11 +446,11 @@ class _Builder:
 
         Of a model's step, the update is outside of the plan, and may change any.
         """
-        if self.captured.stand_ins:
+        if self.captured.placeholders:
             variables = self.captured.variables
             return node.op.type != kernels.READS and any(it in variables for it in node.inputs)
         return node.op.type in kernels.LOOPS and any(
-            it in self.buffers.changes for it in node.inputs
+            value in self.buffers.changes for value in node.inputs
         )
 
     def add_maxima(self, node: Node) -> str:
@@ -232,13 +463,13 @@ class _Builder:
     def inner_bytes(self, body: Captured) -> int:
         """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
         inner = to_graph(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
-        self.buffers.uncounted += inner.uncounted
+        self.buffers.uncounted += inner.buffers.uncounted
         return peak(inner.graph).bytes - inner.graph.base_bytes
 
     def take_over(self, over: int, value: int) -> None:
         name = self.storage[over]
         self.storage[value] = name
-        if self.buffers.last.get(value, -1) == len(self.captured.nodes):
+        if self.is_result(value):
             old = self.storages[name]
             self.storages[name] = Storage(name, old.bytes, old.role, keep=True)
 
@@ -248,7 +479,7 @@ class _Builder:
         reads = [self.storage[root] for root in roots if root in self.storage]
         makes = [
             self.add(value, f"gradient of output {place}", "gradient")
-            for place, value in enumerate(self.captured.stand_ins)
+            for place, value in enumerate(self.captured.placeholders)
         ]
         self.ops.append(loss_op(reads, (name for name in makes if name is not None)))
         self.followers[LOSS] = []
@@ -261,5 +492,5 @@ def flops(op: Any) -> float:
         left = op.inputs[0].shape.as_list()
         inner = left[-2] if op.get_attr("adj_x") else left[-1]
         return 2.0 * float(op.outputs[0].shape.num_elements()) * float(inner)
-    found = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
-    return float(found or 0)
+    count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
+    return float(count or 0)

@@ -1,8 +1,7 @@
 """trace: a training step of a model, or a step function, as a graph; nothing is run.
 
 Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
-capture.py and model.py, how that becomes a graph in to_graph.py, where costs come from in
-op_seconds.py.
+capture.py, how that becomes a graph in to_graph.py, where costs come from in op_seconds.py.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ...base.errors import PlanWarning
 from ...cost.devices import NOMINAL, is_here, speeds
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
-from .capture import Captured, capture_step, flat
-from .model import call_arguments, capture_model
+from ..memory import bytes_of, main_device
+from ..model import call_arguments
+from .capture import Captured, capture_model, capture_step, flat
 from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
-from .rearrange import updates_first
-from .to_graph import Costs, Named, to_graph
+from .to_graph import Costs, GraphBinding, to_graph, updates_first
 
 OPTIMIZER = "optimizer state"
 
@@ -43,7 +42,7 @@ class Trace:
         was seen at its `call`: arguments, results, variables, gradients.
     """
 
-    named: Named
+    named: GraphBinding
     captured: Captured
     structure: Any
 
@@ -51,6 +50,18 @@ class Trace:
     def graph(self) -> Graph:
         """The graph, for `plan_graph`, `check_plan` and the reports."""
         return self.named.graph
+
+    @property
+    def uncounted(self) -> str:
+        """What of the step its graph does not count, as a sentence; "" if it counts all."""
+        names = self.named.buffers.uncounted
+        if not names:
+            return ""
+        return (
+            f"the bytes of {len(names)} values are not counted, such as {names[0]!r}: a trace does "
+            "not tell what loops collect in lists, nor how much other ranks and Python functions "
+            "send"
+        )
 
 
 def trace(
@@ -109,14 +120,12 @@ def trace(
         name = getattr(model, "__name__", "step")
     place = main_device()
     profile = profile and (not isinstance(device, str) or is_here(device))
-    rates = speeds(device)
-    if rates is None:
-        rates = measured_device(place) if profile else NOMINAL
+    rates = speeds(device) or (measured_device(place) if profile else NOMINAL)
     extra = []
     if optimizer is not None:
         extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
 
-    def graph_of(costs: Costs) -> Named:
+    def graph_of(costs: Costs) -> GraphBinding:
         return to_graph(
             captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
@@ -152,33 +161,37 @@ def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before
         device=before.graph.device,
         costs=costs_as_in(before.graph, nodes),
         allocator="tensorflow",
-        extra=[it for it in before.graph.storages if it.name == OPTIMIZER],
+        extra=[storage for storage in before.graph.storages if storage.name == OPTIMIZER],
     )
     return Trace(named, captured, structure)
 
 
-def uncounted(named: Named) -> str | None:
-    """Say what of a step its graph does not count; None if it counts all."""
-    if not named.uncounted:
-        return None
-    return (
-        f"the bytes of {len(named.uncounted)} values are not counted, such as "
-        f"{named.uncounted[0]!r}: a trace does not tell what loops collect in lists, nor how much "
-        "other ranks and Python functions send"
-    )
+def optimizer_bytes(model: Any, optimizer: Any) -> int:
+    """Bytes of the variables of a Keras optimizer for a model; none are made, where that can be.
 
-
-def main_device() -> str:
-    """The device whose memory is planned: the first GPU, else the CPU."""
-    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+    Of an optimizer whose variables cannot be told, a PlanWarning says why, and none are counted.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    try:
+        built = optimizer if optimizer.built else _built_twin(optimizer, model)
+        return sum(map(bytes_of, built.variables))
+    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
+        warnings.warn(
+            f"the variables of {type(optimizer).__name__} cannot be told before it has made a step "
+            f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
+            "room for them.",
+            PlanWarning,
+            stacklevel=3,
+        )
+        return 0
 
 
 # Where Keras has the variables that are to be made when the outermost stateless scope ends.
 _WAITING = "uninitialized_variables"
 
 
-def _variables_of(optimizer: Any, model: Any) -> Any:
-    """Return the variables a twin of an optimizer has for a model."""
+def _built_twin(optimizer: Any, model: Any) -> Any:
+    """Return a twin of an optimizer that has its variables for a model."""
     kind, settings = type(optimizer), optimizer.get_config()
     twin = kind.from_config(settings)
     # Keras would make the twin's variables at the end of its own next scope, whoever opens it.
@@ -194,27 +207,4 @@ def _variables_of(optimizer: Any, model: Any) -> Any:
             twin.build(model.trainable_variables)
     finally:
         global_state.set_global_attribute(_WAITING, waiting)
-    return twin.variables
-
-
-def optimizer_bytes(model: Any, optimizer: Any) -> int:
-    """Bytes of the variables of a Keras optimizer for a model; none are made, where that can be.
-
-    Of an optimizer whose variables cannot be told, a PlanWarning says why, and none are counted.
-    """
-    made = keras.optimizers.get(optimizer)
-    try:
-        variables = made.variables if made.built else _variables_of(made, model)
-    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
-        warnings.warn(
-            f"the variables of {type(made).__name__} cannot be told before it has made a step "
-            f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
-            "room for them.",
-            PlanWarning,
-            stacklevel=3,
-        )
-        return 0
-    return sum(
-        int(tf.TensorShape(it.shape).num_elements() or 0) * tf.as_dtype(it.dtype).size
-        for it in variables
-    )
+    return twin

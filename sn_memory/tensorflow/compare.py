@@ -15,6 +15,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from .model import put_back
+
 Results = dict[str, Any]
 # The part of a tensor's largest value that may be rounding before the tensor counts as rounding.
 _ROUNDING_SHARE: Final = 0.1
@@ -23,34 +25,30 @@ _ROUNDING_SHARE: Final = 0.1
 _LIKE_ROUNDING: Final = 8
 # Differences of so many last bits need no second look.
 _FEW: Final = 16
+_UNITS: Final = {
+    tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52,
+}  # fmt: skip
 
 
 def results_of(run: Callable[[], Any], variables: Sequence[Any]) -> Results:
     """Run once from the present state; return results and variables, and put the latter back."""
     with put_back(variables):
         flat = tf.nest.flatten(run(), expand_composites=True)
-        found = {
-            f"result {place}": np.asarray(it) for place, it in enumerate(flat) if it is not None
+        results = {
+            f"result {place}": np.asarray(value)
+            for place, value in enumerate(flat)
+            if value is not None
         }
-        found |= {_name(it, place): it.numpy() for place, it in enumerate(variables)}
-    return found
-
-
-@contextmanager
-def put_back(variables: Sequence[Any]) -> Iterator[None]:
-    """Put variables back whatever happens."""
-    before = [it.numpy() for it in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        return results | {
+            f"{variable.name} #{place}": variable.numpy()
+            for place, variable in enumerate(variables)
+        }
 
 
 def different(expected: Results, got: Results) -> tuple[str, ...]:
     """Return the names of what is not bit-equal."""
     names = expected.keys() | got.keys()
-    return tuple(sorted(it for it in names if not _same(expected.get(it), got.get(it))))
+    return tuple(sorted(name for name in names if not _same(expected.get(name), got.get(name))))
 
 
 def relative_error(
@@ -88,7 +86,7 @@ def relative_error(
             errors[name] = unit * gaps[name] / rounding
         elif rounding > _ROUNDING_SHARE * _largest(expected[name]):
             peers = [it for key, it in expected.items() if _is_result(key) == _is_result(name)]
-            errors[name] = gaps[name] / (max(_largest(it) for it in peers) or 1.0)
+            errors[name] = gaps[name] / (max(map(_largest, peers)) or 1.0)
     return max(errors.values())
 
 
@@ -109,15 +107,6 @@ def nudged(variables: Sequence[Any], unit: float) -> Iterator[None]:
 def unit_of(dtypes: Iterable[Any]) -> float:
     """Return the step of the least exact among floating types, relative to a value."""
     return max((_UNITS[it] for it in map(tf.as_dtype, dtypes) if it in _UNITS), default=2.0**-23)
-
-
-_UNITS: Final = {
-    tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52,
-}  # fmt: skip
-
-
-def _name(variable: Any, place: int) -> str:
-    return f"{variable.name} #{place}"
 
 
 def _is_result(name: str) -> bool:

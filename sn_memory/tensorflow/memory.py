@@ -1,9 +1,11 @@
-"""What was asked of the allocator, block by block, while something ran, from TensorFlow's traces.
+"""What was asked of TensorFlow's allocator while something ran, and the most it had handed out.
 
-The allocator's statistics count blocks as they are handed out. This one (BFC) hands a free block
-out whole unless it is at least twice what was asked for, so its count depends on what ran before,
-and is up to twice what tensors hold. The profiler's trace has both numbers for each block, and the
-op that asked.
+The allocator's statistics count blocks as they are handed out. The allocator (BFC) hands a free
+block out whole unless it is at least twice what was asked for, so this count depends on what ran
+before, and is up to twice what tensors hold. The profiler's trace has both numbers for each block,
+and the op that asked.
+
+On a CPU both need oneDNN, as TensorFlow is released for x86, and see blocks of 256 KiB and more.
 """
 
 from __future__ import annotations
@@ -12,19 +14,85 @@ import tempfile
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
-from ..errors import TraceError
-from .memory import has_statistics
+from .errors import TraceError
 
 _ALLOCATED, _FREED = "MemoryAllocation", "MemoryDeallocation"
 # What goes through the traced allocator of the CPU; smaller blocks are malloc's, and in no count.
-TRACED_BYTES = 1 << 18
-MARK = "sn_memory "
-# Picoseconds, what happened, and the numbers told with it.
+TRACED_BYTES: Final = 1 << 18
+MARK: Final = "sn_memory "
+# Picoseconds, what happened, and the numbers that came with it.
 Event = tuple[int, str, dict[str, Any]]
+
+
+def main_device() -> str:
+    """The device whose memory is planned: the first GPU, else the CPU."""
+    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor or variable; 0 where its size is open."""
+    count = tf.TensorShape(value.shape).num_elements() or 0
+    return int(count) * int(tf.as_dtype(value.dtype).size)
+
+
+def has_statistics(device: str) -> bool:
+    """Say whether the allocator of a device counts."""
+    try:
+        before = tf.config.experimental.get_memory_info(device)["current"]
+    except ValueError:
+        return False
+    # With the system's allocator below, there are statistics, and they stay at zero.
+    with tf.device(device):
+        block = tf.zeros((1 << 20,), tf.uint8)
+    counted = int(tf.config.experimental.get_memory_info(device)["current"]) > int(before)
+    del block
+    return counted
+
+
+def check_statistics(device: str) -> None:
+    """Raise TraceError if the allocator of a device does not count."""
+    if not has_statistics(device):
+        raise TraceError(
+            f"the allocator of {device} does not count, so nothing can be measured. On a CPU, "
+            "start TensorFlow with TF_ENABLE_ONEDNN_OPTS=1 and without "
+            "TF_ONEDNN_USE_SYSTEM_ALLOCATOR."
+        )
+
+
+class AllocatorPeak:
+    """The most bytes that the allocator of a device had handed out while the context was open.
+
+    Attributes
+    ----------
+    start_bytes, peak_bytes
+        Handed out at the start, and the most until now.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from sn_memory.tensorflow import AllocatorPeak
+    >>> with AllocatorPeak() as found:
+    ...     x = tf.random.uniform((1024, 1024))
+    >>> found.peak_bytes - found.start_bytes >= 2**22
+    True
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        check_statistics(device)
+        self.device = device
+        self.start_bytes = self.peak_bytes = 0
+
+    def __enter__(self) -> AllocatorPeak:
+        tf.config.experimental.reset_memory_stats(self.device)
+        self.start_bytes = int(tf.config.experimental.get_memory_info(self.device)["current"])
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.peak_bytes = int(tf.config.experimental.get_memory_info(self.device)["peak"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +143,7 @@ class Allocations:
     """
 
     def __init__(self, device: str = "CPU:0") -> None:
-        if not has_statistics(device):
-            raise TraceError(
-                f"the allocator of {device} does not count, so nothing can be measured. On a CPU, "
-                "start TensorFlow with TF_ENABLE_ONEDNN_OPTS=1 and without "
-                "TF_ONEDNN_USE_SYSTEM_ALLOCATOR."
-            )
+        check_statistics(device)
         kind, _, number = device.rpartition("/")[-1].partition(":")
         self._allocator = "mklcpu" if kind == "CPU" else f"GPU_{number or 0}_bfc"
         self.peak_bytes = self.allocated_peak_bytes = self.left_bytes = 0
@@ -104,22 +167,26 @@ class Allocations:
         tf.profiler.experimental.stop()
         with self._folder:
             events, marks = _read(Path(self._folder.name), self._allocator)
-        self.peak_bytes, self.left_bytes, self.allocated_peak_bytes, self.holders = _account(events)
+        asked, self.allocated_peak_bytes, self.holders = _account(events)
+        self.peak_bytes, self.left_bytes = max(asked), asked[-1]
         times = [event[0] for event in events]
-        held = _held(events)
         for name, begin, end in marks:
-            within = events[bisect_left(times, begin) : bisect_right(times, end)]
-            peak_bytes, left_bytes = _account(within)[:2]
-            self.scratch_bytes[name] = peak_bytes - left_bytes
-            self.held_bytes[name] = held[bisect_right(times, end)]
+            within = _account(events[bisect_left(times, begin) : bisect_right(times, end)])[0]
+            self.scratch_bytes[name] = max(within) - within[-1]
+            self.held_bytes[name] = asked[bisect_right(times, end)]
 
 
-def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
-    """Return the most asked for, what is left, the most handed out, and the holders."""
+def _account(events: list[Event]) -> tuple[list[int], int, tuple[Holding, ...]]:
+    """Return what is asked for before the first event and after each, the most handed out, holders.
+
+    A block that was handed out before the first event counts for nothing when it is given back.
+    """
     held: dict[int, Holding] = {}
-    asked = handed = peak = handed_peak = 0
+    asked, handed_out, most_handed_out = [0], 0, 0
     holders: list[Holding] = []
+    peak = 0
     for _, name, stats in events:
+        change = 0
         if name == _ALLOCATED:
             block = Holding(
                 stats.get("tf_op", "outside of ops"),
@@ -128,26 +195,15 @@ def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
                 stats["allocation_bytes"],
             )
             held[stats["addr"]] = block
-            asked, handed = asked + block.bytes, handed + block.allocated_bytes
-            handed_peak = max(handed_peak, handed)
-            if asked > peak:
-                peak, holders = asked, list(held.values())
+            change, handed_out = block.bytes, handed_out + block.allocated_bytes
+            most_handed_out = max(most_handed_out, handed_out)
         elif (gone := held.pop(stats["addr"], None)) is not None:
-            asked, handed = asked - gone.bytes, handed - gone.allocated_bytes
-    holders.sort(key=lambda it: -it.bytes)
-    return peak, asked, handed_peak, tuple(holders)
-
-
-def _held(events: list[Event]) -> list[int]:
-    """Return what is asked for and not given back before the first event, and after each."""
-    sizes: dict[str, int] = {}
-    found = [0]
-    for _, name, stats in events:
-        change = -sizes.pop(stats["addr"], 0)
-        if name == _ALLOCATED:
-            change = sizes[stats["addr"]] = stats["requested_bytes"]
-        found.append(found[-1] + change)
-    return found
+            change, handed_out = -gone.bytes, handed_out - gone.allocated_bytes
+        asked.append(asked[-1] + change)
+        if asked[-1] > peak:
+            peak, holders = asked[-1], list(held.values())
+    holders.sort(key=lambda block: -block.bytes)
+    return asked, most_handed_out, tuple(holders)
 
 
 def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, int, int]]]:
@@ -160,8 +216,8 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
         space = xplane_pb2.XSpace()
         space.ParseFromString(path.read_bytes())
         for plane in space.planes:
-            names = {key: it.name for key, it in plane.event_metadata.items()}
-            keys = {key: it.name for key, it in plane.stat_metadata.items()}
+            names = {key: meta.name for key, meta in plane.event_metadata.items()}
+            keys = {key: meta.name for key, meta in plane.stat_metadata.items()}
             for line in plane.lines:
                 for event in line.events:
                     name = names[event.metadata_id]
@@ -170,10 +226,10 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
                         marks.append((name, begin, begin + event.duration_ps))
                     if name not in (_ALLOCATED, _FREED):
                         continue
-                    stats = {keys[it.metadata_id]: _value(it, keys) for it in event.stats}
+                    stats = {keys[stat.metadata_id]: _value(stat, keys) for stat in event.stats}
                     if stats.get("allocator_name") == allocator:
                         events.append((begin, name, stats))
-    return sorted(events, key=lambda it: it[0]), marks
+    return sorted(events, key=lambda event: event[0]), marks
 
 
 def _value(stat: Any, keys: dict[int, str]) -> Any:

@@ -1,0 +1,195 @@
+"""What a plan of ops depends on: the arguments of the model's call, and settings of its layers.
+
+A plan holds for the arguments it was traced with: the same names, the same structure, tensors of
+the same shapes and types, and the same values of all else. A flag or a mask more is another call.
+A rate of dropout or a factor is a constant of the trace, and is compared whenever a planned model
+is put into a function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from .errors import TraceError
+
+# Values that cannot change without being others.
+SIMPLE: Final = (
+    bool, int, float, complex, str, bytes, type(None), type, tf.DType, FunctionType,
+    BuiltinFunctionType,
+)  # fmt: skip
+Settings = dict[tuple[str, str], Any]
+# Of a model: what training sets, and no result of a step depends on.
+_TRAINING = frozenset({"stop_training", "history", "optimizer", "compiled", "loss", "metrics"})
+# What TensorFlow and Keras keep for themselves on any object.
+_THEIRS = ("_self_", "_compile", "_keras", "_tf_", "_obj_")
+# Lists and dicts among attributes are opened so deep.
+_DEPTH = 3
+_NOT_PLAIN = object()
+
+
+@dataclass
+class Call:
+    """A call of a model: its arguments, what tells it from others, and its tensors.
+
+    `why` says why it has no key.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable = None
+    tensors: list[Any] = field(default_factory=list)
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.why or describe(self.key)
+
+
+def call_of(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Hashable, list[Any]]:
+    """Return what tells a call from others, and its tensors in an order of their own.
+
+    The same argument by place and by name is the same call; `training` and defaults do not count.
+    Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
+
+    signature : of the model's `call`
+    """
+    bound = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+        elif name in bound and _is_default(bound[name], parameter.default):
+            del bound[name]
+    bound.pop("training", None)
+    key: list[Hashable] = []
+    tensors = []
+    for path, leaf in _leaves(dict(sorted(bound.items())), ()):
+        if isinstance(leaf, tf.Tensor):
+            shape = leaf.shape.as_list() if leaf.shape.rank is not None else [None]
+            key.append((path, tuple(shape), leaf.dtype.name))
+            tensors.append(leaf)
+        elif isinstance(leaf, SIMPLE):
+            key.append((path, type(leaf), leaf))
+        else:
+            raise TraceError(
+                f"the argument {'.'.join(map(str, path[:1]))!r} holds a {type(leaf).__name__}; a "
+                "plan of ops takes tensors and plain values (numbers, text, None), in lists, "
+                "tuples and dicts."
+            )
+    return tuple(key), tensors
+
+
+def describe(key: Hashable) -> str:
+    """Return a key as text for a message."""
+    parts = []
+    for path, kind, value in key:  # type: ignore[attr-defined]
+        what = f"{value}{list(kind)}" if isinstance(kind, tuple) else repr(value)
+        parts.append(f"{'.'.join(map(str, path))}={what}")
+    return ", ".join(parts) or "nothing"
+
+
+def is_open(key: Hashable) -> bool:
+    """Whether a tensor of a call has a size that is not known yet."""
+    return any(
+        isinstance(kind, tuple) and None in kind
+        for _, kind, _ in key  # type: ignore[attr-defined]
+    )
+
+
+def signature_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
+    """Return what a plan of a model depends on: the key of its call, and what trains."""
+    return call, tuple(id(variable) for variable in variables)
+
+
+def opaque(values: Any) -> Any:
+    """Return what holds tensors that nobody can reach, or None: objects, RaggedTensors."""
+    leaves = tf.nest.flatten(values)
+    return next((leaf for leaf in leaves if not isinstance(leaf, (tf.Tensor, *SIMPLE))), None)
+
+
+def tensors_in(values: Any) -> list[Any]:
+    """Return the tensors of a structure, in its order."""
+    leaves = tf.nest.flatten(values, expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+
+
+def refilled(results: Any, tensors: Sequence[Any]) -> Any:
+    """Return a structure with other tensors in the place of those in it."""
+    rest = iter(tensors)
+    return tf.nest.map_structure(
+        lambda leaf: next(rest) if isinstance(leaf, tf.Tensor) else leaf,
+        results,
+        expand_composites=True,
+    )
+
+
+def settings_of(model: Any) -> Settings:
+    """Return plain values (numbers, text, functions) among attributes of a model and its layers.
+
+    Keys are a layer's name with its place, and the attribute.
+    """
+    settings: Settings = {}
+    for place, layer in enumerate(model._flatten_layers()):
+        name = f"{layer.name} #{place}"
+        settings[name, "trainable"] = layer.trainable
+        settings[name, "dtype policy"] = layer.dtype_policy.name
+        for key, value in layer.__dict__.items():
+            if not (key in _keras_own() or key in _TRAINING or key.startswith(_THEIRS)):
+                plain = _plain(value, _DEPTH)
+                if plain is not _NOT_PLAIN:
+                    settings[name, key] = plain
+    return settings
+
+
+def steady(before: Settings, after: Settings) -> Settings:
+    """Return the settings that were the same before and after: counters are none."""
+    return {key: value for key, value in after.items() if key in before and before[key] == value}
+
+
+def changed(then: Settings, now: Settings) -> bool:
+    """Say whether a setting is another than it was."""
+    return any(key in now and now[key] != value for key, value in then.items())
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (
+        isinstance(value, SIMPLE) and type(value) is type(default) and value == default
+    )
+
+
+def _leaves(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
+    """Yield what is in dicts, lists and tuples, with the path to it."""
+    if isinstance(value, Mapping):
+        for name, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
+            yield from _leaves(item, (*path, name))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _leaves(item, (*path, place))
+    else:
+        yield path, value
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, SIMPLE):
+        return value
+    if depth and isinstance(value, Mapping):
+        items = {key: _plain(it, depth - 1) for key, it in value.items() if isinstance(key, SIMPLE)}
+        return {key: it for key, it in items.items() if it is not _NOT_PLAIN}
+    if depth and isinstance(value, list | tuple):
+        return [it for it in (_plain(it, depth - 1) for it in value) if it is not _NOT_PLAIN]
+    return _NOT_PLAIN
+
+
+@cache
+def _keras_own() -> frozenset[str]:
+    """Attributes that every layer and model of Keras has."""
+    bare = keras.layers.Layer(name="bare"), keras.Model(name="bare")
+    return frozenset(key for it in bare for key in it.__dict__)

@@ -1,0 +1,252 @@
+"""A Keras model: its variables, twins of it, steps of it, and its state put back."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state  # has no public name
+
+from .errors import TraceError
+from .guards import tensors_in
+
+# What Keras has in force around a call; all else it keeps for a thread are settings and seeds.
+_AROUND: Final = ("current_call_ctx", "autocast_scope", "name_scope_stack", "stateless_scope")
+
+T = TypeVar("T")
+
+
+def check_model(model: Any) -> None:
+    """Raise TraceError for a model whose call would not be the whole of it."""
+    if not model.built:
+        raise TraceError(
+            "the model is not built, so its variables do not exist yet. Call it once, or build it "
+            "with model.build(shape)."
+        )
+    if "call" in model.__dict__:
+        raise TraceError(
+            "the model's call was replaced on the instance, so that of its class would not be the "
+            "whole of it. Put the change into a subclass."
+        )
+
+
+def variables_of(model: Any) -> list[Any]:
+    """Return a model's variables, and the states of recurrent layers with `stateful=True`.
+
+    Keras 3 does not count these among a model's variables, but its steps move them.
+    """
+    variables = {id(it): it for it in model.variables}
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            states = tf.nest.flatten(getattr(layer, "states", None))
+            variables |= {id(it): it for it in states if hasattr(it, "assign")}
+    return list(variables.values())
+
+
+def uncast(variables: Iterable[Any]) -> list[Any]:
+    """Return TensorFlow's variables behind those of Keras.
+
+    Under a policy of mixed precision, `value` within the call of a model is a cast of the variable,
+    whose gradient no layer's weight gets.
+    """
+    return [variable._value for variable in variables]
+
+
+def compute_dtypes(model: Any) -> list[Any]:
+    """Return the types that the layers of a model compute in."""
+    dtypes = (layer.compute_dtype for layer in model._flatten_layers())
+    return [dtype for dtype in dtypes if dtype is not None]
+
+
+def call_arguments(sample: Any) -> tuple[Any, ...]:
+    """Return the positional arguments of a sample, as tensor specifications where they can be.
+
+    A list is several samples to `plan`, and refused here.
+    """
+    if isinstance(sample, list):
+        raise TypeError(
+            "got a list, which stands for several samples of plan; expected one. A model whose "
+            "first argument is a list takes a tuple: ([...],)."
+        )
+    return as_specs(sample if isinstance(sample, tuple) else (sample,))
+
+
+def as_specs(arguments: Any) -> Any:
+    """Return a structure with tensor specifications in the place of tensors and arrays."""
+
+    def spec(leaf: Any) -> Any:
+        if isinstance(leaf, tf.TensorSpec | tf.Variable) or not _is_array(leaf):
+            return leaf
+        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
+
+    return tf.nest.map_structure(spec, arguments)
+
+
+def as_tensors(sample: Any) -> tuple[Any, ...]:
+    """Return the arguments of a sample, arrays as tensors."""
+    args = sample if isinstance(sample, tuple) else (sample,)
+    converted: tuple[Any, ...] = tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, args
+    )
+    return converted
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def twin_of(model: Any, mixin: type) -> Any:
+    """Return a model that shares everything with another and whose class has a mixin first."""
+    kind: Any = type(model)
+
+    @functools.wraps(kind.call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.call(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    # Whoever asks for the signature of `call` gets that of the model.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "call": call}
+    names["__doc__"] = kind.__doc__
+    twin: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
+    twin.__dict__.update(model.__dict__)
+    # What Keras has compiled calls the model it was compiled for.
+    for key in ("train_function", "test_function", "predict_function"):
+        if key in twin.__dict__:
+            twin.__dict__[key] = None
+    return twin
+
+
+def model_step(model: Any) -> Any:
+    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
+
+    @tf.function(autograph=False)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        variables = uncast(model.trainable_variables)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            outs = _floating(model(*args, **kwargs, training=True))
+        # As a loss's would be: an executor in parallel begins the backward pass with them.
+        with tf.control_dependencies(outs):
+            incoming = [_drawn(place, out) for place, out in enumerate(outs)]
+        return outs, tape.gradient(outs, variables, output_gradients=incoming)
+
+    return step
+
+
+def update_step(model: Any) -> Any:
+    """A step of a model with a loss and an optimizer's update, as where `fit` runs.
+
+    The loss is the squared distance from fixed values. What reads a weight after its update comes
+    to other results. The optimizer is one of Keras: where all gradients pass through one IdentityN,
+    as in there, Grappler takes it for the order of reads and updates, and then takes it apart.
+    """
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(*args: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(uncast(variables))
+            outs = _floating(model(*args, training=True))
+            losses = [
+                tf.reduce_sum(tf.square(out - _drawn(place, out))) / 2
+                for place, out in enumerate(outs)
+            ]
+        gradients = tape.gradient(losses, uncast(variables))
+        pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+        if pairs:
+            optimizer.apply(*map(list, zip(*pairs, strict=True)))
+        return outs, gradients
+
+    return step
+
+
+def _floating(results: Any) -> list[Any]:
+    return [leaf for leaf in tensors_in(results) if leaf.dtype.is_floating]
+
+
+def _drawn(place: int, like: Any) -> Any:
+    return tf.random.stateless_normal(tf.shape(like), (place, 0), dtype=like.dtype)
+
+
+@contextmanager
+def put_back(variables: Sequence[Any]) -> Iterator[None]:
+    """Put variables back whatever happens."""
+    before = [variable.numpy() for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+@contextmanager
+def restore_model(model: Any) -> Iterator[None]:
+    """Put back what calls of a model change beside variables.
+
+    That is attributes of layers, with what is in their lists and dicts; the losses they collected;
+    and the state of Python's and NumPy's random number generators.
+    """
+    layers = model._flatten_layers()
+    attributes = [(layer, dict(layer.__dict__)) for layer in layers]
+    contents = [
+        (value, list(value.items() if isinstance(value, dict) else value))
+        for layer in layers
+        for value in layer.__dict__.values()
+        if isinstance(value, list | dict)
+    ]
+    rng_state, numpy_rng_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(rng_state)
+        np.random.set_state(numpy_rng_state)  # noqa: NPY002
+        for layer, before in attributes:
+            layer.__dict__.clear()
+            layer.__dict__.update(before)
+        for value, items in contents:
+            _refill(value, items)
+        for layer in layers:
+            layer._clear_losses()
+
+
+def _refill(value: Any, before: list[Any]) -> None:
+    """Give a list or dict back what was in it; where that is the same, it is left alone."""
+    now = list(value.items() if isinstance(value, dict) else value)
+    if [_identity(it) for it in now] == [_identity(it) for it in before]:
+        return
+    value.clear()
+    if isinstance(value, dict):
+        value.update(dict(before))
+    else:
+        value.extend(before)
+
+
+def _identity(item: Any) -> Any:
+    """What tells an item of a list, or of a dict, from another; pairs are made anew each time."""
+    return tuple(map(id, item)) if isinstance(item, tuple) and len(item) == 2 else id(item)
+
+
+def run_outside(function: Callable[[], T]) -> T:
+    """Run a function as if no function were being traced: no graph, no tape, no call of Keras.
+
+    tf.init_scope leaves the graph, and stops all tapes of the thread with it, those opened inside
+    too. All of that belongs to a thread, so another one, which is waited for, has none of it.
+    """
+    held: dict[str, Any] = vars(global_state.GLOBAL_STATE_TRACKER)
+    settings = {key: value for key, value in held.items() if key not in _AROUND}
+
+    def run() -> T:
+        for name, value in settings.items():
+            global_state.set_global_attribute(name, value)
+        return function()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="sn_memory") as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,117 @@
+"""The device that is planned for: which, what its allocator may reserve, and budgets in a word.
+
+Plans for a GPU, present or named, keep their budget by what TensorFlow's allocator takes. On a host
+the budget is of live bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.client import device_lib
+
+from ..base.sizes import parse_bytes
+from ..cost.bfc import BFCSettings
+from ..cost.devices import is_here, named
+from ..graph.graph import Graph
+from ..graph.liveness import unplanned_bytes
+from ..graph.records import Device
+from ..plan.plan import Plan
+from ..run.process import host_budget
+from ..run.reserved import within_reserved
+from .memory import bytes_of, main_device
+
+# Values of TF_GPU_ALLOCATOR under which the driver serves each request.
+_DRIVERS = ("cuda_malloc_async", "cuda_malloc")
+
+
+def limit_budget(
+    model: Any, sample: Any, *, optimizer: Any = None, device: Device | str | None = None
+) -> int:
+    """Return the bytes that a step may hold in this process, variables and input included.
+
+    On a GPU the limit is that of TensorFlow's allocator.
+    """
+    if isinstance(device, str) and main_device() == "CPU:0":
+        return named(device).usable_bytes
+    held = {id(it): it for it in (*model.variables, *getattr(optimizer, "variables", ()))}
+    inputs = [it for it in tf.nest.flatten(sample) if isinstance(it, tf.Tensor)]
+    resident = sum(map(bytes_of, (*held.values(), *inputs)))
+    if main_device() == "CPU:0":
+        return host_budget(resident)
+    used = tf.config.experimental.get_memory_info("GPU:0")["current"]
+    return int(_limit_bytes() - used + resident)
+
+
+def bfc_settings(device: Device | str | None) -> BFCSettings | None:
+    """Return the settings of the allocator of the GPU that is planned for; None on a host.
+
+    device : as `plan` has it; a name counts where no GPU is here
+    """
+    if main_device() != "CPU:0":
+        gpu = tf.config.list_physical_devices("GPU")[0]
+        # Of a GPU that is divided into logical devices TensorFlow forgets that memory may grow.
+        divided = tf.config.get_logical_device_configuration(gpu) is not None
+        growth = not divided and bool(tf.config.experimental.get_memory_growth(gpu))
+        limit = _limit_bytes()
+    elif isinstance(device, str) and not is_here(device):
+        growth, limit = False, named(device).usable_bytes
+    else:
+        return None
+    return BFCSettings(
+        growth=_switch("TF_FORCE_GPU_ALLOW_GROWTH", growth),
+        limit_bytes=limit,
+        gives_back=_switch("TF_ENABLE_GPU_GARBAGE_COLLECTION", True),
+        caching=os.environ.get("TF_GPU_ALLOCATOR") not in _DRIVERS,
+    )
+
+
+def plan_on_target(
+    plan_graph: Callable[..., Plan],
+    graph: Graph,
+    budget: float | str,
+    *,
+    device: Device | str | None,
+    time_limit_s: float,
+    from_sqrt_n: bool = True,
+    **settings: Any,
+) -> Plan:
+    """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere.
+
+    plan_graph : that of `sn_memory`, whose parameters the others are; and the device of `plan`
+
+    Raises
+    ------
+    BudgetError
+        For a budget that no plan keeps.
+    """
+
+    def search(live_bytes: float | str, seconds: float | None) -> Plan:
+        return plan_graph(
+            graph,
+            live_bytes,
+            time_limit_s=time_limit_s if seconds is None else min(seconds, time_limit_s),
+            from_sqrt_n=from_sqrt_n and seconds is None,
+            **settings,
+        )
+
+    allocator = bfc_settings(device)
+    if allocator is None:
+        return search(budget, None)
+    return within_reserved(
+        graph, parse_bytes(budget, whole=unplanned_bytes(graph)), search, allocator
+    )
+
+
+def _limit_bytes() -> int:
+    """Return the most that TensorFlow's allocator may reserve on the first GPU."""
+    devices = device_lib.list_local_devices()
+    return int(next(one for one in devices if one.device_type == "GPU").memory_limit)
+
+
+def _switch(name: str, usual: bool) -> bool:
+    """Return a switch as TensorFlow reads it: other words than true and false count for nothing."""
+    return {"true": True, "false": False}.get(os.environ.get(name, ""), usual)
