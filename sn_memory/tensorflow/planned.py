@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..check.replay import check_plan
 from ..graph.graph import Graph
 from ..graph.records import Device
-from ..plan.plan import Plan
+from ..plan.plan import Plan, check_techniques
 from ..run.at_once import SEARCH_S, TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager import Emission, Program
@@ -40,6 +40,7 @@ class PlanOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        check_techniques(self.techniques)
         if "offload" in self.techniques:
             raise ValueError(
                 'got the technique "offload", expected "keep" and "recompute": under TensorFlow '
