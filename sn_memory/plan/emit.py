@@ -55,6 +55,7 @@ def finished_plan(
     peak_bytes: int,
     seconds: float,
     reasons: Mapping[int, str] | None = None,
+    asked: Mapping[int, int] | None = None,
     lower_bound_seconds: float | None = None,
 ) -> Plan:
     """Return a plan with what follows from its graph; without a bound, that of all ops run once."""
@@ -62,7 +63,7 @@ def finished_plan(
     bound = least if lower_bound_seconds is None else lower_bound_seconds
     return Plan(
         actions=tuple(actions),
-        decisions=decisions_of(graph, actions, reasons),
+        decisions=decisions_of(graph, actions, reasons, asked),
         planner=planner,
         peak_bytes=peak_bytes,
         seconds=seconds,
@@ -153,43 +154,44 @@ def plan_from_decisions(
 
 
 def decisions_of(
-    graph: Graph, actions: Iterable[Action], reasons: Mapping[int, str] | None = None
+    graph: Graph,
+    actions: Iterable[Action],
+    reasons: Mapping[int, str] | None = None,
+    asked: Mapping[int, int] | None = None,
 ) -> tuple[Decision, ...]:
     """Return the decisions that actions amount to, seen from how often each storage is made.
 
-    What comes out of an op once more and is given back unread was not wanted, and does not count.
-    `reasons` per storage replace the general sentence.
+    reasons : per storage, a sentence in place of the general one
+    asked : how often each was made because somebody asked for it, where that is known; else it
+        counts whenever it comes out of an op and is not on the device
     """
     arrays, device = graph.arrays, graph.device
     made: Counter[int] = Counter()
     cost: dict[int, float] = {}
     present: set[int] = set()
-    unread: set[int] = set()
     offloaded: set[int] = set()
     ran: set[int] = set()
     for kind, target, way in actions:
-        if kind != "run":
-            storage = graph.storage_index[target]
-            if kind == "free":
-                present.discard(storage)
-                if storage in unread and made[storage] > 1:
-                    made[storage] -= 1
-            elif kind == "offload":
-                offloaded.add(storage)
-            else:
-                present.add(storage)
-            continue
-        op = graph.op_index[target]
-        unread.difference_update(arrays.reads[op], arrays.releases[op])
-        fresh = [storage for storage in arrays.outputs[op] if storage not in present]
-        present.update(fresh)
-        unread.update(fresh)
-        made.update(fresh)
-        if op in ran:
-            share = arrays.seconds[op][way] / max(1, len(fresh or arrays.writes[op]))
-            for storage in fresh or arrays.writes[op]:
+        if kind == "run":
+            op = graph.op_index[target]
+            fresh = [storage for storage in arrays.outputs[op] if storage not in present]
+            present.update(fresh)
+            made.update(fresh)
+            changed = fresh or arrays.writes[op]
+            for storage in changed if op in ran else ():
+                share = arrays.seconds[op][way] / len(changed)
                 cost[storage] = cost.get(storage, 0.0) + share
-        ran.add(op)
+            ran.add(op)
+            continue
+        storage = graph.storage_index[target]
+        if kind == "free":
+            present.discard(storage)
+        elif kind == "offload":
+            offloaded.add(storage)
+        else:
+            present.add(storage)
+    if asked is not None:
+        made = Counter(asked)
     lanes = (device.to_host_bytes_per_s, device.to_device_bytes_per_s)
     result = []
     for number, record in enumerate(graph.storages):

@@ -10,6 +10,7 @@ checkpoint lives exactly as long as somebody may be rebuilt from it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -454,12 +455,13 @@ def carry_out(
     within_bytes
         Take the fastest way that fits into this at each op; None takes the default way.
     """
-    meter = Meter(graph, within_bytes)
+    meter, asked = Meter(graph, within_bytes), Counter[int]()
     for (kind, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
         spend(EVENT)
         meter.collect()
         if kind == "run":
             made = meter.run(number)
+            asked.update(fresh)
             # What came out again and nobody asked for: its last reader has gone before.
             dying += [storage for storage in made if storage not in fresh]
         elif kind == "offload":
@@ -477,6 +479,7 @@ def carry_out(
         meter.actions,
         planner=planner,
         reasons=reasons,
+        asked=asked,
         peak_bytes=meter.peak,
         seconds=max([meter.compute, *meter.ready.values()]),
     )
