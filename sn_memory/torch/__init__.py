@@ -10,7 +10,6 @@ from ..run.estimate import Estimate
 from ..run.planned import PlannedKind
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
-from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
 from .loss.compiled import ChunkedLossBackend
@@ -22,6 +21,7 @@ from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
 from .state.files import HostState
 from .state.pinned import PinnedState
+from .target.allocator import placing_statistics, use_placing_allocator
 from .trace.trace import Trace, trace
 from .verify import verify
 

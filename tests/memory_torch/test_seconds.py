@@ -14,8 +14,7 @@ from sn_memory.cost.devices import NOMINAL
 from sn_memory.torch import PlanWarning, plan, trace
 from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.trace import op_seconds
-from sn_memory.torch.trace.op_seconds import cached_seconds, circumstances, rebuilt
-from sn_memory.torch.trace.timeable import timeable
+from sn_memory.torch.trace.op_seconds import cached_seconds, circumstances, rebuilt, timeable
 
 CPU = torch.device("cpu")
 
