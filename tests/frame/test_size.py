@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: target device": (("torch/target",), 1345, 700),
     "torch: guards": (("torch/model", "torch/ones"), 2963, 1700),
     "torch: quirks": (("torch/quirks",), 252, 250),
-    "torch: trace": (("torch/trace",), 3805, 2300),
+    "torch: trace": (("torch/trace",), 3800, 2300),
     "torch: eager": (("torch/eager",), 2469, 1500),
     "torch: host": (("torch/state",), 1841, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),

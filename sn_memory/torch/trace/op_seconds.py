@@ -118,12 +118,6 @@ class NotMeasured(Exception):  # noqa: N818 - says that something else stands in
     """A model trains, and what is asked for was not measured before."""
 
 
-def not_while_training() -> None:
-    """Raise NotMeasured within `while_training`."""
-    if _TRAINING.get():
-        raise NotMeasured
-
-
 def _may_measure(device: torch.device) -> bool:
     # The CPU's allocator tells one profiler only: what a caller's keeps from being measured would
     # be kept as what cannot be. Other devices have statistics.
@@ -485,7 +479,8 @@ def measured_on(recording: Recording, device: torch.device) -> Measure:
     def measure(call: Call, way: str) -> tuple[float, int]:
         key = (signature(call), way)
         if key not in found:
-            not_while_training()
+            if _TRAINING.get():
+                raise NotMeasured
             with carried_out(way), torch.no_grad():
                 run = rebuilt(call, recording)
                 run()  # cuDNN's search takes workspaces of its own, once
