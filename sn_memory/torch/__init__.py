@@ -10,7 +10,6 @@ from ..run.estimate import Estimate
 from ..run.planned import PlannedKind, Verification
 from .activations.compress import CompressedActivations, compress_activations
 from .activations.saving import Saved
-from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
 from .model.tracker import StorageTracker
@@ -19,6 +18,7 @@ from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
 from .state.files import HostState
 from .state.pinned import PinnedState
+from .target.allocator import placing_statistics, use_placing_allocator
 from .trace.trace import Trace, trace
 from .verify import verify
 

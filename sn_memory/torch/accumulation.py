@@ -25,12 +25,12 @@ from ..base.sizes import parse_bytes, show_bytes
 from ..plan.plan import BudgetError, Plan
 from .eager.replay import Replay
 from .model.kinds import Arguments
-from .model.step import gradient_bytes, wanted_bytes
+from .model.step import device_of, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .modules.backend import ModuleStep
 from .planned import Planned
 from .planning import EARLIER, Made, Planning, Step
-from .trace.op_seconds import while_training
+from .trace.op_seconds import op_times, while_training
 
 
 def planned_for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> Made:
@@ -38,7 +38,7 @@ def planned_for_both(planning: Planning, model: torch.nn.Module, given: Argument
 
     The step for none is `made.first`; it is None where only the other is to be had.
     """
-    with sharing(planning.time_limit_s):
+    with sharing(planning.time_limit_s), op_times(device_of(inner_model(model))):
         return _for_both(planning, model, given)
 
 

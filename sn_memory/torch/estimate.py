@@ -20,15 +20,15 @@ from ..graph.graph import rounded
 from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
 from ..run.estimate import Estimate
-from .device.caching import allocator_settings
-from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
 from .ones.values import MOST_KNOWN
-from .trace.fake_step import fake_step, fake_step_on, is_known
+from .target.capacity import allocator_settings
+from .target.gpu import Gpu, gpu_of
+from .trace.fake import is_known
+from .trace.fake_step import OptimizerMemory, fake_step, fake_step_on, optimizer_memory
 from .trace.op_seconds import scratch_of_steps
-from .trace.optimizer import OptimizerMemory, optimizer_memory
 from .trace.record import View
 from .trace.trace import Trace, call_arguments, trace_unplanned
 

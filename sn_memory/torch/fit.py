@@ -22,11 +22,11 @@ from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..run.estimate import Estimate
 from ..run.fit import PLAIN, Fit, Held, Units, Way, categories, largest, on_cards
-from .elsewhere.gpu import Gpu
-from .elsewhere.units import units_of
 from .errors import TraceError
 from .estimate import estimate
 from .fit_state import HOST_BYTES_PER_S, OnHost
+from .target.capacity import units_of
+from .target.gpu import Gpu
 from .trace.fake_step import fake_step_on
 from .trace.trace import Trace, call_arguments, trace
 

@@ -25,7 +25,6 @@ from ..plan.plan import BudgetError, Plan
 from ..run.at_once import AT_ONCE, PLANNED, plan_at_once
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
-from .device.caching import planned_settings
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
@@ -38,8 +37,9 @@ from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
 from .planning import Step, looked_at, smallest_of_trace
+from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
-from .trace.trace import Trace, beside
+from .trace.trace import Trace, resident_storages
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class _FirstSight:
 
     def by_modules(self, why: str, by_ops: Step | None, began: float, *, keep: bool) -> Step:
         """Return the safe step: modules run again, measured on this input."""
-        held = sum(it.bytes for it in beside(self.plain, self.record.planning.optimizer))
+        held = sum(it.bytes for it in resident_storages(self.plain, self.record.planning.optimizer))
         held += self.record.constants_bytes()
         # As leaves: where they come from is no part of the step that is measured.
         args, kwargs = apart(self.given)

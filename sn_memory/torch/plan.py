@@ -30,8 +30,6 @@ from ..run.planned import PlannedKind
 from ..run.process import LIMIT
 from .accumulation import planned_for_both
 from .compile.backend import COMPILERS
-from .elsewhere.gpu import gpu_of
-from .elsewhere.limit import limit_budget
 from .errors import TraceError
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
@@ -55,7 +53,9 @@ from .planning import Made, Planning, looked_at
 from .state.arena import StateArena
 from .state.arenas import arena_for
 from .state.model_state import ModelState
-from .trace.convolutions import Measure
+from .target.capacity import limit_budget
+from .target.gpu import gpu_of
+from .trace.op_seconds import Measure
 from .trace.trace import call_arguments
 
 log = logging.getLogger(__name__)

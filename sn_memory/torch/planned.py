@@ -19,7 +19,6 @@ from ..base.sizes import parse_bytes
 from ..cost.devices import speeds
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
-from .device.step_pool import StepPool
 from .eager.replay import Replay
 from .eager.trial import Trial
 from .model.kind import Kind, Name
@@ -31,6 +30,7 @@ from .ones.by_kind import Ones
 from .ones.values import is_ones, may_be_known
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
+from .target.allocator import StepPool
 from .trace.trace import Given, Trace
 
 # Elements of an integer tensor of a sample that is held.

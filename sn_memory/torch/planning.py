@@ -28,10 +28,8 @@ from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
 from ..run.reserved import within_reserved
 from .compile.backend import CompiledStep, Settings
-from .device.caching import planned_settings
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
-from .elsewhere.gpu import gpu_of
 from .errors import (
     SampleError,
     SetsStateError,
@@ -45,9 +43,11 @@ from .model.step import chance_put_back, device_of, wanted_bytes
 from .model.wrapping import check_memory
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
-from .trace.convolutions import Measure
+from .target.capacity import planned_settings
+from .target.gpu import gpu_of
+from .trace.op_seconds import Measure
 from .trace.record import Layouts
-from .trace.trace import Given, Trace, beside, trace
+from .trace.trace import Given, Trace, resident_storages, trace
 
 # Gradients of parameters that are there when a step begins.
 EARLIER = "gradients of earlier micro-batches"
@@ -326,7 +326,7 @@ class Planning:
     ) -> CompiledStep:
         """Return a step that torch.compile made."""
         check_memory(model, given, "compiling a model runs parts of it")
-        held = beside(model, self.optimizer)
+        held = resident_storages(model, self.optimizer)
         if self.accumulate:
             # All that are new come at the end, when the graph returns, beside those.
             held += (Storage(EARLIER, wanted_bytes(model), "state"),)
@@ -358,7 +358,7 @@ class Planning:
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""
         check_memory(model, given, "planning by modules runs the model")
-        held = sum(it.bytes for it in beside(model, self.optimizer))
+        held = sum(it.bytes for it in resident_storages(model, self.optimizer))
         step = ModuleStep(
             model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
         )

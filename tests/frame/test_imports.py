@@ -121,10 +121,19 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow",),
     # The rim of torch.
     ("sn_memory.torch.errors",),
-    ("sn_memory.torch.device",),
+    ("sn_memory.torch.quirks",),
+    (
+        "sn_memory.torch.target.accelerator",
+        "sn_memory.torch.target.allocator",
+        "sn_memory.torch.target.backward",
+        "sn_memory.torch.target.gpu",
+        "sn_memory.torch.target.host_resident",
+        "sn_memory.torch.target.scratch",
+    ),
     ("sn_memory.torch.model",),
     ("sn_memory.torch.ones", "sn_memory.torch.chunked_loss"),
-    ("sn_memory.torch.elsewhere",),
+    # Of these rooms the one file that knows what a model is.
+    ("sn_memory.torch.target",),
     ("sn_memory.torch.trace",),
     ("sn_memory.torch.eager",),
     ("sn_memory.torch.state",),

@@ -23,19 +23,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "activations": (("activations",), 780, 800),
     "apoptosis": (("apoptosis",), 3206, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3288, 1700),
-    "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
-    "torch: trace": (("torch/trace",), 3406, 2300),
-    "torch: eager": (("torch/eager",), 2359, 1500),
-    "torch: host": (("torch/state",), 1839, 1300),
-    "torch: compile": (("torch/compile",), 3381, 700),
-    "torch: policy": (("torch/policy",), 1366, 750),
+    "torch: target device": (("torch/target",), 1345, 700),
+    "torch: guards": (("torch/model", "torch/ones"), 2963, 1700),
+    "torch: quirks": (("torch/quirks",), 252, 250),
+    "torch: trace": (("torch/trace",), 3362, 2300),
+    "torch: eager": (("torch/eager",), 2356, 1500),
+    "torch: host": (("torch/state",), 1837, 1300),
+    "torch: compile": (("torch/compile",), 3379, 700),
+    "torch: policy": (("torch/policy",), 1365, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations",), 1051, 1200),
     "tensorflow": (("tensorflow",), 5939, 4200),
 }
-TOTAL = (44_863, 28_000)
-MOST_FILES = (250, 170)
+TOTAL = (44_729, 28_000)
+MOST_FILES = (238, 170)
 
 
 def lines(path: Path) -> int:

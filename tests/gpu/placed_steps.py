@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "memory_torch"))
 from small_models import mlp
 
 from sn_memory.torch import placing_statistics, plan, use_placing_allocator
-from sn_memory.torch.device import placing
+from sn_memory.torch.target import allocator as placing
 
 use_placing_allocator()
 torch.manual_seed(0)

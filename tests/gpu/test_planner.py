@@ -8,7 +8,7 @@ from torch import nn
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.device.streams import StreamLanes
+from sn_memory.torch.target.accelerator import StreamLanes
 
 LINK = Device("link", 1e9, 1e9, 1e8, 1e8, 0.0)
 LATE_CYCLES = 20_000_000  # some ten milliseconds of a GPU

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sn_memory.torch.compile import inductor
 from sn_memory.torch.trace import op_seconds, trace
-from sn_memory.torch.trace.timeable import timeable
+from sn_memory.torch.trace.op_seconds import timeable
 
 for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "benchmarks"):
     if str(folder) not in sys.path:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sn_memory.torch.device.streams import Ticket
+from sn_memory.torch.target.accelerator import Ticket
 
 # A copy goes in pieces of so many bytes, between which it keeps to the rate.
 _PIECE = 1 << 18

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sn_memory.torch.device.accelerator import has_streams, is_apart, synchronize
+from sn_memory.torch.target.accelerator import has_streams, is_apart, synchronize
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch import nn
 
 from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.eager import instructions
-from sn_memory.torch.trace.convolutions import WAYS, carried_out
+from sn_memory.torch.trace.op_seconds import WAYS, carried_out
 
 SAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KIB = 1024

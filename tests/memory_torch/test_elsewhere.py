@@ -12,10 +12,9 @@ from sn_memory.cost.devices import DEVICES
 from sn_memory.graph.hosted import Unit
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
-from sn_memory.torch.elsewhere.attention import kernel
-from sn_memory.torch.elsewhere.gpu import gpu_of
-from sn_memory.torch.elsewhere.walk import Walk
 from sn_memory.torch.fit_state import OnHost
+from sn_memory.torch.target.backward import Walk
+from sn_memory.torch.target.gpu import attention_kernel, gpu_of
 from sn_memory.torch.trace.fake_step import fake_step_on
 from sn_memory.torch.trace.trace import trace_unplanned
 
@@ -65,8 +64,8 @@ def test_attention_takes_the_kernel_of_the_gpu(device, dtype, mask, head, expect
 def test_switches_of_attention_hold():
     q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.EFFICIENT_ATTENTION):
-        assert kernel(q, q, q, None, 0.0, 90) == "efficient"
-    assert kernel(q, q, q, None, 0.0, 90) == "cudnn"
+        assert attention_kernel(q, q, q, None, 0.0, 90) == "efficient"
+    assert attention_kernel(q, q, q, None, 0.0, 90) == "cudnn"
 
 
 def test_layers_take_the_kernels_of_the_gpu():
@@ -274,7 +273,9 @@ def test_what_has_no_rule_is_named():
 def test_torch_is_as_before():
     trace(mlp(1), torch.zeros(2, 32), device="h100")
     assert not torch.is_autocast_enabled("cpu")
-    assert torch.nn.functional.scaled_dot_product_attention.__module__ != kernel.__module__
+    assert (
+        torch.nn.functional.scaled_dot_product_attention.__module__ != attention_kernel.__module__
+    )
     weight = torch.randn(4, 4, requires_grad=True)
     weight.square().sum().backward()
     assert torch.equal(weight.grad, 2 * weight)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker, estimate
 from sn_memory.torch.model.step import put_back, run_step
-from sn_memory.torch.trace.fake_rules import FakeMode
+from sn_memory.torch.trace.fake import FakeMode
 
 
 def test_categories_of_a_chain():

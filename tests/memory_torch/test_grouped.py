@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sn_memory.torch import plan, trace
-from sn_memory.torch.trace.fake_rules import FakeMode
+from sn_memory.torch.trace.fake import FakeMode
 
 GROUPS, ROWS, INNER, COLUMNS = 3, 16, 8, 12
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sn_memory.torch import plan, verify
-from sn_memory.torch.trace.fake_rules import FakeMode
+from sn_memory.torch.trace.fake import FakeMode
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
 ROWS, IMAGES = (64, 32), (4, 6, 8, 8)
@@ -77,7 +77,7 @@ def test_fake_gradients_are_left_out_where_the_kernels_leave_them_out(mask):
             mask,
         ),
     }
-    mode = FakeMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     for op, arguments in calls.items():
         faked = [mode.from_tensor(it) if isinstance(it, torch.Tensor) else it for it in arguments]
         with mode:

@@ -9,8 +9,8 @@ from small_models import mlp
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.device.streams import PlainLanes
 from sn_memory.torch.eager.host_arena import HostArena, HostCopy, needless
+from sn_memory.torch.target.accelerator import PlainLanes
 from sn_memory.torch.trace.record import View
 
 # What may stay, as a table: host copies as (freed, end, bytes), live bytes per step, room.

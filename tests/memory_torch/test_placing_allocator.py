@@ -8,9 +8,9 @@ import torch
 from sn_memory.pool.placing import PlacingAllocator, library_path
 from sn_memory.run.reserved import PlacingSettings
 from sn_memory.torch import placing_statistics, use_placing_allocator
-from sn_memory.torch.device import placing
-from sn_memory.torch.device.accelerator import COUNTED, memory_of
-from sn_memory.torch.device.caching import planned_settings
+from sn_memory.torch.target import allocator as placing
+from sn_memory.torch.target.accelerator import COUNTED, memory_of
+from sn_memory.torch.target.capacity import planned_settings
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the library was not built")
 

@@ -10,8 +10,8 @@ from torch import nn
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import estimate, plan, trace, verify
 from sn_memory.torch.model.step import put_back, run_step
-from sn_memory.torch.trace.capture import fake_of
-from sn_memory.torch.trace.fake_rules import LAYER, FakeMode, workspace_bytes
+from sn_memory.torch.quirks.recurrent import LAYER, workspace_bytes
+from sn_memory.torch.trace.fake import FakeMode, fake_of
 
 STEPS, BATCH, WIDTH, HIDDEN = 7, 5, 8, 24
 
@@ -149,7 +149,7 @@ def test_fake_layers_return_what_real_ones_do(grad):
     states = [torch.zeros(BATCH, HIDDEN) for _ in range(2)]
     settings = (False, [], 2, HIDDEN, 1, True, False, False, True)
     given = [x, *(it.detach() for it in model.parameters()), *states]
-    mode = FakeMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     fakes = [fake_of(mode, it) for it in given]
 
     def forms(tensors):

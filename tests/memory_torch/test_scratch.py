@@ -9,9 +9,9 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import estimate, plan, verify
-from sn_memory.torch.elsewhere.cpu_scratch import rule_bytes
 from sn_memory.torch.model.allocations import measured_bytes
 from sn_memory.torch.model.step import run_step
+from sn_memory.torch.target.scratch import cpu_scratch_bytes
 
 CPU = torch.device("cpu")
 ATEN = torch.ops.aten
@@ -85,7 +85,7 @@ def test_the_rule_is_never_below_what_is_taken(threads):
             results = made if isinstance(made, tuple) else (made,)
             results = [it for it in results if isinstance(it, torch.Tensor)]
             measured.append(measured_bytes(work, CPU))
-            assert measured[-1] <= rule_bytes(name, forms(given), forms(results)), name
+            assert measured[-1] <= cpu_scratch_bytes(name, forms(given), forms(results)), name
     assert sum(it > 0 for it in measured) > 15
 
 

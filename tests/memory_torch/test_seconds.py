@@ -11,11 +11,11 @@ from small_models import Everything, images, mlp
 from torch import nn
 
 from sn_memory.cost.devices import NOMINAL
+from sn_memory.cost.op_times import TimesFile
 from sn_memory.torch import PlanWarning, plan, trace
 from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.trace import op_seconds
-from sn_memory.torch.trace.op_seconds import cached_costs, circumstances, rebuilt
-from sn_memory.torch.trace.timeable import timeable
+from sn_memory.torch.trace.op_seconds import cached_costs, circumstances, rebuilt, timeable
 
 CPU = torch.device("cpu")
 
@@ -159,6 +159,18 @@ def test_what_could_not_be_timed_is_tried_again():
     answers = iter([None, 2.0])
     work = [("op", lambda: next(answers))]
     assert [cached_seconds(work, CPU) for _ in range(3)] == [[None], [2.0], [2.0]]
+
+
+@pytest.mark.rule_of_scratch
+def test_a_plan_writes_the_times_once(monkeypatch):
+    """Also those of ops that only the plain step has: a convolution's backward in one call."""
+    written = []
+    add = TimesFile.add
+    monkeypatch.setattr(TimesFile, "add", lambda file, new: written.append(new) or add(file, new))
+    model = nn.Sequential(*(nn.Conv2d(3, 3, size, padding="same") for size in (1, 3, 5)))
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    plan(model, x, budget="100%", backend="graph")
+    assert len(written) == 1
 
 
 SETTINGS = {

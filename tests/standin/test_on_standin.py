@@ -28,8 +28,8 @@ from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_memory import Device
 from sn_memory.pool.placing import GRANULE, PlacingAllocator, library_path
 from sn_memory.torch import PinnedState, plan
-from sn_memory.torch.device import placing
-from sn_memory.torch.device.streams import StreamLanes
+from sn_memory.torch.target import allocator as placing
+from sn_memory.torch.target.accelerator import StreamLanes
 
 DEVICE = standin.start()
 COUNTS = torch.ops.standin

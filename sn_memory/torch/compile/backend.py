@@ -30,10 +30,9 @@ from ...plan.plan import BudgetError, Plan
 from ..errors import ReplayError, TraceError
 from ..model.guard import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
-from ..trace.captured import Captured
-from ..trace.fake_rules import quiet
+from ..trace.fake import quiet
 from ..trace.op_seconds import while_training
-from ..trace.record import Recording
+from ..trace.record import Captured, Recording
 from ..trace.to_graph import Named, main_device, to_graph
 from ..trace.trace import Trace, operations, scratch_of_calls
 from .joint_graph import copy_statistics, joint_of

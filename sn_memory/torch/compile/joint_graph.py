@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import TraceError
-from ..trace.captured import Captured
-from ..trace.record import Call, Recording, View, form_of, is_view, written
+from ..trace.record import Call, Captured, Recording, View, form_of, is_view, written
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from ...base.errors import PlanError
 from ...base.sizes import show_bytes
-from ..device.accelerator import chance, kinds, set_chance
 from ..errors import ReplayError
 from ..model.guard import other_layout, warn
 from ..model.kind import Kind
@@ -29,6 +28,7 @@ from ..model.marks import version_of
 from ..model.results import taken_apart
 from ..model.step import chance_put_back, tensors
 from ..model.wrapping import inner_model, plain_class
+from ..target.accelerator import chance, device_types, set_chance
 from .replay import Gradients, Replay
 
 
@@ -157,7 +157,7 @@ class PlainStep:
             stack.enter_context(chance_put_back() if self.random else nullcontext())
             for device, state in self.random:
                 set_chance(device, state)
-            for kind in ("cpu", *kinds()):
+            for kind in ("cpu", *device_types()):
                 if kind in casts or torch.is_autocast_enabled(kind):
                     on = torch.autocast(kind, casts.get(kind), enabled=kind in casts)
                     stack.enter_context(on)

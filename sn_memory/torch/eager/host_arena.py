@@ -18,8 +18,7 @@ import torch
 from ...base.errors import PlanError
 from ...graph.graph import Ints
 from ...pool.pack import arrange
-from ..device.accelerator import is_apart
-from ..device.streams import Lanes, Ticket, lanes_for
+from ..target.accelerator import Lanes, Ticket, is_apart, lanes_for
 from ..trace.record import View
 
 _ALIGNMENT = 64

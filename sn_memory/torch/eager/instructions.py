@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..device.accelerator import chance, set_chance
 from ..errors import ReplayError
-from ..trace.convolutions import carried_out
-from ..trace.fake_rules import LAYER, in_training
+from ..quirks.recurrent import LAYER, in_training
+from ..target.accelerator import chance, set_chance
+from ..trace.op_seconds import carried_out
 from ..trace.record import Call, Layouts, View, form_of, layout_key
 from ..trace.to_graph import statistics
 from .host_arena import HostArena

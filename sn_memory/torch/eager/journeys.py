@@ -9,7 +9,7 @@ import numpy as np
 from ...graph.graph import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
-from ..trace.captured import Captured
+from ..trace.record import Captured
 from ..trace.to_graph import STATE, Named
 from .host_arena import HostCopy
 

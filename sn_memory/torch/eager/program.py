@@ -16,9 +16,8 @@ import numpy as np
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..errors import ReplayError
-from ..trace.captured import Captured
 from ..trace.rearrange import place_of_shape
-from ..trace.record import Call, View, form_of
+from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import Named, main_device
 from .added import Added, await_underway
 from .host_arena import HostArena, needless

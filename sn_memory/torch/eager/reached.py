@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..trace.captured import Captured
-from ..trace.record import View
+from ..trace.record import Captured, View
 from ..trace.to_graph import statistics
 
 

@@ -19,10 +19,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...plan.plan import Plan
-from ..device.step_pool import StepPool
 from ..errors import ReplayError
 from ..model.guard import casting, is_batched, transformed
 from ..model.marks import version_of
+from ..target.allocator import StepPool
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace

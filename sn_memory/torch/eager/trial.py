@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import smallest_limit
-from ..device.accelerator import free_bytes, is_apart
 from ..errors import ReplayError, TraceError, fails_on_sample, innermost_line
 from ..model.allocations import is_profiled
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, put_back, run_step, tensors
+from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
 # Differences up to here are those of sums taken in another order: some hundred roundings.

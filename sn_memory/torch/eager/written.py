@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..device.accelerator import chance, set_chance
+from ..target.accelerator import chance, set_chance
 from .instructions import FreeStorage, Instruction, Memory, RunCall, Take
 
 Function = Callable[[Memory], None]

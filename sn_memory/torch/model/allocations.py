@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-from ..device.accelerator import is_apart, memory_of, synchronize
+from ..target.accelerator import is_apart, memory_of, synchronize
 
 
 class AllocationTracker:

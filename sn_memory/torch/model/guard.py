@@ -20,8 +20,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ...base.errors import PlanWarning
-from ..device.accelerator import kinds
 from ..errors import SetsStateError, TraceError
+from ..target.accelerator import device_types
 from .marks import Generators, Marks, Values, kept_by, kept_by_global_hooks
 
 # The hooks of torch's checkpoint, of a first and of a second run.
@@ -32,7 +32,7 @@ _legacy: Any = np.random.mtrand._rand
 
 def casting() -> list[str]:
     """Return the kinds of devices for which autocast is on."""
-    return [kind for kind in ("cpu", *kinds()) if torch.is_autocast_enabled(kind)]
+    return [kind for kind in ("cpu", *device_types()) if torch.is_autocast_enabled(kind)]
 
 
 # Of `is_grads_batched=True`, whose vmap is older than torch.func's and is no transform to torch.

@@ -22,10 +22,10 @@ from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from ..device.accelerator import chance
 from ..model.marks import Generators, Marks, fingerprint, kept_by, version_of
 from ..model.sharded import is_elsewhere, most, pieces
 from ..model.step import device_of, put_back, tensors
+from ..target.accelerator import chance
 
 
 @dataclass

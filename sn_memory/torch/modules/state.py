@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..device.accelerator import chance, is_apart, set_chance
 from ..errors import ReplayError
 from ..model.contents import OF_TORCH
 from ..model.marks import version_of
 from ..model.step import tensors
+from ..target.accelerator import chance, is_apart, set_chance
 
 _SLOTS = tuple(
     name

@@ -1,1 +1,1 @@
-"""Inputs of ones, as masks that mask nothing: told apart, and looked at while tracing."""
+"""Inputs of ones, as masks that mask nothing: told apart."""

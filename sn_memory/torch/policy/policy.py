@@ -34,7 +34,7 @@ from ..trace.op_seconds import (
 )
 from ..trace.record import Recording
 from ..trace.to_graph import flops
-from ..trace.trace import beside, call_arguments
+from ..trace.trace import call_arguments, resident_storages
 from .blocks import named, rows
 from .choose import Chooser, Found
 from .compiled import CompiledPeaks
@@ -203,7 +203,7 @@ def checkpoint_policy(
     check_model(model)
     check_optimizer(optimizer)
     arguments = call_arguments(sample)
-    held = sum(it.bytes for it in beside(model, optimizer))
+    held = sum(it.bytes for it in resident_storages(model, optimizer))
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
     plain = predicted(model, arguments, {}, known, scratch)

@@ -22,9 +22,8 @@ from ..errors import TraceError
 from ..model.guard import as_it_was
 from ..model.marks import fingerprint
 from ..model.step import chance_put_back, tensors
-from ..trace.capture import fake_of, scopes
-from ..trace.fake_rules import FakeMode
-from ..trace.fake_step import swapped
+from ..trace.capture import scopes
+from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
 from .contexts import Numbers
 
@@ -143,7 +142,7 @@ def watch(
 
     Raises TraceError for a model that cannot be run so, and for blocks within each other.
     """
-    mode = FakeMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     recorder = Recorder()
     ops = _Ops(recorder)
     blocks = {path: Block(path) for path in paths}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...base.errors import PlanError
-from ..device.streams import Lanes, Ticket
+from ..target.accelerator import Lanes, Ticket
 
 
 @dataclass(eq=False)

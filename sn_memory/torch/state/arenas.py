@@ -7,8 +7,8 @@ import os
 import torch
 
 from ...base.errors import PlanError
-from ..device.accelerator import is_apart
 from ..model.step import device_of
+from ..target.accelerator import is_apart
 from .arena import StateArena
 from .files import HostState
 from .pinned import PinnedState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...base.errors import PlanError
-from ..device.accelerator import has_streams
+from ..target.accelerator import has_streams
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from ...base.errors import PlanError
 from ...base.host import available_bytes
-from ..device.streams import Lanes, Ticket
+from ..target.accelerator import Lanes, Ticket
 from .arena import StateArena
 
 _PAGE = mmap.PAGESIZE

@@ -18,10 +18,10 @@ from ...graph.hosted import UPDATES, Unit
 from ...graph.liveness import unplanned_bytes
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
-from ..device.accelerator import is_apart
-from ..device.resting import Brought
 from ..eager.replay import Replay
 from ..model.kinds import Arguments
+from ..target.accelerator import is_apart
+from ..target.host_resident import OnDeviceMode
 from ..trace.record import Layouts
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
@@ -217,7 +217,7 @@ class ModelState:
         """Let ops inside find on the device what rests on the host."""
         device = self.arena.device
         # On the CPU what rests is a tensor like any other.
-        return Brought(self.arena, device) if is_apart(device) else nullcontext()
+        return OnDeviceMode(self.arena, device) if is_apart(device) else nullcontext()
 
     def with_inputs(self, given: Arguments) -> Arguments:
         """Return arguments with their tensors of the host on the device that the model works on.

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...base.errors import PlanError
 from ..model.tracker import StorageTracker
-from ..trace.capture import fake_of
-from ..trace.optimizer import LOOKS_PER_PARAMETER, SomeNumber
+from ..trace.fake import FakeMode, fake_of
+from ..trace.fake_step import LOOKS_PER_PARAMETER
 
 # Those whose update is by parameter; LBFGS and SparseAdam are not among them, nor are subclasses,
 # whose step may do anything.
@@ -119,8 +118,8 @@ def update_bytes(
     The first may move, counts of steps do not; the last is the most that is held beside them.
     Found by two steps on a tensor without values: the second finds the state of the first.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, SomeNumber(LOOKS_PER_PARAMETER):
+    mode = FakeMode(looks=LOOKS_PER_PARAMETER)
+    with mode:
         fake = fake_of(mode, parameter.detach())
         gradient, state = torch.empty_like(fake), dict[str, Any]()
         kept = optimizer.state.get(parameter) if isinstance(optimizer.state, dict) else None

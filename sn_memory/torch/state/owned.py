@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import PlanError
-from ..device.resting import working_device
-from ..device.streams import Ticket
+from ..target.accelerator import Ticket
+from ..target.host_resident import working_device
 from ..trace.record import View
 from .arena import Place, StateArena, give_memory
 from .optimizer import moves, updated

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..device.accelerator import has_streams
-from ..device.resting import rests_for
-from ..device.streams import Lanes, lanes_for
+from ..target.accelerator import Lanes, has_streams, lanes_for
+from ..target.host_resident import rests_for
 from ..trace.op_seconds import transfer_speeds
 from .arena import StateArena
 

@@ -1,6 +1,6 @@
-"""A training step as a graph: recorded under fake tensors, simplified, timed.
+"""A training step as a graph: recorded under fake tensors, rearranged, timed.
 
-It imports `model` and the core.
+It imports `model`, `target` and the core.
 
 `trace` of this package is also a function: write `from sn_memory.torch.trace import capture`, as
 `sn_memory.torch.trace.capture` would look into the function.

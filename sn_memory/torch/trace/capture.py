@@ -19,17 +19,15 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..device.resting import working_device
-from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
+from ..model.compare import same_bits
 from ..model.guard import (
     as_it_was,
     casting,
@@ -40,11 +38,11 @@ from ..model.guard import (
 )
 from ..model.marks import TRACING_HOOKS, Marks
 from ..model.results import ends_of, taken_apart
-from ..ones.known import KnownOnes
-from .captured import Captured, assuming_ones
-from .fake_rules import FakeMode, quiet
-from .record import Layouts, Recorder, layout_key
-from .simplify import without_unused
+from ..ones.values import is_ones, may_be_known
+from ..target.gpu import Gpu
+from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
+from .rearrange import without_unused
+from .record import Call, Captured, Layouts, Recorder, layout_key
 
 
 def capture(
@@ -68,7 +66,7 @@ def capture(
 
     if gpu is not None:
         return made(frozenset())
-    captured = assuming_ones(made, tree_leaves((args, kwargs)))
+    captured = _assuming_ones(made, tree_leaves((args, kwargs)))
     if not casting():
         return captured
     inside = made(captured.ones, inside=True)
@@ -116,33 +114,6 @@ def _captured(
             ) from error
 
 
-def fake_of(
-    mode: FakeTensorMode, tensor: torch.Tensor, place: torch.device | None = None
-) -> torch.Tensor:
-    """Return a fake leaf like a tensor, on another device if one is given.
-
-    One on the meta device counts as one on the CPU, and one that rests on the host as one on the
-    device that it is worked on.
-    """
-    if is_traceable_wrapper_subclass(tensor):
-        raise TraceError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
-            "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
-            "sharded model is planned by its modules; plan before it is quantised."
-        )
-    if place is None and (working := working_device(tensor)) != tensor.device:
-        place = working
-    if place is None and tensor.device.type != "meta":
-        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-    # On the meta device attention would be taken apart into its matrices.
-    device = torch.device("cpu") if place is None else place
-    with mode:
-        made = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-        )
-    return made.requires_grad_(tensor.requires_grad)
-
-
 class _Capture:
     """One capture: fake tensors by the identity of the real ones, and the recorder."""
 
@@ -156,13 +127,14 @@ class _Capture:
         ends: Sequence[bool],
     ) -> None:
         self.model, self.gpu, self.ones, self.ends = model, gpu, ones, ends
-        self.known = KnownOnes()
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
-        # What has no rule for fake tensors runs on real ones made up, where the device is here.
-        self.mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=gpu is None)
-        self.recorder = Recorder(layouts)
+        values = ValueMode(tracing=True) if gpu is None else None
+        self.values, self.mode = values, values or FakeMode(None if gpu is None else gpu.walk)
+        self.recorder = Recorder(layouts, values.is_look) if values else Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
+        # Per fake of an input that is all ones, what the model is given for it.
+        self.given: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.
         self.wanted: dict[int, bool] = {}
         # Per fake of a parameter or buffer, the number of its memory.
@@ -174,19 +146,14 @@ class _Capture:
         flat, spec = tree_flatten((args, kwargs))
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
-        given_as = [
-            self.known.give(flat[place], it) if place in self.ones else it
-            for place, it in enumerate(inputs)
-        ]
+        given_as = [self.with_values(it) if at in self.ones else it for at, it in enumerate(inputs)]
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
         given = Marks([("arguments", (args, kwargs))])
-        known = self.known if self.gpu is None else nullcontext()
         with (
             torch.enable_grad(),
             self.mode,
             self.recorder,
-            known,
             kernel_of_max_pool1d(),
             scopes(self.model, self.recorder),
         ):
@@ -195,7 +162,6 @@ class _Capture:
             outputs, output_form = taken_apart(returned, self.model)
             begins = set(map(id, ends_of(returned, outputs)))
             is_end = [id(out) in begins for out in outputs]
-            outputs = [self.known.twin(out) if _is_tensor(out) else out for out in outputs]
             del returned
             self.recorder.hand_out(it for it in outputs if _is_tensor(it))
             boundary = len(self.recorder.recording.calls)
@@ -253,25 +219,25 @@ class _Capture:
             self.recorder.give(self.fakes[id(tensor)], role)
         return self.fakes[id(tensor)]
 
+    def with_values(self, fake: torch.Tensor) -> torch.Tensor:
+        """Return what the model is given for an input of ones: a tensor that it may look at."""
+        if id(fake) not in self.given:
+            ones = None if self.values is None else self.values.give_ones(fake)
+            if ones is not None:
+                self.recorder.alias(ones, fake)
+            self.given[id(fake)] = fake if ones is None else ones
+        return self.given[id(fake)]
+
     def swapped(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
         """Put fake tensors into the modules; return path and fake, each tensor once."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, module in self.model.named_modules():
-            tensors = getattr(module, slot)
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                tensors[name] = fake = self.fake(tensor, role)
+            for name, real, fake in swap_tensors(module, slot, lambda it: self.fake(it, role)):
                 self.memory[id(fake)] = self.recorder.view(fake).storage
                 if slot == "_parameters":
                     self.wanted[id(fake)] = fake.requires_grad
-                    self.recorder.weights.add(tensor.untyped_storage()._cdata)
+                    self.recorder.weights.add(real.untyped_storage()._cdata)
                 found.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
-            if isinstance(module, torch.nn.RNNBase) and slot == "_parameters":
-                # It keeps a list of its own, and would go on with the real ones.
-                module._flat_weights = [
-                    getattr(module, name) for name in module._flat_weights_names
-                ]
         return list(found.values())
 
     def backward(
@@ -301,7 +267,7 @@ class _Capture:
         gradients = []
         for leaf, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
-                gradient = self.as_autograd_keeps_it(leaf, self.known.twin(gradient), taken)
+                gradient = self.as_autograd_keeps_it(leaf, gradient, taken)
                 taken.add(self.recorder.view(gradient).storage)
             gradients.append(gradient)
         return output_gradients, gradients
@@ -404,3 +370,97 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         TRACING_HOOKS.difference_update(numbers)
+
+
+def _assuming_ones(
+    made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]
+) -> Captured:
+    """Return what is recorded of a step that may look at those of its inputs that are all ones.
+
+    It says as well at which inputs the model would look if they were.
+
+    Parameters
+    ----------
+    made
+        Records the step, where these inputs, by their places, are ones and have values.
+    arguments
+        The flat arguments.
+    """
+    flags = [
+        (place, is_ones(it))
+        for place, it in enumerate(arguments)
+        if isinstance(it, torch.Tensor) and may_be_known(it) and _is_mask(it)
+    ]
+    found = _as_it_looks(made, frozenset(place for place, ones in flags if ones))
+
+    def differs(places: frozenset[int]) -> bool:
+        other = _or_none(made, found.ones | places)
+        return other is not None and not _same(found, other)
+
+    others = frozenset(place for place, ones in flags if not ones)
+    looked = set(found.ones)
+    # Together first: mostly none makes a difference.
+    if others and differs(others):
+        looked |= {it for it in others if len(others) == 1 or differs(frozenset({it}))}
+    return replace(found, looked=frozenset(looked))
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of zeros and ones."""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _or_none(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
+    try:
+        return made(ones)
+    except TraceError:
+        return None
+
+
+def _as_it_looks(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
+    """Return what is recorded where the model may look at these; what cannot be so, without."""
+    looking = _or_none(made, ones) if ones else None
+    if looking is None:
+        return made(frozenset())
+    # Where this raises, the model cannot be traced but for inputs of ones.
+    blind = _or_none(made, frozenset())
+    if blind is not None and _same(blind, looking):
+        return blind
+    for place in sorted(ones) if len(ones) > 1 else ():
+        # Where it cannot be recorded without the values of one, that one is looked at.
+        fewer = _or_none(made, ones - {place}) if len(ones) > 1 else None
+        if fewer is not None and _same(fewer, looking):
+            looking, ones = fewer, ones - {place}
+    return replace(looking, ones=ones)
+
+
+def _same(one: Captured, other: Captured) -> bool:
+    """Whether two recordings make the same calls on the same storages, and hand out the same."""
+    constants, others = one.recording.constants, other.recording.constants
+    return (
+        list(map(_as_made, one.recording.calls)) == list(map(_as_made, other.recording.calls))
+        and (one.outputs, one.gradients) == (other.outputs, other.gradients)
+        and constants.keys() == others.keys()
+        and all(_equal(it, others[storage]) for storage, it in constants.items())
+    )
+
+
+def _as_made(call: Call) -> tuple[Any, ...]:
+    """Return what is called with what; a default that is spelled out, as some modes do, is one."""
+    args, kwargs = call.arguments(lambda view: view)
+    given = [
+        args[at] if at < len(args) else kwargs.get(it.name, it.default_value)
+        for at, it in enumerate(call.target._schema.arguments)
+    ]
+    # What is asked for its form only stands there as a tensor of that form.
+    given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
+    # NaN, as it is written, is equal to itself.
+    given = tree_map_only(float, repr, given)
+    return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+        return one is other
+    # By bits: NaN is not equal to itself.
+    return one.size() == other.size() and same_bits(one, other)

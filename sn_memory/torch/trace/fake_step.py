@@ -1,4 +1,4 @@
-"""A training step run on tensors that have sizes and no values: its peak, before it runs.
+"""Steps run without values: the peak of a training step, what an optimizer holds, before they run.
 
 A graph knows when a tensor is last used. When it goes is another thing: what a forward of Python
 has in its variables, and what autograd's own nodes have, stays until they return. So the step
@@ -7,41 +7,34 @@ itself is run, hooks and second runs included, and what is live is counted as in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...base.errors import PlanWarning
 from ..chunked_loss import chunked_scratch, is_chunked_loss
-from ..elsewhere.gpu import Gpu
-from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
 from ..model.marks import WrittenWeights
 from ..model.results import ends_of, tensors_of
-from ..model.step import Measured, chance_put_back, run_step, tensors
+from ..model.sharded import here
+from ..model.step import Measured, chance_put_back, device_of, run_step, tensors
 from ..model.tracker import Scratch, StorageTracker
-from ..ones.known import (
-    filled,
-    filling,
-    is_any,
-    is_small,
-    makes_known,
-    written,
-    written_arguments,
-)
-from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
-from .capture import fake_of
-from .fake_rules import FakeMode, quiet
+from ..target.gpu import Gpu
+from ..target.scratch import form_of, gpu_scratch_bytes
+from .fake import FakeMode, ValueMode, fake_of, swapped
+from .op_seconds import op_times
+
+LOOKS_PER_PARAMETER = 100
+# Ops whose second tensor may be a number, for one tensor and for many.
+_NAMES = [name + suffix for name in ("add", "sub", "mul", "div") for suffix in ("", "_")]
+_TAKES_NUMBER = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
+_TAKES_NUMBERS = frozenset(getattr(torch.ops.aten, f"_foreach_{name}") for name in _NAMES)
 
 
 def fake_step(
@@ -58,11 +51,18 @@ def fake_step(
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
     in StorageTracker; accumulate, scratch : as in run_step.
     """
-    mode = _Knowing()
-    arguments = tree_map_only(torch.Tensor, mode.given, arguments)
+    mode = ValueMode()
+    arguments = tree_map_only(torch.Tensor, mode.give, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
     weights = WrittenWeights((it, it) for it in model.parameters())
-    with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
+    with (
+        op_times(device_of(model)),  # what `scratch` measures is saved once
+        as_it_was(model),
+        chance_put_back(),
+        weights,
+        swapped(model, mode),
+        mode,
+    ):
         return run_step(
             model,
             model,
@@ -72,103 +72,6 @@ def fake_step(
             accumulate=accumulate,
             scratch=scratch,
         )
-
-
-def is_known(tensor: torch.Tensor) -> bool:
-    """Whether a step run without values has those of an input: a few integers that are there."""
-    return tensor.device.type == "cpu" and may_be_known(tensor)
-
-
-class _Knowing(FakeMode):
-    """Fake tensors; but what follows from small integers of the sample, or of none, has values.
-
-    Models look at them: at a mask of ones, which they then leave out, or at the edges of a graph.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._given: dict[int, torch.Tensor] = {}
-        # Storages whose values are no longer right: what has none was written into them.
-        self._stale: dict[int, StorageWeakRef] = {}
-
-    def given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input as the model is given it: the same tensor twice is one."""
-        if not is_known(tensor):
-            return fake_of(self, tensor)
-        if id(tensor) not in self._given:
-            with unset_fake_temporarily():
-                self._given[id(tensor)] = tensor.clone()
-        return self._given[id(tensor)]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = tensors((args, kwargs))
-        if not given:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            if not makes_known(func) or not all(map(_could_be_known, tensors(result))):
-                return result
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        fill = filling(func, args, kwargs)
-        if fill is not None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            return filled(result, fill) if _could_be_known(result) else result
-        if is_any(func) or not all(map(self._knows, given)):
-            if _looks(func) and all(map(_has_values, given)):
-                # Of one tensor there are no two, one with values and one without.
-                with unset_fake_temporarily():
-                    return func(*args, **kwargs)
-            into = written(func, args, kwargs)
-            memories = [it.untyped_storage() for it in given if into and _has_values(it)]
-            self._stale |= {it._cdata: StorageWeakRef(it) for it in memories if it._cdata in into}
-            # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
-            own, by_name = tree_map_only(torch.Tensor, _detached, (args, kwargs))
-            result = super().__torch_dispatch__(func, types, own, by_name)
-            # The one that was written to, not the fake one beside it that was computed with.
-            return _written_to(func, args, kwargs) if into else result
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            pass
-        else:
-            if sum(it.numel() for it in tensors(result)) > MOST_KNOWN:
-                return result
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
-
-    def _knows(self, tensor: torch.Tensor) -> bool:
-        return _has_values(tensor) and tensor.untyped_storage()._cdata not in self._stale
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and may_be_known(tensor, COMPUTED)
-
-
-def _looks(func: Any) -> bool:
-    """Whether a call returns a view of what it is given."""
-    return any(it.alias_info is not None for it in func._schema.returns) and not (
-        func._schema.is_mutable
-    )
-
-
-def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments that a call writes into and returns."""
-    returned = written_arguments(func, args, kwargs)[: len(func._schema.returns)]
-    return returned[0] if len(returned) == 1 else tuple(returned) or None
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # Not `is_leaf`: where autograd makes the history of a view anew, that waits for itself.
-    if not tensor.requires_grad or isinstance(tensor, FakeTensor):
-        return tensor
-    with unset_fake_temporarily():
-        return tensor.detach()
-
-
-def _could_be_known(made: torch.Tensor) -> bool:
-    return made.device.type == "cpu" and is_small(made)
 
 
 def fake_step_on(
@@ -186,7 +89,7 @@ def fake_step_on(
     each is gone as soon as it is made
     """
     earlier = [it.grad is not None for it in model.parameters()]
-    mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode = FakeMode(gpu.walk)
     arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
     with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
@@ -235,7 +138,7 @@ def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
     if is_chunked_loss(func):
         return chunked_scratch(func, args, gpu.place)
     forms = [form_of(it) for it in tensors((args, kwargs))]
-    return scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
+    return gpu_scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
 
 
 def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
@@ -246,29 +149,112 @@ def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 @contextmanager
-def swapped(
-    model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
-) -> Iterator[None]:
-    """Let parameters and buffers be tensors without values."""
-    made: dict[int, torch.Tensor] = {}
-    before = []
-    for module in model.modules():
-        for own_tensors in (module._parameters, module._buffers):
-            before.append((own_tensors, dict(own_tensors)))
-            for name, it in own_tensors.items():
-                if it is None:
-                    continue
-                if id(it) not in made:
-                    fake = fake_of(mode, it, place)
-                    is_weight = isinstance(it, torch.nn.Parameter)
-                    made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
-                cast("dict[str, Any]", own_tensors)[name] = made[id(it)]
-        if isinstance(module, torch.nn.RNNBase):
-            # It keeps a list of its own, and would go on with the real ones.
-            module._flat_weights = [getattr(module, it) for it in module._flat_weights_names]
+def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
+    """Let a model compute without values inside; gives the arguments as it takes them then."""
+    mode = FakeMode()
+    with swapped(model, mode), torch.enable_grad(), mode:
+        yield tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes an optimizer keeps between steps, and the most it holds beside that during one.
+
+    sizes : of its storages
+    """
+
+    state_bytes: int
+    transient_bytes: int
+    sizes: tuple[int, ...] = ()
+
+
+def optimizer_memory(
+    model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
+) -> OptimizerMemory:
+    """Return what an optimizer (an instance, or a class that takes parameters alone) holds.
+
+    An instance is asked for its groups and settings; a fake twin makes the step, so the instance
+    is not touched. Its settings must be those the class takes. Where the twin's step fails, a
+    PlanWarning says why, and what counts is the state that the instance has by now. On a GPU that
+    is not here it makes the step for all parameters at once (`foreach`), as torch does on one.
+    """
     try:
-        with quiet():
-            yield
-    finally:
-        for own_tensors, own in before:
-            cast("dict[str, Any]", own_tensors).update(own)
+        return _of_a_step(model, optimizer, gpu)
+    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything in its step
+        state = _bytes_of(getattr(optimizer, "state", None))
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        warnings.warn(
+            f"a step of {getattr(kind, '__name__', kind)} does not run on tensors without values "
+            f"({type(error).__name__}: {error}), so its state cannot be told before. "
+            f"{state} bytes are counted, which it holds now; pass an optimizer that has made a "
+            "step, or leave room for it.",
+            PlanWarning,
+            stacklevel=3,
+        )
+        return OptimizerMemory(state, 0)
+
+
+def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> OptimizerMemory:
+    place = None if gpu is None else gpu.place
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind, groups = type(optimizer), optimizer.param_groups
+    else:
+        kind, groups = optimizer, [{"params": list(model.parameters())}]
+    count = len({id(it) for group in groups for it in group["params"]})
+    walk = None if gpu is None else gpu.walk
+    mode = FakeMode(walk, looks=LOOKS_PER_PARAMETER * (1 + count))
+    fakes: dict[int, torch.Tensor] = {}
+    twins = []
+    for group in groups:
+        fakes |= {
+            id(it): fake_of(mode, here(it), place) for it in group["params"] if id(it) not in fakes
+        }
+        twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
+    with mode:
+        for fake in fakes.values():
+            if fake.requires_grad:
+                fake.grad = torch.empty_like(fake)
+        twin = kind(twins)
+        for group in twin.param_groups:
+            # By itself it asks for the type of its tensors, and these are of another.
+            if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        known = [*fakes.values(), *(it.grad for it in fakes.values() if it.grad is not None)]
+        # Some make their state before the first step.
+        there = sum(_sizes_of(twin.state, place))
+        known += (it for it in tree_leaves(list(twin.state.values())) if torch.is_tensor(it))
+        scratch = _number_bytes if gpu is None else None
+        with StorageTracker(known, device=place, scratch=scratch) as tracker:
+            twin.step()
+    sizes = _sizes_of(twin.state, place)
+    state = sum(sizes)
+    transient = tracker.peak_bytes - tracker.start_bytes - (state - there)
+    return OptimizerMemory(state, max(0, transient), sizes)
+
+
+def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> int:
+    """Bytes that a kernel of the CPU takes for a Python number in the place of a tensor.
+
+    The number becomes a tensor of eight bytes, and another of the type that is computed in.
+    """
+    flat = tree_leaves((args, kwargs))
+    one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
+    # Many tensors are computed one by one.
+    each = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
+    return 8 + int(flat[0].element_size()) if one or each else 0
+
+
+def _bytes_of(state: Any) -> int:
+    return sum(_sizes_of(state)) if isinstance(state, Mapping) else 0
+
+
+def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
+    """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
+    held = [it for it in tree_leaves(list(state.values())) if isinstance(it, torch.Tensor)]
+    found = {
+        it.untyped_storage()._cdata: it.untyped_storage().nbytes()
+        for it in held
+        # Counts of steps stay on the host.
+        if place is None or it.device == place
+    }
+    return tuple(found.values())

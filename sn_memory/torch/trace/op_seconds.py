@@ -2,8 +2,22 @@
 
 A signature is the op, and of each tensor its shape, strides and type. Tensors of that form are made
 anew, so that one op's working set is all the memory needed; a model too large to run can be timed.
-What may not be timed so (timeable.py) or cannot (an op that checks its values) is left to the
-roofline, and the plan says how many ops are.
+What cannot be timed so (an op that checks its values) is left to the roofline, and the plan says
+how many ops are. So is what may not be. A call is timed on random floats and on integers that are
+0. Most kernels take any; some read or write where an integer says, or take bytes that another
+kernel packed, and then made-up ones end the process, or on a GPU its context. Errors can be caught,
+that cannot. `timeable` names what is safe:
+
+- of torch's own ops only: what others registered may expect anything, and a collective waits;
+- whatever takes floats and truth values alone, unless it is named here as odd;
+- with integers among its tensors, what works element by element, what reduces, sorts or moves, and
+  what indexes with checks, so that 0 is an index like another.
+
+SuperNeurons times cuDNN's algorithms whose workspace fits the bytes that are free at that moment.
+A plan knows what is free at each op, so the core chooses (`sn_memory.cost.workspace`); `ways_of`
+says what there is to choose from. torch names no algorithm, only switches: cuDNN's heuristic
+choice, its search for the fastest (`benchmark`), its deterministic ones, or torch's own kernels
+without cuDNN. Each is timed, and its workspace is what the allocator hands out beyond the results.
 """
 
 from __future__ import annotations
@@ -12,11 +26,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -25,19 +39,70 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from ...base.fields import is_count
 from ...cost.devices import NOMINAL
 from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
-from ...graph.records import Device
+from ...graph.records import Device, Workspace
 from ..chunked_loss import chunked_scratch, is_chunked_loss, no_values
-from ..device.accelerator import is_apart, module_of, synchronize
-from ..elsewhere.cpu_scratch import rule_bytes
 from ..model.allocations import is_profiled, measured_bytes
+from ..quirks import recurrent
+from ..target.accelerator import COUNTED, is_apart, module_of, synchronize
+from ..target.scratch import cpu_scratch_bytes
 from .record import Call, Recording, View, form_of
-from .timeable import timeable
 
 log = logging.getLogger(__name__)
 
 # Per device and settings, with how many elements its speeds were measured, and the speeds.
 _MEASURED: dict[tuple[str, str], tuple[int, Device]] = {}
 _TRAINING: ContextVar[bool] = ContextVar("sn_memory.training", default=False)
+_OWN = ("aten", "prims", "torch_nn")
+_ANY_INTEGER = (torch.Tag.pointwise, torch.Tag.reduction)
+_MOVES = (
+    "copy_ _to_copy _copy_from clone fill_ zero_ cat stack repeat roll flip constant_pad_nd "
+    "tril triu slice_backward slice_scatter select_backward select_scatter diagonal_scatter "
+    "as_strided_scatter unfold_copy cumsum cumprod cummax cummin logcumsumexp sort topk "
+    "argsort argmax argmin max min median mode sum mean prod any all amax amin floor_divide "
+    "bincount searchsorted bucketize one_hot unique_dim unique_consecutive eye arange mm bmm "
+    "addmm matmul dot "
+)
+_INDEXES = (
+    "embedding embedding_dense_backward index _unsafe_index index_put index_put_ "
+    "_unsafe_index_put _index_put_impl_ index_select index_select_backward index_add "
+    "index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_ "
+    "gather take take_along_dim put put_ scatter scatter_ scatter_add scatter_add_ "
+    "scatter_reduce scatter_reduce_ nll_loss_forward nll_loss_backward nll_loss2d_forward "
+    "nll_loss2d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "value_selecting_reduction_backward "
+    "_linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction "
+)
+# Their integers are the seed and the place of random numbers.
+_SEEDED = (
+    "_scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_cudnn_attention_backward native_dropout_backward "
+)
+# What another kernel packed is made by that kernel, where ops are run.
+_PACKED = "mkldnn_rnn_layer_backward "
+_INTEGERS = frozenset((_MOVES + _INDEXES + _SEEDED + _PACKED).split())
+# Floats that another kernel packed, or that must belong together.
+_ODD = (
+    "_cudnn_rnn _cudnn_rnn_backward _cudnn_rnn_flatten_weight "
+    "miopen_rnn miopen_rnn_backward _ctc_loss _ctc_loss_backward _cudnn_ctc_loss "
+    "cudnn_batch_norm_backward mkldnn_linear mkldnn_reorder_conv2d_weight "
+)
+_NOT_TIMED = frozenset(_ODD.split())
+
+# Switches of torch.backends.cudnn, by the name a Workspace carries. The first is the default.
+WAYS: Mapping[str, Mapping[str, bool]] = {
+    "heuristic": {"enabled": True, "benchmark": False, "deterministic": False},
+    "search": {"enabled": True, "benchmark": True, "deterministic": False},
+    "deterministic": {"enabled": True, "benchmark": False, "deterministic": True},
+    "native": {"enabled": False, "benchmark": False, "deterministic": False},
+}
+_KINDS = ("convolution", "convolution_backward", "cudnn_convolution")
+
+# Seconds and workspace bytes of a call carried out in a way.
+Measure = Callable[[Call, str], tuple[float, int]]
+# Those that were measured, by device, signature and way.
+_WORKSPACES: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
 
 
 @contextmanager
@@ -54,12 +119,6 @@ class NotMeasured(Exception):  # noqa: N818 - says that something else stands in
     """A model trains, and what is asked for was not measured before."""
 
 
-def not_while_training() -> None:
-    """Raise NotMeasured within `while_training`."""
-    if _TRAINING.get():
-        raise NotMeasured
-
-
 def _may_measure(device: torch.device) -> bool:
     # The CPU's allocator tells one profiler only: what a caller's keeps from being measured would
     # be kept as what cannot be. Other devices have statistics.
@@ -68,6 +127,36 @@ def _may_measure(device: torch.device) -> bool:
 
 # Seconds and scratch bytes of a call; None where it could not be run.
 Cost = tuple[float, int] | None
+_NONE: Final[Mapping[tuple[str, str], OpTimes]] = {}
+# The open table, by the name of its file and the settings that it is for.
+_OPEN: ContextVar[Mapping[tuple[str, str], OpTimes]] = ContextVar("sn_memory.op_times")
+
+
+@contextmanager
+def op_times(device: torch.device) -> Iterator[OpTimes]:
+    """Give the table of a device's ops, and save what is measured inside at the end, once.
+
+    Within another such block for this device and these settings it is the same table, which the
+    outermost block saves: a write takes a lock, and writes the whole file.
+    """
+    where = cache_name(device), circumstances()
+    opened = _OPEN.get(_NONE)
+    if where in opened:
+        yield opened[where]
+        return
+    times = read_times(device)
+    token = _OPEN.set({**opened, where: times})
+    try:
+        yield times
+    finally:
+        _OPEN.reset(token)
+        times.save(device)
+
+
+def read_times(device: torch.device) -> OpTimes:
+    """Return the table of a device's ops under the settings of now: the open one, or the file's."""
+    name, settings = cache_name(device), circumstances()
+    return _OPEN.get(_NONE).get((name, settings)) or OpTimes(name, _is_cost, settings)
 
 
 def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:
@@ -87,23 +176,22 @@ def cached_costs(
     works: Sequence[tuple[str, Callable[[], Cost]]], device: torch.device
 ) -> list[Cost]:
     """Return costs per (signature, function that measures them), from the file where it can."""
-    times = OpTimes(cache_name(device), _is_cost, circumstances())
-    keys = [times.key(text) for text, _ in works]
-    missing = {
-        key: measure
-        for key, (_, measure) in zip(keys, works, strict=True)
-        if key not in times.table
-    }
-    if _may_measure(device):
-        times.table.update(while_time_lasts(missing))
-        times.save(device)
-    found = [times.table.get(key) for key in keys]
+    with op_times(device) as times:
+        keys = [times.key(text) for text, _ in works]
+        missing = {
+            key: measure
+            for key, (_, measure) in zip(keys, works, strict=True)
+            if key not in times.table
+        }
+        if _may_measure(device):
+            times.table.update(while_time_lasts(missing))
+        found = [times.table.get(key) for key in keys]
     return [None if it is None else (it[0], it[1]) for it in found]
 
 
 def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
     """Return what calls cost as far as the file has it; nothing is measured."""
-    times = OpTimes(cache_name(device), _is_cost, circumstances())
+    times = read_times(device)
     found = [times.table.get(times.key(signature(it))) for it in recording.calls]
     return [None if it is None else (it[0], it[1]) for it in found]
 
@@ -116,7 +204,7 @@ def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cos
         return chunked_scratch(call.target, call.arguments(no_values)[0], device)
     forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
     made = [(it.size, it.stride, it.dtype) for it in call.outputs if it is not None]
-    return 0 if is_apart(device) else rule_bytes(call.name, forms, made)
+    return 0 if is_apart(device) else cpu_scratch_bytes(call.name, forms, made)
 
 
 def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., int]:
@@ -125,7 +213,7 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
     As measured for an earlier trace; what a rule says takes some is measured now, if ops are timed
     at all, and else taken from the rule. On a device that no rule is known of, each op is measured.
     """
-    times = OpTimes(cache_name(device), _is_cost, circumstances())
+    times = read_times(device)
 
     def scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
         flat, spec = tree_flatten((args, kwargs))
@@ -151,9 +239,9 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
         by_rule = scratch_of(call, recording, device, None)
         wanted = profile and (by_rule or is_apart(device)) and _may_measure(device)
         if wanted and key not in times.table:
-            with unset_fake_temporarily():
-                times.table[key] = _cost(call, recording, device) if timeable(call) else None
-            times.save(device)
+            with unset_fake_temporarily(), op_times(device) as saved:
+                found = _cost(call, recording, device) if timeable(call) else None
+                times.table[key] = saved.table[key] = found
         cost = times.table.get(key)
         return by_rule if cost is None else int(cost[1])
 
@@ -297,27 +385,16 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
         return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
     args, kwargs = call.arguments(made)
-    if call.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-        args = _after_forward(args)
+    if call.target is recurrent.LAYER_BACKWARD:
+        args = recurrent.packed_by_forward(args)
     return lambda: call.target(*args, **kwargs)
-
-
-def _after_forward(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of an LSTM's backward pass with what oneDNN's forward packs for it."""
-    given, gradients, settings = args[:7], args[10:13], args[13:22]
-    reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = settings
-    with torch.enable_grad():
-        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(
-            *given, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
-        )
-    return (*given, *results, *gradients, *settings, workspace)
 
 
 def _cost(call: Call, recording: Recording, device: torch.device) -> Cost:
     try:
         # Of all kernels oneDNN's LSTM alone does less where nothing is to be differentiated: then
         # it makes no workspace.
-        saves = call.name == "mkldnn_rnn_layer" and None not in call.outputs
+        saves = call.target is recurrent.LAYER and None not in call.outputs
         with torch.set_grad_enabled(saves):
             run = rebuilt(call, recording)
             seconds = best_seconds(run, device)
@@ -354,3 +431,76 @@ def best_seconds(work: Any, device: torch.device) -> float:
         synchronize(device)
 
     return quickest(done, clock)
+
+
+def timeable(call: Call) -> bool:
+    """Say whether a call may be run on tensors that are made up."""
+    if call.target.namespace not in _OWN or call.name in _NOT_TIMED:
+        return False
+    if all(_harmless(arg.dtype) for arg in call.flat if isinstance(arg, View)):
+        return True
+    return call.name in _INTEGERS or any(tag in call.target.tags for tag in _ANY_INTEGER)
+
+
+def _harmless(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+
+
+def ways_of(recording: Recording, measure: Measure) -> list[tuple[Workspace, ...]]:
+    """Return, per call, the ways to carry it out; none for what is no convolution.
+
+    A way that is neither faster nor smaller than another is left out; the default always stays
+    first, as a plan without this would take it.
+    """
+
+    def ways(call: Call) -> tuple[Workspace, ...]:
+        try:
+            return _worthwhile(call, measure) if call.name in _KINDS else ()
+        except NotMeasured:
+            return ()
+
+    return [ways(call) for call in recording.calls]
+
+
+def measured_on(recording: Recording, device: torch.device) -> Measure:
+    """Return what measures ways on a GPU; equal calls are measured once, while training never."""
+    found = _WORKSPACES.setdefault(str(device), {})
+
+    def measure(call: Call, way: str) -> tuple[float, int]:
+        key = (signature(call), way)
+        if key not in found:
+            if _TRAINING.get():
+                raise NotMeasured
+            with carried_out(way), torch.no_grad():
+                run = rebuilt(call, recording)
+                run()  # cuDNN's search takes workspaces of its own, once
+                space = measured_bytes(run, device)
+                found[key] = best_seconds(run, device), space
+        return found[key]
+
+    return measure
+
+
+@contextmanager
+def carried_out(way: str) -> Iterator[None]:
+    """Set cuDNN's switches to a way's, and back."""
+    switches: Any = torch.backends.cudnn
+    before = {name: getattr(switches, name) for name in WAYS[way]}
+    try:
+        for name, value in WAYS[way].items():
+            setattr(switches, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(switches, name, value)
+
+
+def _worthwhile(call: Call, measure: Measure) -> tuple[Workspace, ...]:
+    # cuDNN's search asks torch's allocator for its largest free block, which only its own tells.
+    names = [name for name in WAYS if name != "search" or "cuda" not in COUNTED]
+    rows = [(name, *measure(call, name)) for name in names]
+    kept: list[tuple[str, float, int]] = rows[:1]
+    for name, seconds, space in rows[1:]:
+        if not any(other <= seconds and less <= space for _, other, less in kept):
+            kept.append((name, seconds, space))
+    return tuple(Workspace(space, seconds, name) for name, seconds, space in kept)

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..device.resting import asked_for_device
 from ..errors import TraceError
 from ..model.marks import written_to
+from ..model.results import Form
+from ..target.host_resident import asked_for_device
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
 # has none. A call that is recorded bears no mark, so it is made where it is asked for.
@@ -181,6 +183,90 @@ class Recording:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """The calls of a training step, and which storages are whose.
+
+    Parameters
+    ----------
+    recording
+        The calls.
+    boundary
+        How many of them belong to the forward pass; the loss comes after those.
+    parameters, buffers
+        Path and View of each; of several paths to the same tensor the first.
+    inputs
+        View per flat input, None where it is no tensor.
+    outputs
+        Per flat output: its View, or the value itself where it is no tensor.
+    output_form
+        How the flat outputs make up what the model returns.
+    differentiable
+        Per flat output, whether a gradient may come back for it.
+    output_gradients
+        View of the gradient of each output at which the backward pass begins, as that wants it.
+    gradients
+        Name and View of the gradient for each parameter that requires one and then for each flat
+        input that does (`input 0`); None where these outputs do not depend on it.
+    only_outside
+        The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
+        advises, would make other calls inside.
+    numbers
+        Per call, its place before any was put off; empty where none was. Ops are named by it, so
+        that they have the same names at another batch size, where others are put off.
+    earlier
+        Per parameter whose gradient is there when the step begins, as after an earlier micro-batch,
+        its name and the storage of that gradient. The new one is added to it by a call, which in a
+        replay is autograd's.
+    updated
+        Per parameter that is updated as soon as its gradient is complete, and the gradient then let
+        go, its name and storage. The update is a call, which in a replay is a hook's.
+    ones
+        Places of flat inputs that are all ones: the model looked at them, and would otherwise make
+        other calls.
+    looked
+        These and those of inputs that are not, where it would make other calls if they were.
+    ends
+        Per differentiable output, whether the backward pass begins at it: at the loss alone where
+        the model returns one.
+    of_others
+        Places among `gradients` that are None, as only the other outputs depend on them.
+    """
+
+    recording: Recording
+    boundary: int
+    parameters: tuple[tuple[str, View], ...]
+    buffers: tuple[tuple[str, View], ...]
+    inputs: tuple[View | None, ...]
+    outputs: tuple[Any, ...]
+    output_form: Form | None
+    differentiable: tuple[bool, ...]
+    output_gradients: tuple[View, ...]
+    gradients: tuple[tuple[str, View | None], ...]
+    only_outside: bool = False
+    numbers: tuple[int, ...] = ()
+    earlier: tuple[tuple[str, int], ...] = ()
+    updated: tuple[tuple[str, int], ...] = ()
+    ones: frozenset[int] = frozenset()
+    looked: frozenset[int] = frozenset()
+    ends: tuple[bool, ...] = ()
+    of_others: tuple[int, ...] = ()
+
+    @property
+    def summed(self) -> dict[int, int]:
+        """Per storage that gradients are added to, the number of the call that does it.
+
+        That is a gradient that is there, or a parameter that is updated at once.
+        """
+        there = {storage for _, storage in (*self.earlier, *self.updated)}
+        return {
+            storage: at
+            for at, call in enumerate(self.recording.calls)
+            for storage in call.writes
+            if storage in there
+        }
+
+
 class Recorder(TorchDispatchMode):
     """Records what runs inside `with`. Entered after FakeTensorMode, so it sees fake tensors.
 
@@ -192,17 +278,24 @@ class Recorder(TorchDispatchMode):
     layouts
         How kernels were seen to lay their results out, where the rules for fake tensors say
         otherwise; the kernels have the last word.
+    is_look
+        Tells whether a call only looks at values that are there, which is no call of the step.
     """
 
-    def __init__(self, layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None,
+        is_look: Callable[[Any, Any], bool] = lambda func, arguments: False,
+    ) -> None:
         super().__init__()
         self.recording = Recording()
         self.layouts = layouts or {}
+        self._is_look = is_look
         self.phase = "forward"
         self.scope = ""
         self._number: dict[int, int] = {}
-        # A storage that dies would leave its address to the next one.
-        self._alive: list[Any] = []
+        # A storage that dies would leave its address to the next one; its memory may go.
+        self._addresses: list[StorageWeakRef] = []
         # Per storage of a tensor that Python made: how many calls were before it, and the scope.
         self._lifted: dict[int, tuple[int, str]] = {}
         # Storages of which one is the other's conjugate.
@@ -218,6 +311,12 @@ class Recorder(TorchDispatchMode):
         storage = self._storage(tensor)
         self.recording.given.setdefault(storage, what)
         return self._view(tensor)
+
+    def alias(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """Let a tensor with values count as a fake one that lies as it does."""
+        memory = tensor.untyped_storage()
+        self._number[memory._cdata] = self._storage(fake)
+        self._addresses.append(StorageWeakRef(memory))
 
     def meet(self, tensor: torch.Tensor) -> View:
         """Give a number to a tensor that comes to be between two calls."""
@@ -250,6 +349,8 @@ class Recorder(TorchDispatchMode):
             return device
         kwargs = kwargs or {}
         if self._silent or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if self._is_look(func, (args, kwargs)):
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             return self._lift(func, args[0])
@@ -404,8 +505,8 @@ class Recorder(TorchDispatchMode):
         memory = tensor.untyped_storage()
         number = self._number.get(memory._cdata)
         if number is None:
-            number = self._number[memory._cdata] = len(self._alive)
-            self._alive.append(memory)
+            number = self._number[memory._cdata] = len(self.recording.nbytes)
+            self._addresses.append(StorageWeakRef(memory))
             self.recording.nbytes.append(memory.nbytes())
             self.recording.device.append(tensor.device)
         return number

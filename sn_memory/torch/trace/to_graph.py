@@ -14,18 +14,8 @@ from ...graph.graph import Graph
 from ...graph.records import Device, Op, Storage, Workspace
 from ...run.loss import loss_op
 from ..chunked_loss import chunked_counter
-from .captured import Captured
-from .fake_rules import (
-    CUDNN,
-    CUDNN_BACKWARD,
-    GROUPED,
-    LAYER,
-    LAYER_BACKWARD,
-    cudnn_flops,
-    grouped_flops,
-    layer_flops,
-)
-from .record import Call, View
+from ..quirks import grouped, recurrent
+from .record import Call, Captured, View
 
 STATE = "random state"
 
@@ -166,16 +156,16 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 
 def flops(call: Call) -> float:
-    """Arithmetic of a call, as torch's own counter or `fake_rules` has it; 0 for the rest."""
+    """Arithmetic of a call, as torch's own counter or our rules have it; 0 for the rest."""
+    sizes = [it.size for it in call.flat if isinstance(it, View)]
+    if call.target in recurrent.OPS:
+        return recurrent.flops(call.target, sizes)
+    if call.target is grouped.PRODUCT:
+        return grouped.flops(sizes)
     count = chunked_counter(call.target) or flop_registry.get(call.target.overloadpacket)
-    if call.target in (CUDNN, CUDNN_BACKWARD, GROUPED):
-        sizes = [it.size for it in call.flat if isinstance(it, View)]
-        return grouped_flops(sizes) if call.target is GROUPED else cudnn_flops(call.target, sizes)
-    if count is None and call.target not in (LAYER, LAYER_BACKWARD):
+    if count is None:
         return 0.0
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))
-    if count is None:
-        return layer_flops(call.target, args)
     shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
 

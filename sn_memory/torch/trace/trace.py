@@ -25,27 +25,32 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..elsewhere.gpu import Gpu, gpu_of
-from ..elsewhere.scratch import scratch_bytes
 from ..model.step import chance_put_back, device_of
 from ..model.wrapping import check_model, check_optimizer
+from ..target.gpu import Gpu, gpu_of
+from ..target.scratch import gpu_scratch_bytes
 from .capture import capture
-from .captured import Captured
-from .convolutions import Measure, measured_on, ways_of
-from .fake_step import fake_step, fake_step_on
+from .fake_step import fake_step, fake_step_on, optimizer_memory
 from .op_seconds import (
     Cost,
+    Measure,
     known_costs,
     largest_bytes,
     measured_costs,
     measured_device,
+    measured_on,
     scratch_of,
     scratch_of_steps,
+    ways_of,
 )
-from .optimizer import optimizer_memory
-from .rearrange import accumulated, put_off, spared, taken_apart
-from .record import Layouts, Recording, View
-from .simplify import in_place
+from .rearrange import (
+    accumulate_in_place,
+    defer_weight_grads,
+    in_place,
+    replace_shape_only_inputs,
+    split_conv_backward,
+)
+from .record import Captured, Layouts, Recording, View
 from .to_graph import Named, to_graph
 
 log = logging.getLogger(__name__)
@@ -199,9 +204,9 @@ def trace(
     args, kwargs = call_arguments(sample)
     there = device_of(model)
     gpu = gpu_of(device, there)
-    captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu, ends=ends)))
+    captured = split_conv_backward(in_place(capture(model, args, kwargs, layouts, gpu, ends=ends)))
     if update == "hooks":
-        captured = spared(accumulated(captured, early_update=True))
+        captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
     place = there if gpu is None else gpu.place
@@ -217,7 +222,7 @@ def trace(
             )
         measure = measured_on(captured.recording, place) if workspaces is True else workspaces
         ways = ways_of(captured.recording, measure)
-    held = beside(model, optimizer, gpu)
+    held = resident_storages(model, optimizer, gpu)
     plain_bytes = None
     if unplanned and update == "step":
         plain_bytes = _plain_bytes(
@@ -291,7 +296,7 @@ def scratch_of_calls(
             sizes.append(scratch_of(call, recording, place, cost))
         else:
             forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
-            sizes.append(scratch_bytes(call.name, forms, gpu.named))
+            sizes.append(gpu_scratch_bytes(call.name, forms, gpu.named))
     ways: list[tuple[Workspace, ...]] = [(Workspace(size),) if size else () for size in sizes]
     if gpu is not None:
         return ways, tuple(gpu.notes)
@@ -307,12 +312,16 @@ def scratch_of_calls(
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
     """Put the backward pass into the order that holds less."""
     if not accumulate:
-        return spared(captured if overlap else put_off(captured))
-    as_torch = spared(accumulated(captured))
+        return replace_shape_only_inputs(captured if overlap else defer_weight_grads(captured))
+    as_torch = replace_shape_only_inputs(accumulate_in_place(captured))
     if overlap:
         return as_torch
     # A gradient that is added to another need not be held; made last, what it is made of is.
-    return min(as_torch, spared(accumulated(put_off(captured))), key=_peak_bytes)
+    return min(
+        as_torch,
+        replace_shape_only_inputs(accumulate_in_place(defer_weight_grads(captured))),
+        key=_peak_bytes,
+    )
 
 
 def _peak_bytes(captured: Captured) -> int:
@@ -383,7 +392,9 @@ def operations(
     return device, measured_costs(captured.recording, place) if profile else [None] * len(calls)
 
 
-def beside(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None) -> tuple[Storage, ...]:
+def resident_storages(
+    model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
+) -> tuple[Storage, ...]:
     """Return what is resident and no part of the step: the optimizer's state.
 
     And, on a GPU that is not here, what cuBLAS keeps from the first product on.

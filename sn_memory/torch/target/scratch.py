@@ -1,7 +1,13 @@
-"""Scratch of kernels of the CPU that are not run: an upper rule by op.
+"""Scratch of kernels that are not run: what they take beside arguments and results, by rule.
 
-oneDNN lays tensors out in blocks and takes workspaces, others copy what does not lie as they read
-it, all by torch's allocator and inside one op. Where ops are timed it is measured (op_seconds.py).
+On the CPU oneDNN lays tensors out in blocks and takes workspaces, others copy what does not lie as
+they read it, all by torch's allocator and inside one op. Where ops are timed scratch is measured
+(trace/op_seconds.py), and here is an upper rule.
+
+On a named GPU that of attention follows from what the kernels allocate: flash attention's backward
+sums the gradient of queries in float32. Of convolutions it is an estimate, as cuDNN's choice is not
+known here: for half types, and TF32, tensor cores read channels last, so that a convolution of
+tensors that lie otherwise copies them; what an algorithm takes beyond that is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +17,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+
+from ...cost.devices import NamedDevice
 
 # Of a tensor: its sizes, its strides, its type.
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -34,9 +42,18 @@ _COPYING = (
 _COPIES = frozenset(_COPYING.split())
 # These read matrices whose rows or whose columns lie one after the other, and copy others.
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
+_FLASH = "_scaled_dot_product_flash_attention_backward"
+_CUDNN = "_scaled_dot_product_cudnn_attention_backward"
+_EFFICIENT = "_scaled_dot_product_efficient_attention_backward"
+_ROWS = 128  # flash attention pads lengths to it
 
 
-def rule_bytes(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return the form of a tensor."""
+    return tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
+
+
+def cpu_scratch_bytes(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
     """Return at least what a kernel of the CPU takes, by its name and the forms of its tensors.
 
     Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
@@ -154,3 +171,31 @@ def _contiguous(form: Form) -> bool:
 
 def _bytes(form: Form) -> int:
     return math.prod(form[0]) * form[2].itemsize
+
+
+def gpu_scratch_bytes(name: str, forms: Sequence[Form], gpu: NamedDevice) -> int:
+    """Return the workspace of a call on a named GPU, by its name and the forms of its tensors."""
+    if name in (_FLASH, _CUDNN):
+        # Arguments: the gradient, query, key, value ...: [batch, heads, length, head].
+        batch, heads, length, head = forms[1][0]
+        rows = -(-length // _ROWS) * _ROWS
+        return batch * heads * rows * (head + 1) * 4
+    if name == _EFFICIENT:
+        batch, heads, length, head = forms[1][0]
+        half = forms[1][2].itemsize < 4
+        return batch * heads * length * ((head * 4 if half else 0) + 4)
+    if name in ("convolution", "convolution_backward") and _on_tensor_cores(forms[0][2], gpu):
+        copied = forms[:3] if name == "convolution_backward" else forms[:2]
+        return sum(math.prod(it[0]) * it[2].itemsize for it in copied if not _channels_last(it))
+    return 0
+
+
+def _on_tensor_cores(dtype: torch.dtype, gpu: NamedDevice) -> bool:
+    if dtype == torch.float32:
+        return "tf32" in dict(gpu.flops_per_s) and torch.backends.cudnn.allow_tf32
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _channels_last(form: Form) -> bool:
+    size, stride, _ = form
+    return len(size) < 3 or size[1] == 1 or stride[1] == 1

@@ -1,20 +1,27 @@
-"""The budget of who names none: what is free where a model is, and what of its step is there."""
+"""What a step may hold where no budget is named, in which allocator, and what FSDP2 gathers."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...cost.blocks import Settings
+from ...cost.caching import AllocatorSettings
 from ...cost.devices import CONTEXT_BYTES, named
 from ...graph.records import Device
+from ...run.fit import Units
 from ...run.process import host_budget, left, unknown
-from ..device.accelerator import free_bytes, is_apart
+from ...run.reserved import PlacingSettings
 from ..model.sharded import here
 from ..model.step import device_of, tensors
+from .accelerator import free_bytes, is_apart
+from .allocator import active
 from .gpu import gpu_of
 
 
@@ -74,3 +81,39 @@ def _storages(where: torch.device, held: list[torch.Tensor]) -> Iterator[tuple[i
         if local.device.type == where.type and not isinstance(local, FakeTensor):
             storage = local.untyped_storage()
             yield storage._cdata, storage.nbytes()
+
+
+def units_of(model: torch.nn.Module) -> Units:
+    """Return what FSDP2 gathers at once, if each block of the model is wrapped, and then the whole.
+
+    Blocks are the members of the lists of modules that hold the most parameters.
+    """
+
+    def own(module: torch.nn.Module) -> int:
+        return sum({id(it): it.nbytes for it in module.parameters()}.values())
+
+    lists = [it for it in model.modules() if isinstance(it, torch.nn.ModuleList) and len(it) > 1]
+    if not lists:
+        return Units(0, own(model))
+    blocks = max(lists, key=own)
+    sizes = [own(it) for it in blocks]
+    return Units(max(sizes), max(0, own(model) - sum(sizes)))
+
+
+def allocator_settings() -> AllocatorSettings:
+    """Return the settings that allocations on a GPU follow here, or would follow."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        text = read()
+    else:  # torch before 2.9, which has no way to ask
+        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        text = next((os.environ[it] for it in names if it in os.environ), "")
+    found = AllocatorSettings.of(text)
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        return replace(found, caching=False, text="PYTORCH_NO_CUDA_MEMORY_CACHING")
+    return found
+
+
+def planned_settings() -> Settings:
+    """Return the settings of the allocator that plans are made for."""
+    return PlacingSettings() if active() else allocator_settings()

@@ -11,28 +11,16 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # What takes the gradient of a leaf.
 Take = Callable[[torch.Tensor, torch.Tensor], None]
 _LAST = 1 << 62
 _COPY_THEIR_RESERVE = ("CudnnRnnBackward0", "CudnnBatchNormBackward0")
-
-
-class _AsItIs(TorchDispatchMode):
-    """Lets a node of cuDNN's read what it reserved; it copies that unless the engine tells it."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.clone.default and args[0].dtype == torch.uint8:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 class _Saved:
@@ -48,6 +36,9 @@ class Walk:
     """Backward passes of forward passes that ran inside `saving`."""
 
     def __init__(self) -> None:
+        # A node of cuDNN's runs, which copies what it reserved unless torch's engine calls it; the
+        # mode of fake tensors lets it read that as it is.
+        self.copies_reserve = False
         self._unpacked: list[_Saved] = []
         self._caller: Any = None
 
@@ -119,11 +110,11 @@ class Walk:
             node.maybe_clear_saved_tensors()
         else:
             self._caller = sys._getframe()
+            self.copies_reserve = node.name() in _COPY_THEIR_RESERVE
             try:
-                with _AsItIs() if node.name() in _COPY_THEIR_RESERVE else nullcontext():
-                    results = node(*arguments)
+                results = node(*arguments)
             finally:
-                self._caller = None
+                self._caller, self.copies_reserve = None, False
             for saved in self._unpacked:
                 saved.tensor = None
             self._unpacked.clear()

@@ -53,7 +53,7 @@ def asked_for_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
     return torch.device("meta") if kernel else args[0].fake_device
 
 
-class Brought(TorchFunctionMode):
+class OnDeviceMode(TorchFunctionMode):
     """Brings what rests in an arena for each call that is given it, as where a model is evaluated.
 
     Nothing is kept: a parameter that two calls read is brought twice.

@@ -1,0 +1,1 @@
+"""Rules for one odd library or kind of layer, one file each."""

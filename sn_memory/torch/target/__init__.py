@@ -1,0 +1,1 @@
+"""What is known of the device a plan is for, present or named: memory, kernels, scratch."""

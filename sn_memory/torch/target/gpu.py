@@ -1,0 +1,402 @@
+"""A named GPU that is not here: which kernels torch would choose on it, and how fake tensors run.
+
+Most choices follow from the device of fake tensors. Those that ask which libraries torch was built
+with are made here: attention, batch norm and recurrent layers take the kernels of cuDNN and of
+flash attention. What is counted as its parts, where a GPU has one kernel, is kept in `notes`.
+
+The rules of attention are those of torch 2.13's
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: the order of the kernels, and what each asks
+of types, sizes and masks. The switches of `torch.nn.attention.sdpa_kernel` hold.
+
+Autograd asks the guard of a tensor's device for its stream, and a build for the CPU has no guard
+for CUDA: torch 2.13 then ends the process. torch itself puts a guard that does nothing into that
+place where CUDA is built in and no GPU is there (`_ensureCUDADeviceGuardSet`). Where CUDA is not
+built in, `fake_gpus` fills the place with the guard of the meta device, which does nothing either.
+The table is the exported `c10::impl::device_guard_impl_registry`, one pointer a type of device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from ...cost.devices import NamedDevice, is_here, named
+from ...graph.records import Device
+from ..errors import TraceError
+from ..quirks import recurrent
+from .backward import Take, Walk
+
+_aten = torch.ops.aten
+GPU = torch.device("cuda", 0)
+_CUDA, _META = 1, 14  # c10::DeviceType, whose numbers are kept for files of old
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_LIBRARY = "libc10.so"
+_SPATIAL, _SPATIAL_EVALUATED = 880801, 65535
+_ATTENTION: Any = torch.nn.functional.scaled_dot_product_attention
+_BATCH_NORM, _RMS_NORM = torch.batch_norm, torch.rms_norm
+_GROUPED = "grouped-query attention: keys and values are counted once for each head of queries"
+_HALF = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+# torch's flash attention computes on heads padded to a multiple of this.
+_HEAD_GRAIN = 8
+_MASK_GRAIN = 16
+
+
+@dataclass
+class Gpu:
+    """A GPU of the table, as fake tensors are on it.
+
+    Parameters
+    ----------
+    named
+        Its figures.
+    notes
+        What of a step is estimated or counted otherwise than the GPU would run it, once it ran.
+    """
+
+    named: NamedDevice
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fake_gpus()
+        self.walk = Walk()
+
+    place = GPU
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass."""
+        kernels = Kernels(self.named.capability)
+        try:
+            with (
+                flags_of_autocast(),
+                recurrent.no_flattening(),
+                self.walk.saving(),
+                kernels.chosen(),
+            ):
+                yield
+        finally:
+            self.notes.update(kernels.notes)
+
+    def gradients(
+        self,
+        ends: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        output_gradients: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of leaves, None where there is none."""
+        found: dict[int, torch.Tensor] = {}
+
+        def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            found[id(leaf)] = gradient
+
+        self.back(ends, output_gradients, take)
+        return [found.get(id(leaf)) for leaf in wanted]
+
+    def back(
+        self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take
+    ) -> None:
+        """Run the backward pass; `take` is called with each leaf and its gradient."""
+        with torch.no_grad(), Kernels(self.named.capability).chosen():
+            self.walk.back(ends, gradients, take)
+
+
+def gpu_of(device: Device | str | None, place: torch.device) -> Gpu | None:
+    """Return the GPU that a name stands for; None for a model that is on one, or for no name."""
+    if not isinstance(device, str) or is_here(device):
+        return None
+    found = named(device)
+    return None if place.type == "cuda" else Gpu(found)
+
+
+@cache
+def fake_gpus() -> None:
+    """Let fake tensors be on `cuda:0` in this process; raises TraceError where that cannot be."""
+    if torch.cuda.is_available():
+        return
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if torch.backends.cuda.is_built() and ensure is not None:
+        ensure()
+        return
+    path = Path(torch.__file__).parent / "lib" / _LIBRARY
+    try:
+        guards = (ctypes.c_void_p * (_META + 1)).in_dll(ctypes.CDLL(str(path)), _REGISTRY)
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"a step on a GPU that is not here cannot be traced with this build of torch "
+            f"({torch.__version__}): its {_LIBRARY} has no table of device guards ({error}). Use a "
+            "build with CUDA, or leave device out."
+        ) from error
+    if not guards[_CUDA]:
+        if not guards[_META]:
+            raise TraceError(
+                f"a step on a GPU that is not here cannot be traced with this build of torch "
+                f"({torch.__version__}): its meta device has no guard. Use a build with CUDA, or "
+                "leave device out."
+            )
+        guards[_CUDA] = guards[_META]
+
+
+class Kernels(TorchFunctionMode):
+    """Inside, torch's functions choose as on a GPU of a compute capability (0: AMD's)."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        self.capability = capability
+        self.notes: dict[str, None] = {}
+        layers = {kind: partial(self._recurrent, kind) for kind in recurrent.MODES}
+        # By place: torch's own Python functions find them there, and no mode sees what those call.
+        self._places: list[tuple[Any, dict[str, Any]]] = [
+            (torch.nn.functional, {"scaled_dot_product_attention": self._attention}),
+            (torch, {"batch_norm": self._batch_norm, "rms_norm": self._rms_norm}),
+            (torch._VF, layers),
+        ]
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Choose inside."""
+        before = [(it, name, it.__dict__.get(name)) for it, own in self._places for name in own]
+        for place, own in self._places:
+            for name, function in own.items():
+                setattr(place, name, function)
+        try:
+            with self:
+                yield
+        finally:
+            for place, name, function in before:
+                if function is None:
+                    delattr(place, name)
+                else:
+                    setattr(place, name, function)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return self._attention(*args, **kwargs)
+        # Whoever names the device without a number means the first one.
+        if func is torch.Tensor.cuda:
+            return args[0].to(GPU)
+        if func is torch.Tensor.to and len(args) > 1 and args[1] == "cuda":
+            args = (args[0], GPU, *args[2:])
+        if kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": GPU}
+        args, kwargs = tree_map_only(torch.device, _first, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
+        if chosen == "math":
+            return _ATTENTION(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        if _autocast():
+            kind = torch.get_autocast_dtype("cuda")
+            query, key, value = (it.to(kind) for it in (query, key, value))
+            attn_mask = attn_mask if attn_mask is None else _cast_mask(attn_mask, kind)
+            chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
+        # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
+        # fake tensors do not know it.
+        if enable_gqa and key.size(1) != query.size(1) and chosen == "efficient":
+            times = query.size(1) // key.size(1)
+            key, value = (it.repeat_interleave(times, 1) for it in (key, value))
+            self.notes[_GROUPED] = None
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, chosen)
+
+    def _batch_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn: bool,
+    ) -> torch.Tensor:
+        most = _SPATIAL if training else _SPATIAL_EVALUATED
+        if (
+            self.capability
+            and torch.backends.cudnn.enabled
+            and weight is not None
+            and bias is not None
+            and x.dim() >= 3
+            and x.size(0) <= most
+            and torch.bfloat16 not in (x.dtype, weight.dtype)
+            and (x.dtype != torch.float16 or weight.dtype == torch.float32)
+            and (mean is not None or training)
+        ):
+            made = _aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
+            return made[0]
+        return _BATCH_NORM(x, weight, bias, mean, variance, training, momentum, eps, cudnn)
+
+    def _rms_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.notes["rms_norm: counted as its parts; a GPU has one kernel"] = None
+        return _RMS_NORM(*args, **kwargs)
+
+    def _recurrent(self, kind: str, *args: Any) -> Any:
+        if not self.capability:
+            self.notes[f"{kind}: counted as its parts; MIOpen has one kernel"] = None
+            return getattr(torch._C._VariableFunctions, kind)(*args)
+        self.notes[recurrent.ESTIMATED] = None
+        return recurrent.by_cudnn(kind, args)
+
+
+@contextmanager
+def flags_of_autocast() -> Iterator[None]:
+    """Let autocast for the CPU, or for CUDA, be one for CUDA; off again at the end.
+
+    `torch.autocast("cuda")` turns itself off in a build without CUDA, so the one for the CPU says
+    what is wanted.
+    """
+    wanted = next((it for it in ("cuda", "cpu") if torch.is_autocast_enabled(it)), None)
+    before = {it: torch.is_autocast_enabled(it) for it in ("cuda", "cpu")}
+    dtype = torch.get_autocast_dtype("cuda")
+    try:
+        if wanted is not None:
+            torch.set_autocast_dtype("cuda", torch.get_autocast_dtype(wanted))
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_enabled("cuda", wanted is not None)
+        yield
+    finally:
+        for kind, was in before.items():
+            torch.set_autocast_enabled(kind, was)
+        torch.set_autocast_dtype("cuda", dtype)
+        torch.clear_autocast_cache()
+
+
+def _autocast() -> bool:
+    return bool(torch.is_autocast_enabled("cuda"))
+
+
+def _cast_mask(mask: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask.to(kind)
+
+
+def _first(device: torch.device) -> torch.device:
+    return GPU if device.type == "cuda" and device.index is None else device
+
+
+def attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    capability: int,
+) -> str:
+    """Return `cudnn`, `flash`, `efficient` or `math` for attention on a GPU of this capability.
+
+    query, key, value : [batch, heads, length, head]; capability : as 90; 0 for AMD's, where
+    flash and efficient attention ask the same (AOTriton).
+    """
+    head, head_of_value = query.size(-1), value.size(-1)
+    half, plain = query.dtype in _HALF, query.dim() == 4 and key.dim() == 4
+    recent = capability >= 80 or capability == 0
+    switches: Any = torch.backends.cuda
+    if not plain or 0 in (*query.shape, *key.shape):
+        return "math"
+    if (
+        switches.cudnn_sdp_enabled()
+        and capability in (90, 100)
+        and half
+        and head == head_of_value
+        and head % _HEAD_GRAIN == 0
+        and head <= 128
+    ):
+        return "cudnn"
+    if (
+        switches.flash_sdp_enabled()
+        and recent
+        and half
+        and mask is None
+        and head == head_of_value
+        and head <= _LARGEST_HEAD
+        and not (capability in (86, 89, 120) and head > 192 and (head <= 224 or dropout > 0))
+    ):
+        return "flash"
+    aligned = 8 if half else 4
+    if (
+        switches.mem_efficient_sdp_enabled()
+        and (query.dtype in (torch.float16, torch.float32) or (recent and half))
+        and head % aligned == 0
+        and head_of_value % aligned == 0
+    ):
+        return "efficient"
+    return "math"
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    chosen: str,
+) -> torch.Tensor:
+    """Run attention by a kernel that is not `math`; arguments as of torch's own."""
+    if mask is not None and mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, torch.full_like(zero, -math.inf))
+    logsumexp = any(it.requires_grad for it in (query, key, value))
+    if chosen == "flash":
+        head = query.size(-1)
+        scale = 1 / math.sqrt(head) if scale is None else scale
+        padding = -head % _HEAD_GRAIN
+        if padding:
+            query, key, value = (
+                torch.nn.functional.pad(it, (0, padding)) for it in (query, key, value)
+            )
+        result = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )[0]
+        return result[..., :head] if padding else result
+    if mask is not None:
+        mask = _spread(mask, query, key)
+    if chosen == "cudnn":
+        return _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, logsumexp, dropout, causal, False, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, logsumexp, dropout, causal, scale=scale
+    )[0]
+
+
+def _spread(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return a mask as kernels read it: rows begin at multiples of 16, heads are views."""
+    padding = -mask.size(-1) % _MASK_GRAIN
+    length = mask.size(-1)
+    if padding and length > 1:
+        mask = torch.nn.functional.pad(mask, (0, padding))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

@@ -1,0 +1,523 @@
+"""The runner without values: fake tensors, with torch's wrong rules corrected and some values kept.
+
+Some of torch's rules for fake tensors disagree with the kernels of the CPU. Batch norm, some
+activations and losses lay their results out otherwise where their input is a transposed tensor;
+what follows then copies, or does not. Norms of bfloat16 with parameters of float32 keep statistics
+in float32; the rules say bfloat16. A backward kernel returns None for the gradients that its
+`output_mask` does not ask for; the rules for batch norm return a tensor for the gradient of the
+input in any case. Recurrent layers and grouped products have files of their own (`quirks/`).
+
+Under fake tensors a model can look at no value. But models look at masks, which they leave out if
+they mask nothing, and at positions. `ValueMode` computes what follows from a few small tensors
+alone, or from none, with real numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from ..errors import TraceError
+from ..model.marks import written_to
+from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
+from ..quirks import grouped, recurrent
+from ..target.backward import Walk
+from ..target.host_resident import working_device
+
+_ATEN = torch.ops.aten
+_LOOK = _ATEN._local_scalar_dense.default
+# Corrects a fake result, given the arguments of the call.
+_Correction = Callable[[tuple[Any, ...], Any], Any]
+_Strides = Callable[[torch.Tensor, tuple[Any, ...]], tuple[int, ...]]
+
+
+def _contiguous(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+    return make_contiguous_strides_for(out.size())
+
+
+def _in_format_of(place: int) -> _Strides:
+    """By channels where an argument lies so, else contiguous."""
+
+    def stride(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+        if suggest_memory_format(args[place]) == torch.contiguous_format:
+            return make_contiguous_strides_for(out.size())
+        return make_channels_last_strides_for(out.size())
+
+    return stride
+
+
+def _as_arguments(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return strides like those of the first argument that says how: the gradient comes first."""
+    alike = [it for it in args if isinstance(it, torch.Tensor) and it.size() == out.size()]
+    return tuple(compute_elementwise_output_strides(*alike)) if alike else out.stride()
+
+
+# Per op, how its kernel of the CPU lays its results out, where torch's rule says otherwise: it goes
+# by a decomposition, or keeps what the kernel does not.
+_STRIDES: dict[Any, _Strides] = {
+    _ATEN.native_batch_norm.default: _in_format_of(0),
+    _ATEN.native_batch_norm_backward.default: _in_format_of(1),
+    _ATEN.roll.default: _in_format_of(0),
+    _ATEN.log_sigmoid_forward.default: _contiguous,
+    _ATEN.rrelu_with_noise.default: _contiguous,
+    _ATEN.glu_backward.default: _contiguous,
+    _ATEN.elu_backward.default: _as_arguments,
+    _ATEN.hardsigmoid_backward.default: _as_arguments,
+    _ATEN.hardswish_backward.default: _as_arguments,
+    _ATEN.hardtanh_backward.default: _as_arguments,
+    _ATEN.softplus_backward.default: _as_arguments,
+    _ATEN.huber_loss_backward.default: _contiguous,
+    _ATEN.mse_loss_backward.default: _contiguous,
+    _ATEN.smooth_l1_loss_backward.default: _contiguous,
+}
+# Per norm, which arguments may be parameters.
+_PARAMETERS = {
+    _ATEN.native_batch_norm.default: slice(1, 5),
+    _ATEN.native_group_norm.default: slice(1, 3),
+    _ATEN.native_layer_norm.default: slice(2, 4),
+}
+_GROUP_NORM_BACKWARD = _ATEN.native_group_norm_backward.default
+
+
+def _laid_out(strides: _Strides, args: tuple[Any, ...], result: Any) -> Any:
+    """Return results with the strides of the kernel of the CPU."""
+    flat, spec = tree_flatten(result)
+    for at, out in enumerate(flat):
+        # Statistics beside the first result are vectors.
+        if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.device.type != "cpu":
+            continue
+        stride = strides(out, args)
+        if stride != out.stride():
+            flat[at] = torch.empty_strided(out.size(), stride, dtype=out.dtype, device=out.device)
+    return tree_unflatten(flat, spec)
+
+
+def _with_types(dtypes: dict[int, torch.dtype], result: Any) -> Any:
+    made = list(result)
+    for at, dtype in dtypes.items():
+        if made[at] is not None and made[at].device.type == "cpu":
+            made[at] = torch.empty_like(made[at], dtype=dtype)
+    return tuple(made)
+
+
+def _statistics_in_float32(parameters: slice, args: tuple[Any, ...], result: Any) -> Any:
+    """Return results of a norm, with statistics in float32 if a parameter has another type."""
+    held = [it for it in args[parameters] if isinstance(it, torch.Tensor)]
+    mixed = any(it.dtype != args[0].dtype for it in held)
+    return _with_types(dict.fromkeys((1, 2), torch.float32) if mixed else {}, result)
+
+
+def _in_type_of_input(args: tuple[Any, ...], result: Any) -> Any:
+    return _with_types({0: args[1].dtype}, result)
+
+
+_CORRECTIONS: dict[Any, list[_Correction]] = {
+    func: [correction] for func, correction in recurrent.CORRECTIONS.items()
+}
+for _func, _strides in _STRIDES.items():
+    _CORRECTIONS.setdefault(_func, []).append(partial(_laid_out, _strides))
+for _func, _places in _PARAMETERS.items():
+    _CORRECTIONS.setdefault(_func, []).append(partial(_statistics_in_float32, _places))
+_CORRECTIONS.setdefault(_GROUP_NORM_BACKWARD, []).append(_in_type_of_input)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging, with its stack, an error of a rule that it raises anyway.
+
+    It is what a model without values says to a sample of the wrong shape.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")
+    torchs.addFilter(keep)
+    try:
+        yield
+    finally:
+        torchs.removeFilter(keep)
+
+
+class FakeMode(FakeTensorMode):
+    """Runs ops on fake tensors, with torch's rules corrected.
+
+    Parameters
+    ----------
+    walk
+        Of the named GPU that tensors are on. None: they are on devices of this machine, where an op
+        without a rule runs on real tensors made up.
+    looks
+        How often a number stands in for a value that is looked at, as Adafactor looks at the size
+        of a parameter: what is computed with it is as large as with any other. Who looks again and
+        again, until it sees something else, is stopped.
+    """
+
+    def __init__(self, walk: Walk | None = None, *, looks: int = 0) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=walk is None)
+        self._walk = walk
+        self._looks = self._looks_left = looks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is recurrent.CUDNN_BACKWARD:
+            with self:
+                return recurrent.cudnn_gradients(args)
+        if func is grouped.PRODUCT:
+            with self:
+                return grouped.fake_product(*args, **(kwargs or {}))
+        if func is _ATEN.clone.default and self._copies_reserve(args[0]):
+            return args[0]
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        except DataDependentOutputException:
+            if not self._looks or func is not _LOOK:
+                raise
+            return self._some_number(args[0].dtype)
+        if func in _CORRECTIONS:
+            with self:
+                for correct in _CORRECTIONS[func]:
+                    result = correct(args, result)
+        elif func is _ATEN.view.default and 1 in result.shape:
+            result = self._viewed(args[0], result)
+        place = _mask_place(func)
+        if place is not None and place < len(args) and isinstance(result, tuple):
+            pairs = zip(result, args[place], strict=True)
+            return tuple(gradient if wanted else None for gradient, wanted in pairs)
+        return result
+
+    def _copies_reserve(self, tensor: torch.Tensor) -> bool:
+        walk = self._walk
+        return walk is not None and walk.copies_reserve and tensor.dtype == torch.uint8
+
+    def _some_number(self, dtype: torch.dtype) -> Any:
+        self._looks_left -= 1
+        if self._looks_left < 0:
+            raise RuntimeError("it looks at values again and again, and there are none")
+        if dtype == torch.bool:
+            return True
+        # Not 0 or 1, of which differences and logarithms are divisors of 0.
+        return 0.5 if dtype.is_floating_point else 2
+
+    def _viewed(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Return a view with the kernel's strides of dimensions of one item.
+
+        Nothing is read by them, but a product of matrices goes by them when it takes a kernel.
+        """
+        with _disable_current_modes():
+            alone = torch.empty_strided(x.size(), x.stride(), device="meta")
+            stride = alone.view(result.size()).stride()
+        if stride == result.stride():
+            return result
+        with self:
+            return torch.as_strided(result, result.size(), stride, result.storage_offset())
+
+
+class ValueMode(FakeMode):
+    """Fake tensors, but what follows from a few small tensors alone, or from none, has values.
+
+    Such tensors are real ones. Ops on them alone run on real numbers; where they meet a tensor
+    without values, the result has none.
+
+    Parameters
+    ----------
+    tracing
+        A plan repeats the course that it was traced with, so only the tensors of `give`, and what
+        the model makes itself, have values there: others may differ in the next step. Otherwise all
+        small tensors of the host have them that are given or that the model keeps.
+    """
+
+    def __init__(self, *, tracing: bool = False) -> None:
+        super().__init__()
+        self._tracing = tracing
+        self._given: dict[int, torch.Tensor] = {}
+        # Storages with values, while tracing; and those whose values are no longer right, as
+        # something without values was written into them. A reference keeps an address its own.
+        self._known: dict[int, StorageWeakRef] = {}
+        self._stale: dict[int, StorageWeakRef] = {}
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an input as the model is given it: the same tensor twice is one."""
+        if not is_known(tensor):
+            return fake_of(self, tensor)
+        if id(tensor) not in self._given:
+            with unset_fake_temporarily():
+                self._given[id(tensor)] = tensor.clone()
+        return self._given[id(tensor)]
+
+    def give_ones(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor of ones that lies as a fake one does; None where none can."""
+        with unset_fake_temporarily():
+            # A fake one of what is cut out of another ends where it is last looked at.
+            size = like.untyped_storage().nbytes() // like.itemsize
+            ones = torch.ones(size, dtype=like.dtype, device=like.device).as_strided(
+                like.size(), like.stride(), like.storage_offset()
+            )
+        if ones.untyped_storage().nbytes() != like.untyped_storage().nbytes():
+            return None
+        self._now_known(ones)
+        return ones
+
+    def is_look(self, func: Any, arguments: Any) -> bool:
+        """Whether a call returns no tensor, and all it is given has values."""
+        if _makes_tensors(func) or func._schema.is_mutable:
+            return False
+        given = _tensors(arguments)
+        return bool(given) and all(map(self._knows, given))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        run = partial(super().__torch_dispatch__, func, types)
+        if self._tracing and func is _ATEN.lift_fresh.default:
+            return self._lifted(func, args[0], run)
+        fill = _filling(func, args, kwargs) if given else None
+        if fill is not None:
+            result = run(args, kwargs)
+            return self._now_known(_filled(result, fill)) if self._may_know(result) else result
+        if given and all(isinstance(it, FakeTensor) for it in given):
+            return run(args, kwargs)  # most calls
+        if not given:
+            result = run(args, kwargs)
+            if not _is_sure(func) or not all(map(self._may_know, _tensors(result))):
+                return result
+        elif all(map(self._has_values, given)) and _is_view(func):
+            pass  # Of one tensor there are no two, one with values and one without.
+        elif _is_drawn(func) or not all(map(self._knows, given)):
+            return self._without(func, args, kwargs, run)
+        else:
+            try:
+                result = run(args, kwargs)
+            except DataDependentOutputException:
+                pass
+            except DynamicOutputShapeException:
+                if self._tracing:
+                    raise
+            else:
+                if not all(map(self._may_know, _tensors(result))):
+                    return self._without(func, args, kwargs, run)
+        with unset_fake_temporarily():
+            return self._now_known(func(*args, **kwargs))
+
+    def _without(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Run an op whose result has no values; what it writes into has none any more."""
+        written = written_to(func, args, kwargs)
+        for it in written:
+            if self._has_values(it):
+                memory = it.untyped_storage()
+                self._stale[memory._cdata] = StorageWeakRef(memory)
+        # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
+        result = run(*tree_map_only(torch.Tensor, _detached, (args, kwargs)))
+        if not written:
+            return result
+        # The one that was written to, not the fake one beside it that was computed with.
+        returned = written[: len(func._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+    def _lifted(self, func: Any, made: torch.Tensor, run: Callable[..., Any]) -> Any:
+        """A tensor that Python made, as torch.tensor([1, 2]), which is a constant of the plan."""
+        if isinstance(made, FakeTensor) or not self._may_know(made):
+            return run((made,), {})
+        with unset_fake_temporarily():
+            # The constant stays as it is, whatever the model writes into it while it is traced.
+            return self._now_known(made.clone())
+
+    def _now_known(self, made: Any) -> Any:
+        for it in _tensors(made) if self._tracing else ():
+            memory = it.untyped_storage()
+            if memory._cdata not in self._known:
+                self._known[memory._cdata] = StorageWeakRef(memory)
+        return made
+
+    def _may_know(self, made: Any) -> bool:
+        """Whether a result may have values: few, and where they do not take a device's memory."""
+        return (
+            made.dtype in COMPUTED
+            and made.layout == torch.strided
+            and made.numel() <= MOST_KNOWN
+            and (self._tracing or made.device.type == "cpu")
+        )
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a real one that had values at some time."""
+        if not may_be_known(tensor, COMPUTED):
+            return False
+        if self._tracing:
+            return tensor.untyped_storage()._cdata in self._known
+        return tensor.device.type == "cpu"
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return self._has_values(tensor) and tensor.untyped_storage()._cdata not in self._stale
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether a step run without values has those of an input: a few integers that are there."""
+    return tensor.device.type == "cpu" and may_be_known(tensor)
+
+
+# Of their first argument these ask the form only; what they fill the result with.
+_FILLS: dict[Any, Any] = {
+    _ATEN.zeros_like: 0,
+    _ATEN.new_zeros: 0,
+    _ATEN.ones_like: 1,
+    _ATEN.new_ones: 1,
+}
+_FILLS_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}
+
+
+def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a call fills a new tensor with, whatever tensor it is given; None for others."""
+    place = _FILLS_WITH.get(func.overloadpacket)
+    if place is None:
+        return _FILLS.get(func.overloadpacket)
+    return args[place] if len(args) > place else kwargs["fill_value"]
+
+
+def _filled(like: torch.Tensor, fill: Any) -> torch.Tensor:
+    """Return a tensor with values that lies as a fake one does."""
+    with unset_fake_temporarily():
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        return made.fill_(fill)
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Whether an op returns tensors; others are looks: at a value, or at whether two are equal."""
+    return any("Tensor" in str(it.type) for it in func._schema.returns)
+
+
+@cache
+def _is_drawn(func: Any) -> bool:
+    """Whether what an op makes is drawn, or what was in memory.
+
+    What fills that may be no op of torch (a kernel of others writes to an address), and unseen.
+    """
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
+
+
+@cache
+def _is_sure(func: Any) -> bool:
+    """Whether what an op makes from no tensor is the same each time."""
+    return func.namespace == "aten" and _makes_tensors(func) and not _is_drawn(func)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an op returns a view of what it is given."""
+    aliases = any(it.alias_info is not None for it in func._schema.returns)
+    return aliases and not func._schema.is_mutable
+
+
+@cache
+def _mask_place(func: Any) -> int | None:
+    """Place of the argument that says which gradients a kernel is asked for; None without one."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [it for it in tree_leaves(tree) if isinstance(it, torch.Tensor)]
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # Not `is_leaf`: where autograd makes the history of a view anew, that waits for itself.
+    if not tensor.requires_grad or isinstance(tensor, FakeTensor):
+        return tensor
+    with unset_fake_temporarily():
+        return tensor.detach()
+
+
+def fake_of(
+    mode: FakeTensorMode, tensor: torch.Tensor, place: torch.device | None = None
+) -> torch.Tensor:
+    """Return a fake leaf like a tensor, on another device if one is given.
+
+    One on the meta device counts as one on the CPU, and one that rests on the host as one on the
+    device that it is worked on.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        raise TraceError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
+            "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
+            "sharded model is planned by its modules; plan before it is quantised."
+        )
+    if place is None and (working := working_device(tensor)) != tensor.device:
+        place = working
+    if place is None and tensor.device.type != "meta":
+        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    # On the meta device attention would be taken apart into its matrices.
+    device = torch.device("cpu") if place is None else place
+    with mode:
+        made = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def swap_tensors(
+    module: torch.nn.Module, slot: str, fake: Callable[[torch.Tensor], torch.Tensor]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Put fake tensors into a module's `_parameters` or `_buffers`: name, real one, fake one."""
+    tensors = cast("dict[str, Any]", getattr(module, slot))
+    swapped = [(name, it, fake(it)) for name, it in tensors.items() if it is not None]
+    for name, _, made in swapped:
+        tensors[name] = made
+    if slot == "_parameters":
+        recurrent.refresh_flat_weights([module])
+    return swapped
+
+
+@contextmanager
+def swapped(
+    model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
+) -> Iterator[None]:
+    """Let parameters and buffers be tensors without values."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            it = fake_of(mode, tensor, place)
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            made[id(tensor)] = torch.nn.Parameter(it, tensor.requires_grad) if is_weight else it
+        return made[id(tensor)]
+
+    before = [
+        (tensors, dict(tensors))
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+    ]
+    for module in model.modules():
+        for slot in ("_parameters", "_buffers"):
+            swap_tensors(module, slot, fake)
+    try:
+        with quiet():
+            yield
+    finally:
+        for own_tensors, own in before:
+            cast("dict[str, Any]", own_tensors).update(own)
