@@ -307,13 +307,13 @@ class Search:
         nearest = min(tried, key=self.peak_bytes)
         found, op = self.peak_bytes(nearest), nearest.step.peak_op
         percent = percent_kept(found, self.peak_bytes(self.plain))
-        share = f', "{percent}%" of the compiled step without a plan' if percent else ""
+        hint = f', "{percent}%" of the compiled step without a plan' if percent else ""
         floor, working = floor_bytes(self.plain.partition, self.known_bytes)
         why = f"what {working!r} works on" if working else "what it ends with"
         return BudgetError(
             f"the compiled step needs {show_bytes(found)}, set by {op!r}; no plan of it can go "
             f"below {show_bytes(floor)}, {why}. The {budget_line(allowed, found)}. The nearest "
-            f"that was found is {found} bytes{share}. Raise the budget, make the batch smaller, or "
+            f"that was found is {found} bytes{hint}. Raise the budget, make the batch smaller, or "
             "plan with backend='graph', which may also move the order of calls.",
             peak_bytes=found,
             budget_bytes=allowed,
