@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sn_memory import BudgetError
 from sn_memory.torch import plan, verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.inductor]
+pytestmark = [pytest.mark.slow, pytest.mark.inductor, pytest.mark.timeout(1200)]
 PARTITIONER = "sn_memory.torch.compile.partitioner"
 WIDTH, DEPTH = 32, 3
 

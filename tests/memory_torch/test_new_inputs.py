@@ -635,7 +635,7 @@ def test_attributes_that_a_compiled_forward_sets_are_planned_for_three_times(nam
     if expected is model:
         model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Tanh())
         model.load_state_dict(expected.state_dict())
-    settings = {**SETTINGS, "backend": "compile"}
+    settings = {"profile": False, "backend": "compile"}
     compiled = plan(model, x, "150%", **settings)
     took, told = [], []
     for _ in range(7):
@@ -670,7 +670,7 @@ HOOKS = {
 def test_inside_hooks_of_the_callers(name, backend):
     """A kind was traced under them: counted by a checkpoint, and packed without values."""
     torch._dynamo.reset()
-    settings = {**SETTINGS, "backend": backend}
+    settings = {"profile": False, "backend": backend}
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", **settings)
     parameters = list(model.parameters()), list(budgeted.parameters())
