@@ -1,9 +1,11 @@
 """Tables of docs/torch_memory.md on compiled steps and policies.
 
-    python benchmarks/compiled_report.py [--check]
+    python benchmarks/compiled_report.py [--check] [--settings]
 
 Writes between the markers of the page, from compiled_peaks.json and policy_peaks.json of
-benchmarks/results; `--check` says whether the page is as they are. Nothing is planned or run here.
+benchmarks/results; `--check` says whether the page is as they are. `--settings` prints what torch's
+seven settings take beside the planner of kernels that decision 79 removed, of which the rows of
+compiled_peaks.json are. Nothing is planned or run here.
 """
 
 from __future__ import annotations
@@ -98,6 +100,30 @@ def compiled(rows: list[Row]) -> str:
     )
 
 
+def settings_over_kernels(rows: list[Row]) -> str:
+    """The quickest of torch's settings within each budget, over the planner of kernels."""
+    lines, every, kept_by_planner = [], [], 0
+    for name in dict.fromkeys(it["model"] for it in rows):
+        of_model = [it for it in rows if it["model"] == name]
+        plain = next(it for it in of_model if it["method"] == "plain compile")
+        mine = [it for it in of_model if it["method"] == "sn_memory" and it["step_s"]]
+        found = []
+        for row in mine:
+            quickest = rival(of_model, row["budget_bytes"])
+            if plain["peak_bytes"] <= row["budget_bytes"]:
+                found.append(1.0)  # both leave the step as it is
+            elif quickest is not None:
+                own = row["step_s"] * plain["step_s"] / row.get("plain_step_s", plain["step_s"])
+                found.append(quickest["step_s"] / own)
+        shown = [f"{it:.3f}" for it in (min(found), median(found), max(found))]
+        lines.append([name.partition("/")[0], f"{len(found)} of {len(mine)}", *shown])
+        every += found
+        kept_by_planner += len(mine)
+    shown = [f"{it:.3f}" for it in (min(every), median(every), max(every))]
+    lines.append(["all", f"{len(every)} of {kept_by_planner}", *shown])
+    return markdown(("network", "budgets kept", "least", "median", "most"), lines)
+
+
 def policies(rows: list[Row]) -> str:
     """Promised and measured peaks of policies."""
     words = {"eager": "eager", "compiled": "torch.compile", "fsdp2": "FSDP2, 2 ranks"}
@@ -130,7 +156,12 @@ def main(argv: list[str]) -> int:
     """Write the page, or say whether it is written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--settings", action="store_true")
     args = parser.parse_args(argv)
+    if args.settings:
+        rows = json.loads((RESULTS / "compiled_peaks.json").read_text(encoding="utf-8"))
+        print(settings_over_kernels(rows))
+        return 0
     text = PAGE.read_text(encoding="utf-8")
     made = written(text)
     if args.check:

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/planner_architectures.py [--json FILE] [--only NAME ...]
         [--resume] [--quick]
 
-Each network of architectures.py and architectures_more.py is planned by each back end, `compile`
-with its eager compiler. The budget is what the model's own step takes with `torch.utils.checkpoint`
+Each network of architectures.py and architectures_more.py is planned by the back ends `graph` and
+`modules`. The budget is what the model's own step takes with `torch.utils.checkpoint`
 around its blocks, as its library switches it on; as that drops the cache of keys and values, so do
 the others. For a network without such a switch, and where it saves nothing, the budget is
 parameters, gradients, buffers and input, and SHARE of what the step holds beside them. Then it is
@@ -60,7 +60,7 @@ MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
 RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
 ALL = ARCHITECTURES | MORE
 Around = Callable[[], AbstractContextManager[Any]]
-BACKENDS = ("graph", "modules", "compile")
+BACKENDS = ("graph", "modules")
 SHARE = 0.7
 STEPS = 9
 LIMIT_S = 600
@@ -240,9 +240,8 @@ def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
         own, _ = budget_of(built(name, cache=False), sample, SHARE, around)
         budget = least if least < own else None
     for backend in BACKENDS:
-        more = {"compiler": "eager"} if backend == "compile" else {}
         try:
-            row = row_of(name, backend, budget=budget, cache=False, steps=STEPS, **settings, **more)
+            row = row_of(name, backend, budget=budget, cache=False, steps=STEPS, **settings)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the row
             reason = _short(f"{type(error).__name__}: {error}")
             row = {"architecture": name, "backend": backend, "chosen": "crashed", "reason": reason}

@@ -5,8 +5,7 @@
 
 Rivals are `activation_memory_budget` with the solvers dp and ilp under aot_eager, and
 torch.utils.checkpoint per block and per group of sqrt(n) blocks. Ours is planned with each rival's
-measured peak as its budget: against aot_eager with `backend="compile", compiler="eager"` and with
-`backend="graph"`, against checkpoint with `backend="graph"`; all of them run calls eagerly.
+measured peak as its budget, with `backend="graph"`; all of them run calls eagerly.
 
 Peaks are counted by StorageTracker. Op seconds are CPU seconds of the calls that reach the kernels:
 each call at the least that any call of its signature took in any run, so a busy machine hardly
@@ -145,15 +144,11 @@ def rivals(
 
 
 def ours(
-    model: nn.Module, sample: torch.Tensor, least: dict[str, float], engine: str, budget: int
+    model: nn.Module, sample: torch.Tensor, least: dict[str, float], budget: int
 ) -> Run | None:
     """Peak and calls of a plan that keeps a budget; None if none is found."""
-    backend = {"aot": "compile", "eager": "graph"}[engine]
-    torch._dynamo.reset()
     try:
-        planned = sn_memory.torch.plan(
-            model, sample, budget, backend=backend, compiler="eager", time_limit_s=5
-        )
+        planned = sn_memory.torch.plan(model, sample, budget, backend="graph", time_limit_s=5)
     except BudgetError:
         return None
     return measured(planned, planned, sample, least)
@@ -165,16 +160,11 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     model, sample = QUICK[name][0](), QUICK[name][1]()
     least: dict[str, float] = {}
     runs = list(rivals(model, sample, least, shares))
-    for engine in ("aot", "eager"):
-        peaks = sorted(
-            {run[0] for way, method, _, run in runs if way == engine and method != "none"}
-        )
-        for peak in peaks:
-            for way in dict.fromkeys((engine, "eager")):
-                found = ours(copy.deepcopy(model), sample, least, way, peak)
-                if found is not None:
-                    runs.append((way, "sn_memory", peak, found))
-                print(f"{name} {way} {peak} {found and found[0]}", flush=True)
+    for peak in sorted({run[0] for _, method, _, run in runs if method != "none"}):
+        found = ours(copy.deepcopy(model), sample, least, peak)
+        if found is not None:
+            runs.append(("eager", "sn_memory", peak, found))
+        print(f"{name} {peak} {found and found[0]}", flush=True)
     return [
         {
             "model": name,
@@ -204,9 +194,8 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     )
     colours = {
         ("aot", "torch dp"): "#d95f02", ("aot", "torch ilp"): "#e6ab02",
-        ("aot", "sn_memory"): "#1b6ca8", ("eager", "sn_memory"): "#6a51a3",
+        ("eager", "sn_memory"): "#6a51a3",
     }  # fmt: skip
-    backends = {"aot": "compile", "eager": "graph"}
     for column, name in enumerate(names):
         mine = [row for row in rows if row["model"] == name]
         asked_of = {row["peak_bytes"] for row in mine if row["engine"] == "aot"}
@@ -219,13 +208,12 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
                 key=lambda it: it["setting"],
             )
             ours = method == "sn_memory"
-            label = f"{method}, {backends[engine]}" if ours else method
             peaks = [row["peak_bytes"] / 2**20 for row in points]
             costs = [100 * (row["op_s"] / plain - 1) for row in points]
-            axes[1][column].plot(peaks, costs, "o", color=colour, label=label, alpha=0.8)
+            axes[1][column].plot(peaks, costs, "o", color=colour, label=method, alpha=0.8)
             most = max(asked_of) if ours else 1.0
             asked = [row["setting"] / most for row in points]
-            axes[0][column].plot(asked, peaks, "o-", color=colour, label=label)
+            axes[0][column].plot(asked, peaks, "o-", color=colour, label=method)
         axes[0][column].set(title=name, xlabel="share asked for", ylabel="measured peak, MiB")
         axes[1][column].set(xlabel="measured peak, MiB", ylabel="op seconds over plain eager, %")
     lines, names = axes[1][0].get_legend_handles_labels()

@@ -23,6 +23,7 @@ from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.sizes import parse_bytes, show_bytes
 from ..plan.plan import BudgetError, Plan
+from .compile.backend import CompiledStep
 from .eager.replay import Replay
 from .model.kinds import Arguments
 from .model.step import device_of, gradient_bytes, wanted_bytes
@@ -137,9 +138,10 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
     if isinstance(step, ModuleStep):
         need, line = step.plan.peak_bytes + held, "budget"
     else:
-        if step.trace is not None and any(record.steps[it] is step for it in record.at_sight):
+        if any(record.steps[it] is step for it in record.at_sight):
             # As it was planned itself: nothing is timed, and the search is short.
-            planning = planning.at_once(budget_bytes, step.trace.graph.device)
+            speeds = None if step.trace is None else step.trace.graph.device
+            planning = planning.at_once(budget_bytes, speeds)
         with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
             made, least = _planned_with(planning, budget_bytes, step, inner_model(model), given)
         need = made.plan.peak_bytes
@@ -167,7 +169,7 @@ def _counts_them(step: Step) -> bool:
     """Whether a step was planned with gradients in place."""
     if isinstance(step, Replay):
         return bool(step.captured.earlier)
-    if isinstance(step, ModuleStep):
+    if isinstance(step, ModuleStep | CompiledStep):
         return step.accumulate
     return step.trace is not None and EARLIER in step.trace.graph.storage_index
 

@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,9 +23,10 @@ from ..base.errors import PlanError, PlanWarning
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..plan.plan import BudgetError, Plan
-from ..run.at_once import AT_ONCE, PLANNED, plan_at_once
+from ..run.at_once import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, plan_at_once
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
+from .compile.backend import CompiledStep
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
@@ -36,7 +38,7 @@ from .model.wrapping import inner_model
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
-from .planning import Step, looked_at, smallest_of_trace
+from .planning import Planning, Step, looked_at, smallest_of_trace
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
 from .trace.trace import Trace, resident_storages
@@ -227,9 +229,7 @@ class _FirstSight:
         speeds = traced.graph.device if traced else None
         planning = record.planning.at_once(self.budget_bytes, speeds)
         if record.backend == "compile":
-            return planning.by_compiler(
-                self.plain, self.given, lambda graph, budget: self.plan_of(graph, int(budget))
-            )
+            return self.compiled(planning)
         before = record.steps.get(self.kind) if self.kind else None
         seen = dict(before.layouts or {}) if isinstance(before, Replay) else {}
         if seen:
@@ -247,6 +247,24 @@ class _FirstSight:
         # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
         if isinstance(step, Replay):
             step.layouts = {}
+        return step
+
+    def compiled(self, planning: Planning) -> Step:
+        """Return a compiled step, with what keeps the budget for other inputs if it does here."""
+        known = {
+            step.plan.setting: None
+            for step in self.record.steps.values()
+            if isinstance(step, CompiledStep) and step.plan.setting is not None
+        }
+        try:
+            step = planning.by_compiler(self.plain, self.given, tuple(known))
+        except BudgetError as error:
+            self.how, self.over = AT_ONCE, error
+            smallest = replace(planning, budget=error.peak_bytes)
+            return smallest.by_compiler(self.plain, self.given)
+        self.how = NOTHING_AGAIN
+        if setting := step.plan.setting:
+            self.how = f"{CARRIED_OVER} another input" if setting in known else AT_ONCE
         return step
 
     def plan_of_trace(self, traced: Trace) -> Plan:

@@ -29,7 +29,6 @@ from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.process import LIMIT
 from .accumulation import planned_for_both
-from .compile.backend import COMPILERS
 from .errors import TraceError
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
@@ -81,7 +80,6 @@ def plan(
     device: Device | str | None = None,
     optimizer: Any = None,
     time_limit_s: float = 60.0,
-    compiler: str = "inductor",
     overlap: bool = False,
     workspaces: bool | Measure = False,
     trial: bool = True,
@@ -121,18 +119,16 @@ def plan(
         the smallest that was found. The technique `offload` moves storages to the host.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
-        torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
-        again in the backward pass; it takes any model, and a real sample, on which it measures.
-        `auto` is `graph`, and `modules` with a warning for a model that cannot be traced; a model
-        that was compiled (`torch.compile(model)`, `model.compile()`) stays compiled, or is planned
-        as any other with a warning that says why.
+        torch.compile (Inductor), with the fastest of torch's own memory budgets that keeps this
+        one. `modules` runs chosen modules again in the backward pass; it takes any model. Both
+        measure, on a real sample. `auto` is `graph`, and `modules` with a warning for a model that
+        cannot be traced; a model that was compiled (`torch.compile(model)`, `model.compile()`)
+        stays compiled, or is planned as any other with a warning that says why.
     profile, device
         As in `trace`. With the name of a GPU, and a model that is not on one, the plan is on paper:
         it can be read and reported, and a training step raises ReplayError.
     optimizer
         An optimizer or its class; its state counts as well.
-    compiler
-        With `compile`: `inductor`, or `eager`, which runs the planned graphs call by call.
     overlap
         With `graph`: make no gradient of a parameter later than torch does, so that DDP or Horovod
         exchanges each as early. Otherwise those larger than what they are made of come last, which
@@ -215,8 +211,6 @@ def plan(
         raise TypeError(f"plan() got an unexpected keyword argument {name!r}{instead}.")
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    if compiler not in COMPILERS:
-        raise ValueError(f"got compiler {compiler!r}, expected one of {', '.join(COMPILERS)}.")
     if deterministic and (profile or backend == "modules"):
         got = "profile=True" if profile else "backend='modules'"
         raise ValueError(
@@ -239,7 +233,6 @@ def plan(
         device=device,
         optimizer=optimizer,
         time_limit_s=time_limit_s,
-        compiler=compiler,
         overlap=overlap,
         workspaces=workspaces,
         trial=trial,
@@ -256,17 +249,21 @@ def plan(
             "buffer, and moves the wait for a copy past readers of it. Plan with 'graph', which "
             "offloads, or compile with techniques=('keep', 'recompute')."
         )
+    if backend == "compile" and planner != "auto":
+        raise ValueError(
+            f"got a planner ({planner!r:.60}) with backend='compile', which measures torch's own "
+            "partitions and searches no graph of ops. Leave planner out, or plan with 'graph'."
+        )
     if state is not None:
         _check_state(planning)
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
-        offloads = "offload" in techniques
-        planning = replace(planning, was_compiled=not offloads)
-        if offloads:
+        unlike = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
+        planning = replace(planning, was_compiled=not unlike)
+        if unlike:
             warnings.warn(
                 f"{type(model).__name__} was compiled and is planned without torch.compile, "
-                "because storages can be moved to the host only there. Leave offload out to keep "
-                "it compiled.",
+                f"because only a plan of its ops has {unlike}. Leave that out to keep it compiled.",
                 PlanWarning,
                 stacklevel=2,
             )

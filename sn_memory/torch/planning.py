@@ -18,10 +18,9 @@ from ..base.host import return_freed
 from ..base.progress import say
 from ..base.sizes import parse_bytes, show_bytes
 from ..check.replay import carry_out, check_plan
-from ..cost.devices import speeds
 from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
-from ..graph.records import Device, Storage
+from ..graph.records import Device
 from ..plan.copies import WIDE, spread_copies
 from ..plan.plan import BudgetError, Plan
 from ..run.at_once import SEARCH_S, smallest, within
@@ -162,7 +161,6 @@ class Planning:
     device: Device | str | None
     optimizer: Any
     time_limit_s: float
-    compiler: str
     overlap: bool
     workspaces: bool | Measure
     trial: bool
@@ -322,38 +320,24 @@ class Planning:
         self,
         model: torch.nn.Module,
         given: Arguments,
-        planned: Callable[[Graph, float | str], Plan] | None = None,
+        known: tuple[tuple[float, str], ...] = (),
     ) -> CompiledStep:
-        """Return a step that torch.compile made."""
+        """Return a step that torch.compile made; `known`: what kept the budget for other inputs."""
         check_memory(model, given, "compiling a model runs parts of it")
-        held = resident_storages(model, self.optimizer)
-        if self.accumulate:
-            # All that are new come at the end, when the graph returns, beside those.
-            held += (Storage(EARLIER, wanted_bytes(model), "state"),)
-        # What is planned by something else than these settings is not kept for later processes.
-        words = None if planned or isinstance(self.planner, Plan) else self.words
+        # A plan that was carried over is not kept for later processes.
+        key = repr((self.techniques, self.time_limit_s, self.profile, self.deterministic))
         settings = Settings(
-            planned or self.shortly.planned,
             self.budget,
-            self.profile,
-            speeds(self.device),
-            held,
-            self.compiler,
-            words,
+            timed=self.profile and not self.deterministic,
+            recompute="recompute" in self.techniques,
+            beside_bytes=sum(it.bytes for it in resident_storages(model, self.optimizer)),
+            # All that are new come at the end, when the graph returns, beside those.
+            earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
+            known=known,
+            key=None if known else key,
         )
         with outside_saved_tensors_hooks():
             return CompiledStep(model, *given, settings)
-
-    @property
-    def words(self) -> str:
-        """What a plan of a graph depends on beside the graph and the budget."""
-        return repr((self.planner, self.techniques, self.time_limit_s, self.deterministic))
-
-    @property
-    def shortly(self) -> Planning:
-        """Return how to search where several searches share the time limit."""
-        several = self.compiler == "inductor"
-        return replace(self, time_limit_s=self.time_limit_s / 4) if several else self
 
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""

@@ -31,6 +31,16 @@ def test_compiled_plans_hold_what_they_promised():
             assert row["peak_bytes"] <= row["budget_bytes"]
 
 
+def test_torchs_settings_take_no_longer_than_the_planner_of_kernels():
+    """What decision 79 was made by, and the table that it has."""
+    table = compiled_report.settings_over_kernels(rows_of("compiled_peaks.json"))
+    kept, median = (it.strip() for it in table.splitlines()[-1].split("|")[2:5:2])
+    assert kept == "35 of 39"
+    assert float(median) <= 1.02
+    page = RESULTS.parents[1] / "docs/decisions/0079-torchs-budgets-are-measured.md"
+    assert table in page.read_text()
+
+
 def test_policies_hold_what_they_promised():
     rows = rows_of("policy_peaks.json")
     for way in policy_peaks.WAYS:

@@ -39,7 +39,7 @@ def late(device):
 BACKENDS = {
     "graph": {"backend": "graph"},
     "graph, overlap": {"backend": "graph", "overlap": True},
-    "compile": {"backend": "compile", "compiler": "eager"},
+    "compile": {"backend": "compile"},
     "modules": {"backend": "modules"},
 }
 
@@ -48,10 +48,13 @@ BACKENDS = {
 def test_back_ends_keep_bits_and_budget(device, name):
     model = mlp(6, 32).to(device)
     sample = torch.randn(128, 32, device=device)
-    planner = {} if name == "modules" else {"planner": "sqrt_n"}
+    planner = {"planner": "sqrt_n"} if name.startswith("graph") else {}
+    if name == "compile" and device.type == "standin":
+        pytest.skip("Inductor has no kernels for the stand-in device")
     made = plan(model, sample, "80%", profile=False, **planner, **BACKENDS[name])
     found = verify(made, sample)
-    assert found.equal, found.different
+    # Inductor adds in another order than ops do.
+    assert found.equal or (name == "compile" and found.difference < 1e-5), found.different
     assert found.measured_peak_bytes < found.unplanned_peak_bytes
     if name.startswith("graph"):
         assert found.measured_peak_bytes == found.predicted_peak_bytes

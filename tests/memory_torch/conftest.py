@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sn_memory.torch.compile import inductor
+from sn_memory.torch.compile import partitioner
 from sn_memory.torch.trace import op_seconds, trace
 from sn_memory.torch.trace.op_seconds import timeable
 
@@ -15,6 +15,7 @@ for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
+import eager_kernels  # noqa: E402 - it is in one of these folders
 
 # Of signatures: what tests measured.
 _SCRATCH = {}
@@ -50,8 +51,17 @@ def _no_scratch(_scratch_is_measured, monkeypatch):
 
 
 def _set_scratch(monkeypatch, scratch_of):
-    for module in op_seconds, trace, inductor:
+    for module in op_seconds, trace:
         monkeypatch.setattr(module, "scratch_of", scratch_of)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_not_compiled(request, monkeypatch, tmp_path):
+    """By backend='compile' graphs run call by call, but in tests marked `inductor`."""
+    if not request.node.get_closest_marker("inductor"):
+        monkeypatch.setattr(partitioner, "compile_fx", eager_kernels.compile_fx)
+        # Where plans are kept as well.
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
 @pytest.fixture(autouse=True)

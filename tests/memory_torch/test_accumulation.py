@@ -426,10 +426,11 @@ def test_sections_are_no_more_than_before():
 @pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
 def test_verify_counts_what_is_there(backend):
     model, sample = mlp(6), torch.randn(64, 32)
-    settings = {"compiler": "eager"} if backend == "compile" else {}
     planned = plan(
         *(model, sample, "95%"),
-        **{"backend": backend, "accumulate": True, "profile": False, **settings},
+        backend=backend,
+        accumulate=True,
+        profile=False,
     )
     found = verify(planned, sample, accumulate=True)
     assert found.equal, found.different

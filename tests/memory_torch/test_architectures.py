@@ -92,8 +92,7 @@ CELLS = [("GPT-2", "compile"), ("ViT", "compile"), ("ViT", "modules"), ("DiT", "
 
 @pytest.mark.parametrize(("name", "backend"), CELLS)
 def test_cells(name, backend):
-    more = {"compiler": "eager"} if backend == "compile" else {}
-    found = row_of(*(name, backend), cache=False, steps=2, profile=False, time_limit_s=0.5, **more)
+    found = row_of(*(name, backend), cache=False, steps=2, profile=False, time_limit_s=0.5)
     assert found["chosen"] == backend, found["reason"]
     assert found["different"] == found["fake"] == 0, found
     assert 0 <= found["measured_bytes"] <= found["budget_bytes"] * 1.02

@@ -333,7 +333,7 @@ def test_the_model_is_as_it_was(kind, way):
 
 
 def compiled(model, x):
-    return plan(model, x, "100%", backend="compile", compiler="eager", profile=False)
+    return plan(model, x, "100%", backend="compile", profile=False)
 
 
 @pytest.mark.parametrize("kind", [Plain, Values, Fails, Everything])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def test_gradients_are_those_of_the_plain_model_but_for_rounding(runs):
 
 def test_a_second_process_compiles_nothing(runs):
     first, second = runs
-    assert first["aot_autograd"]["autograd_cache_miss"] == 2
+    # The first one compiles what it measures, and the plain step.
+    assert first["aot_autograd"]["autograd_cache_miss"] > 2
     assert second["aot_autograd"]["autograd_cache_hit"] == 2
     assert "autograd_cache_miss" not in second["aot_autograd"]
     assert "autograd_cache_bypass" not in second["aot_autograd"]

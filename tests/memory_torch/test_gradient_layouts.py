@@ -28,10 +28,9 @@ class Maps(nn.Module):
 def planned(contiguous, backend):
     model = Maps(contiguous).to(memory_format=torch.channels_last)
     sample = torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last)
-    more = {"compiler": "eager"} if backend == "compile" else {}
     return (
         model,
-        plan(copy.deepcopy(model), sample, "100%", backend=backend, **more, **SETTINGS),
+        plan(copy.deepcopy(model), sample, "100%", backend=backend, **SETTINGS),
         sample,
     )
 

@@ -326,7 +326,7 @@ def test_the_safe_step_of_a_model_inside_another(looking):
 def test_torch_compiles_plans_for_new_inputs_too(quiet):
     torch._dynamo.reset()
     model = mlp(4)
-    settings = {"backend": "compile", "compiler": "eager", "profile": False, "planner": "sqrt_n"}
+    settings = {"backend": "compile", "profile": False}
     budgeted = plan(copy.deepcopy(model), rows(64), "80%", **settings)
     for count, how in ((60, "carried over from the plan of"), (9, "nothing runs again")):
         assert kept(model, budgeted, rows(count))
@@ -635,7 +635,7 @@ def test_attributes_that_a_compiled_forward_sets_are_planned_for_three_times(nam
     if expected is model:
         model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Tanh())
         model.load_state_dict(expected.state_dict())
-    settings = {**SETTINGS, "backend": "compile", "compiler": "eager"}
+    settings = {"profile": False, "backend": "compile"}
     compiled = plan(model, x, "150%", **settings)
     took, told = [], []
     for _ in range(7):
@@ -670,9 +670,7 @@ HOOKS = {
 def test_inside_hooks_of_the_callers(name, backend):
     """A kind was traced under them: counted by a checkpoint, and packed without values."""
     torch._dynamo.reset()
-    settings = {**SETTINGS, "backend": backend}
-    if backend == "compile":
-        settings["compiler"] = "eager"
+    settings = {"profile": False, "backend": backend}
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", **settings)
     parameters = list(model.parameters()), list(budgeted.parameters())
@@ -710,8 +708,7 @@ def test_hooks_of_all_modules_registered_after_planning(backend, counts):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
     net, x = nn.Sequential(*blocks), torch.randn(256, 32)
-    more = {"compiler": "eager"} if backend == "compile" else {}
-    planned = plan(copy.deepcopy(net), x, "80%", backend=backend, profile=False, **more)
+    planned = plan(copy.deepcopy(net), x, "80%", backend=backend, profile=False)
     before = planned(x).detach()
     calls = []
 

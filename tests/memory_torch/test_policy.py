@@ -176,9 +176,11 @@ def compiled_budget(model, sample):
     return f"{(caught.value.percent + 100) // 2}%", caught.value.peak_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed")
 def test_for_a_compiled_step_it_is_planned_on_its_kernels():
-    """No kernel is compiled; the promise is of the compiled step, which holds less."""
+    """The promise is of the compiled step, which holds less."""
     torch._dynamo.reset()
     model, sample = nn.Sequential(Block(), Block()), torch.randn(256, 16)
     before = {name: id(it) for name, it in model.named_modules()}
@@ -195,6 +197,7 @@ def test_for_a_compiled_step_it_is_planned_on_its_kernels():
 
 
 @pytest.mark.slow
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed")
 def test_its_compiled_step_holds_what_was_promised():
     torch._dynamo.reset()

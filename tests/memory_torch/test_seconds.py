@@ -273,7 +273,7 @@ def test_planning_while_training_measures_nothing(monkeypatch, backend):
     """A second micro-batch, and a new size of batch, are planned with what is known."""
     torch._dynamo.reset()
     monkeypatch.setattr(op_seconds, "_MEASURED", {})
-    model, settings = mlp(6), {"backend": backend, "compiler": "eager"}
+    model, settings = mlp(6), {"backend": backend}
     planned = plan(model, torch.randn(256, 32), "80%" if backend == "graph" else "100%", **settings)
     before = dict(op_seconds._MEASURED)
 

@@ -17,8 +17,7 @@ SETTINGS = {"profile": False, "time_limit_s": 2.0}
 @pytest.mark.filterwarnings("ignore::sn_memory.base.errors.PlanWarning")
 def test_new_inputs_evaluation_and_gradients_in_three_threads(backend):
     model, sample = mlp(6), torch.randn(64, 32)
-    more = {"compiler": "eager"} if backend == "compile" else {}
-    planned = plan(copy.deepcopy(model), sample, "100%", backend=backend, **more, **SETTINGS)
+    planned = plan(copy.deepcopy(model), sample, "100%", backend=backend, **SETTINGS)
     # Before: while a step is planned other tensors stand in the place of parameters.
     own, theirs = list(planned.parameters()), list(model.parameters())
     ended, errors = [], []

@@ -299,7 +299,7 @@ def gradients_of(model, sample, *, inside):
 def test_backward_outside_autocast(backend):
     model, sample = FloatInside(), torch.randn(64, 32)
     with autocast():
-        planned = plan(model, sample, "100%", backend=backend, compiler="eager", **SETTINGS)
+        planned = plan(model, sample, "100%", backend=backend, **SETTINGS)
         assert verify(planned, sample).equal
     expected = gradients_of(model, sample, inside=False)
     got = gradients_of(planned, sample, inside=False)

@@ -343,8 +343,7 @@ COMPILED = {
 @pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
 def test_torch_compile_of_a_planned_model(way, backend):
     torch._dynamo.reset()
-    settings = {**SETTINGS, "backend": backend, "compiler": "eager"}
-    planned = plan(mlp(2), rows(), "100%", **settings)
+    planned = plan(mlp(2), rows(), "100%", backend=backend, profile=False)
     compiled = COMPILED[way](planned)
     with pytest.raises(TraceError, match=r"Plan with backend='compile'"):
         compiled(rows())

@@ -1,4 +1,4 @@
-"""A plan carried out by torch.compile: the joint graph, cut where the plan says.
+"""Steps under torch.compile: the setting of torch's own memory budget that measures fastest.
 
 It imports `trace` and what is above it.
 """

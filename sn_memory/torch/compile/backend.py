@@ -1,91 +1,114 @@
-"""The back end for torch.compile: its joint graph, planned, and cut where the plan says.
+"""The back end for torch.compile: its compiled step, cut as torch's own budget cuts it.
 
-`activation_memory_budget` with any knapsack solver caps the bytes that are saved, not those that
-are live. So this takes the other hook, the partition function, and writes forward and backward
-graph in the order of a plan. With `compiler="eager"` they run call by call. Inductor fuses and
-reorders what they hold; there the plan is one of its fused kernels (fused.py), and its peak that of
-what Inductor makes of it.
+What torch's budget means for the peak is measured (search.py). A plan is its setting, so that it is
+kept in a file beside what Inductor keeps: a later process with the same model finds the plan by the
+hash of the traced model, and torch what it compiled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ...check.replay import check_plan
-from ...graph.graph import Graph
-from ...graph.records import Storage
-from ...plan.plan import BudgetError, Plan
+from ...plan.plan import BudgetError
+from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
 from ..model.guard import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
 from ..trace.fake import quiet
 from ..trace.op_seconds import while_training
-from ..trace.record import Captured, Recording
-from ..trace.to_graph import Named, main_device, to_graph
-from ..trace.trace import Trace, operations, scratch_of_calls
-from .joint_graph import copy_statistics, joint_of
-from .partition import partitioned
+
+log = logging.getLogger(__name__)
 
 # What a forward pass calls of a logger; names of libraries' own go on, as `warning_once`.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
-COMPILERS = ("inductor", "eager")
-_HOOKS = {
-    "eager": (
-        ("torch._dynamo.backends.common", "aot_autograd"),
-        ("torch._dynamo.backends.debugging", "boxed_nop"),
-    ),
-    "inductor": (
-        ("torch._inductor.compile_fx", "compile_fx"),
-        ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
-        ("torch._inductor.graph", "GraphLowering"),
-        ("torch._functorch.config", "force_non_lazy_backward_lowering"),
-        ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
-    ),
-}
+_HOOKS = (
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    ("torch._functorch.config", "activation_memory_budget_solver"),
+    ("torch._functorch.config", "force_non_lazy_backward_lowering"),
+    ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
+)
 
 
 class Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
     """Compiled; raised in place of the first run."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a plan is made with.
+@dataclass(frozen=True, repr=False)
+class CompiledPlan(MeasuredPlan):
+    """A plan by measured steps: what torch saves by itself and now computes again, by a setting.
 
-    `make` turns a graph and a budget into a plan, `budget` is the whole step's, and `words` are all
-    that `make` depends on, as text; None where it depends on more.
+    Attributes
+    ----------
+    setting
+        Of torch's memory budget, as share and solver; None where torch's own partition fits.
     """
 
-    make: Callable[[Graph, float | str], Plan]
+    setting: tuple[float, str] | None = None
+
+    def __repr__(self) -> str:
+        if self.setting is None:
+            return f"{super().__repr__()}\ntorch's own partition"
+        share, solver = self.setting
+        return f"{super().__repr__()}\nactivation_memory_budget={share:g}, solver {solver}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a compiled step is planned with.
+
+    Parameters
+    ----------
+    budget
+        The most bytes, or a share of the plain compiled step's peak.
+    timed
+        Whether steps are timed.
+    recompute
+        Whether anything may be computed again.
+    beside_bytes
+        What is resident and no part of the step: the optimizer's state.
+    earlier_bytes
+        Gradients that are there when a step begins.
+    known
+        Settings of torch's budget that kept this one for other inputs, as share and solver.
+    key
+        All else that a plan depends on, as text; None: it is not kept for later processes.
+    """
+
     budget: float | str
-    profile: bool
-    device: Any
-    extra: tuple[Storage, ...]
-    compiler: str
-    words: str | None = None
+    timed: bool
+    recompute: bool
+    beside_bytes: int = 0
+    earlier_bytes: int = 0
+    known: tuple[tuple[float, str], ...] = ()
+    key: str | None = None
 
 
 class CompiledStep:
-    """A model under torch.compile, partitioned by a plan.
+    """A model under torch.compile, with what of it is computed again chosen by measuring.
 
     Parameters
     ----------
     model
         The plain model.
     args, kwargs
-        A real input; the compiler wants tensors with memory. The model is not run on them.
+        A real input; steps are run on it. Parameters, buffers and attributes stay as they are.
     settings
         How to plan.
 
@@ -94,10 +117,12 @@ class CompiledStep:
     TraceError
         If torch.compile breaks the model into several graphs, or no gradient is wanted.
     BudgetError
-        If no plan keeps the budget.
+        If no partition of torch's keeps the budget.
     """
 
     name = "compile"
+    # Only the allocator sees the buffers of Inductor's kernels.
+    by_allocator = True
 
     def __init__(
         self,
@@ -106,14 +131,14 @@ class CompiledStep:
         kwargs: dict[str, Any],
         settings: Settings,
     ) -> None:
-        hooks = {name: _hook(module, name) for module, name in _HOOKS[settings.compiler]}
+        for module, name in _HOOKS:
+            _check_hook(module, name)
         self.settings = settings
         self.name_of_model = type(model).__name__
-        self.made: tuple[Trace, Plan] | None = None
+        self.made: CompiledPlan | None = None
         self.dry, self.warned = True, False
         known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
-        self.known_bytes = storage_bytes(known)
-        self.on_cpu = all(it.device.type == "cpu" for it in known)
+        self.known_tensor_bytes = storage_bytes(known)
         # Of the plain class: that of a planned model would come back here.
         kind = type(model)
         plain_forward = kind.forward
@@ -126,21 +151,25 @@ class CompiledStep:
         # plans share it; so each has one of its own.
         forward.__code__ = forward.__code__.replace()
         self.kind = kind
-        self.compiled = torch.compile(
-            forward, backend=self._backend(hooks), fullgraph=True, dynamic=False
-        )
+        self.compiled = torch.compile(forward, backend=self._backend, fullgraph=True, dynamic=False)
         with quiet():
             self._prepare(model, args, kwargs)
 
     @property
-    def trace(self) -> Trace:
-        """The joint graph as planned last."""
-        return self._latest()[0]
+    def plan(self) -> CompiledPlan:
+        """The plan made last; torch.compile compiles again when what it relied on has changed."""
+        if self.made is None:
+            raise TraceError(
+                "torch.compile found nothing to differentiate in the model, so there is no "
+                "backward pass to plan. Pass a model in training, with parameters that require "
+                "gradients."
+            )
+        return self.made
 
     @property
-    def plan(self) -> Plan:
-        """The plan made last; torch.compile compiles again when what it relied on has changed."""
-        return self._latest()[1]
+    def trace(self) -> None:
+        """None: what is planned is no graph of ops."""
+        return None
 
     @property
     def known(self) -> list[torch.Tensor]:
@@ -153,14 +182,14 @@ class CompiledStep:
         return []
 
     @property
-    def by_allocator(self) -> bool:
-        """Whether only the allocator sees its buffers: kernels of Inductor on the CPU."""
-        return self.settings.compiler == "inductor" and self.on_cpu
-
-    @property
     def beside_bytes(self) -> int:
         """The optimizer's state."""
-        return self.trace.beside_bytes
+        return self.settings.beside_bytes
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether gradients that are there when a step begins are counted."""
+        return bool(self.settings.earlier_bytes)
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of the model this was made for."""
@@ -189,15 +218,6 @@ class CompiledStep:
             self.warned = True
             warn(text)
 
-    def _latest(self) -> tuple[Trace, Plan]:
-        if self.made is None:
-            raise TraceError(
-                "torch.compile found nothing to differentiate in the model, so there is no "
-                "backward pass to plan. Pass a model in training, with parameters that require "
-                "gradients."
-            )
-        return self.made
-
     def _prepare(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -205,100 +225,49 @@ class CompiledStep:
         try:
             with until_ready():
                 self.run(model, args, kwargs)
-            self._latest()
+            self.plan  # noqa: B018 - raises where there is none
         finally:
             self.dry = False
 
-    def _backend(self, hooks: dict[str, Any]) -> Callable[..., Any]:
-        def partition(module: fx.GraphModule, joint_inputs: Any, **told: Any) -> Any:
-            return self._partition(module, **told)
+    def _backend(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        # As users call backward: outside of the `with torch.autocast` of the forward pass.
+        again = nullcontext() if self.dry else while_training()
+        with functorch_config.patch(backward_pass_autocast="off"), again:
+            run = self._compiled(module, list(inputs))
 
-        if self.settings.compiler == "eager":
-            inner = hooks["aot_autograd"](
-                fw_compiler=hooks["boxed_nop"],
-                partition_fn=partition,
-                keep_inference_input_mutations=True,
-            )
-        else:
-            inner = self._by_inductor
+        def ready(*args: Any) -> Any:
+            if self.dry:
+                raise Ready
+            return run(*args)
 
-        def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-            # As users call backward: outside of the `with torch.autocast` of the forward pass.
-            again = nullcontext() if self.dry else while_training()
-            with functorch_config.patch(backward_pass_autocast="off"), again:
-                run = inner(module, inputs)
+        return ready
 
-            def ready(*args: Any) -> Any:
-                if self.dry:
-                    raise Ready
-                return run(*args)
-
-            return ready
-
-        return backend
-
-    def _by_inductor(self, module: fx.GraphModule, inputs: Any) -> Any:
-        if not self.on_cpu:
-            raise TraceError(
-                "compiler='inductor' plans steps on the CPU: what a kernel reads and writes is "
-                "read in its C++ text, and those of a GPU are written otherwise. Plan with "
-                "compiler='eager' or backend='graph'."
-            )
+    def _compiled(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        """Plan a traced model, or find its plan, and compile it."""
         # Not before it is asked for: it needs torch's hooks of 2.13.
-        inductor: Any = importlib.import_module(".inductor", __package__)
+        search: Any = importlib.import_module(".search", __package__)
+        partitioner: Any = importlib.import_module(".partitioner", __package__)
         settings = self.settings
-        unused = self.known_bytes - storage_bytes(tensors(list(inputs)))
-        extra = settings.extra
-        if unused > 0:
-            extra = (*extra, Storage("tensors that the step does not use", unused, "state"))
-        asked = inductor.Asked(
-            settings.make,
-            settings.budget,
-            settings.profile,
-            settings.device,
-            extra,
-            settings.words,
-            self.name_of_model,
-        )
-        kept, run = inductor.compiled(module, list(inputs), asked)
-        if kept is not None:
-            check_plan(kept.graph, kept.plan)
-            self.made = _trace_of(kept.graph), kept.plan
-        return run
-
-    def _partition(
-        self,
-        module: fx.GraphModule,
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Any = None,
-        **_: Any,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        module.graph.eliminate_dead_code()
-        copy_statistics(module)
-        joint = joint_of(module, num_fwd_outputs, list(static_lifetime_input_indices or ()))
-        place = main_device(joint.captured)
-        # Fake tensors, which AOTAutograd traces with, take no time and no memory.
-        with unset_fake_temporarily():
-            speeds, costs = operations(
-                joint.captured, place, profile=self.settings.profile, device=self.settings.device
+        unused = self.known_tensor_bytes - storage_bytes(tensors(inputs))
+        resident = max(0, unused) + settings.beside_bytes + settings.earlier_bytes
+        path = None if settings.key is None else _path(module, inputs, settings, resident)
+        kept = _read(path)
+        if kept is None:
+            request = search.Request(
+                settings.budget,
+                resident,
+                settings.timed,
+                settings.recompute,
+                tuple(partitioner.Setting(*it) for it in settings.known),
             )
-            ways, notes = scratch_of_calls(joint.captured.recording, place, costs)
-        named = to_graph(
-            joint.captured,
-            name="joint graph",
-            device=speeds,
-            seconds=[it and it[0] for it in costs],
-            ways=ways,
-            allocator="torch" if place.type == "cuda" else "none",
-            extra=self.settings.extra,
-            replayable=False,
-        )
-        plan = self.settings.make(named.graph, self.settings.budget)
-        plan = replace(plan, notes=(*plan.notes, *notes))
-        check_plan(named.graph, plan)
-        self.made = Trace(named, joint.captured), plan
-        return partitioned(joint, named, plan)
+            found = search.Search(module, inputs, request)
+            if found.plain is None:
+                return partitioner.compile_step(module, inputs, None, apart=False)
+            kept = found.best()
+            _write(path, kept)
+        self.made = kept
+        cut = kept.setting and partitioner.BudgetPartitioner(partitioner.Setting(*kept.setting))
+        return partitioner.compile_step(module, inputs, cut, apart=False)
 
 
 @contextmanager
@@ -317,7 +286,7 @@ def until_ready() -> Iterator[None]:
     except Ready:
         pass
     except Exception as error:
-        cause = _ours(error)
+        cause = _told(error)
         if cause is not None:
             raise cause from None
         raise TraceError(
@@ -332,18 +301,12 @@ def storage_bytes(held: Iterable[torch.Tensor]) -> int:
     return sum(memories.values())
 
 
-def _trace_of(graph: Graph) -> Trace:
-    """Return a trace of which there is a graph of kernels alone; its calls are in compiled code."""
-    nothing = Captured(Recording(), 0, (), (), (), (), None, (), (), ())
-    return Trace(Named(graph, {}, {}), nothing)
-
-
-def _hook(module: str, name: str) -> Any:
+def _check_hook(module: str, name: str) -> None:
     try:
         with warnings.catch_warnings():
             # torch's own modules use what torch has deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return getattr(importlib.import_module(module), name)
+            getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise TraceError(
             f"torch {torch.__version__} has no {module}.{name}, which backend='compile' needs; it "
@@ -351,11 +314,11 @@ def _hook(module: str, name: str) -> Any:
         ) from error
 
 
-def _ours(error: BaseException) -> BaseException | None:
-    """The error of ours that torch.compile wrapped, if there is one."""
+def _told(error: BaseException) -> BaseException | None:
+    """Return the error that torch.compile wrapped and that says all by itself, if there is one."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, BudgetError | TraceError):
+        if isinstance(seen, BudgetError | TraceError | torch.OutOfMemoryError):
             return seen
         seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
     return None
@@ -364,3 +327,78 @@ def _ours(error: BaseException) -> BaseException | None:
 def _first_lines(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join(lines[:3]).rstrip(".")
+
+
+def _path(
+    module: fx.GraphModule, inputs: list[Any], settings: Settings, resident_bytes: int
+) -> Path:
+    """Return where the plan of a traced model is kept: beside what Inductor keeps."""
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    partitioner: Any = importlib.import_module(".partitioner", __package__)
+    cache_dir = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir
+    text = hashlib.sha256()
+    # Bodies of checkpoints and the like are graphs of their own.
+    graphs = [it.graph for it in module.modules() if isinstance(it, fx.GraphModule)]
+    for node in (it for graph in graphs for it in graph.nodes):
+        what = f"{node.op} {node.name} {_named(node.target)} {node.args} {node.kwargs}\n"
+        text.update(what.encode())
+    for it in (*inputs, *module.parameters(), *module.buffers()):
+        if isinstance(it, torch.Tensor):
+            form = it.shape, it.stride(), it.dtype, it.device, it.requires_grad
+            text.update(f"{form}\n".encode())
+        else:
+            text.update(f"{it}\n".encode())
+    for value in (
+        *(inductor.get_hash(), functorch_config.get_hash(), torch.__version__),
+        *(partitioner.version(), partitioner.SOLVERS),
+        *(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *(torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        *(_cards(inputs), resident_bytes, settings.budget, settings.key),
+    ):
+        text.update(f"{value!r}\n".encode())
+    return Path(cache_dir()) / "sn_memory" / f"{text.hexdigest()}.json"
+
+
+def _cards(inputs: list[Any]) -> tuple[str, ...]:
+    """Return the names of the cards that tensors lie on: seconds and scratch are theirs."""
+    devices = {it.device for it in inputs if isinstance(it, torch.Tensor)}
+    return tuple(sorted(torch.cuda.get_device_name(it) for it in devices if it.type == "cuda"))
+
+
+def _named(target: Any) -> str:
+    """Return what a node calls, without the address that some functions have in their text."""
+    if isinstance(target, str | torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def _read(path: Path | None) -> CompiledPlan | None:
+    """Return the plan that was kept; None where none was, or it cannot be read."""
+    if path is None or not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        choices = tuple(Choice(**it) for it in data.pop("choices"))
+        share, solver = data.pop("setting") or (None, "")
+        setting = None if share is None else (float(share), str(solver))
+        return CompiledPlan(choices, setting=setting, **data)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.info("the plan kept in %s is not read (%s); it is made anew", path, error)
+        return None
+
+
+def _write(path: Path | None, plan: CompiledPlan) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other processes may read it now.
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(plan), file)
+        Path(name).replace(path)
+    except OSError as error:
+        log.info("the plan is not kept: %s", error)
+        with suppress(OSError, UnboundLocalError):
+            Path(name).unlink()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .program import results_of
+from .partitioner import Partition, results_of
 
 # The tensors among an op's first arguments that it reads from memory, and that Inductor fuses with
 # nothing. What is added to a product may be the buffer of its result, so it is not counted.
@@ -66,52 +66,41 @@ class _Held:
         return sum(size for node, size in self.sizes.items() if node not in resident)
 
 
-def floor_bytes(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    outputs: int,
-    base_bytes: int,
-    called: Iterable[fx.Node],
-) -> tuple[int, str]:
+def floor_bytes(partition: Partition, base_bytes: int) -> tuple[int, str]:
     """Return bytes that every partition of a step holds at some moment, and when that is.
 
     Parameters
     ----------
-    forward, backward
-        The graphs of one partition.
-    outputs
-        How many results of the forward graph go to the caller; they, and the gradients that the
-        caller gives for them, are held until the step ends.
+    partition
+        One of them. What its forward graph returns to the caller, and the gradients that the
+        caller gives for that, are held until the step ends.
     base_bytes
         What is resident: parameters, buffers, inputs.
-    called
-        Nodes that are ops of torch when they run, fused with nothing: of the forward graph, and of
-        the backward graph those that need a gradient.
 
     Returns
     -------
     The bytes, and the name of the node that runs then; empty: the step ends.
     """
-    handed = results_of(forward)[outputs:]
+    forward, backward = partition.forward, partition.backward
+    handed = results_of(forward)[partition.outputs :]
     placeholders = list(backward.graph.find_nodes(op="placeholder"))
     passed = dict(zip(placeholders, handed, strict=False))
     resident = set(forward.graph.find_nodes(op="placeholder"))
-    own = set(called)
     best, what = 0, ""
     always = _Held(passed)
-    for module, results in (
-        (forward, results_of(forward)[:outputs]),
-        (backward, results_of(backward)),
-    ):
-        if module is backward:
-            for given in placeholders[len(handed) :]:
-                always.add(given)
+    for module, results in ((forward, partition.results()), (backward, results_of(backward))):
+        # Of the backward graph what needs a gradient: the rest may run in the forward pass, where
+        # another partition is torch's.
+        late = set(placeholders[len(handed) :]) if module is backward else None
+        for given in late or ():
+            always.add(given)
         for node, needed in _needed_results(module, results):
-            places = _OPERANDS.get(_name(node))
-            if places is None or node not in own:
+            if late is not None and late.intersection(node.all_input_nodes):
+                late.add(node)
+            if not _is_own_kernel(node) or (late is not None and node not in late):
                 continue
             held = always.copy()
-            for it in (*needed, *(node.args[at] for at in places), node):
+            for it in (*needed, *(node.args[at] for at in _OPERANDS[_name(node)]), node):
                 held.add(it)
             if held.bytes(resident) > best:
                 best, what = held.bytes(resident), node.name
@@ -120,6 +109,18 @@ def floor_bytes(
         if always.bytes(resident) > best:
             best, what = always.bytes(resident), ""
     return base_bytes + best, what
+
+
+def _is_own_kernel(node: fx.Node) -> bool:
+    """Whether a node runs as a kernel that Inductor fuses with nothing."""
+    places = _OPERANDS.get(_name(node))
+    if places is None:
+        return False
+    # A product with a row or a column of one element may be a sum inside a fused kernel.
+    operands = [node.args[at] for at in places]
+    return not _name(node).endswith("mm") or all(
+        1 not in it.meta["val"].shape[-2:] for it in operands if isinstance(it, fx.Node)
+    )
 
 
 def _needed_results(

@@ -27,12 +27,12 @@ from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
 # Differences up to here are those of sums taken in another order: some hundred roundings.
-_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
 
 
 # How much further than the model's own step from itself a planned one may be. On CUDA two steps in
 # TF32 that add in any order are as far apart by chance (ResNet-50: 6.1e-3 beside 6.3e-3).
-_NOISE = 4
+NOISE = 4
 
 # How often a step is traced anew with what kernels were seen to do.
 _ROUNDS = 8
@@ -270,9 +270,9 @@ def _judged(
         return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
-    if _NOISE * max(alone.values(), default=0.0) >= different[worst]:
+    if NOISE * max(alone.values(), default=0.0) >= different[worst]:
         return Trial(True, different, remark=f"{says}, as two steps without the plan do")
-    if different[worst] > max(_ROUNDING.get(it.dtype, 0.0) for it in seen):
+    if different[worst] > max(ROUNDING.get(it.dtype, 0.0) for it in seen):
         return Trial(True, different, failure=f"its results are not those of the model: {says}")
     return Trial(True, different, remark=says)
 

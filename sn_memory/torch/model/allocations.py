@@ -26,6 +26,8 @@ class AllocationTracker:
     kernels
         Count what an op takes and gives back by itself as well. Otherwise, as in StorageTracker,
         the sum is looked at when an op has ended, and at each allocation outside of ops.
+    device
+        Whose memory is counted. One apart from the host tells its peak, kernels' too, and no op.
 
     Attributes
     ----------
@@ -33,26 +35,19 @@ class AllocationTracker:
         At the start, when the context was last left, and the most so far.
     peak_op
         The op, or the compiled region, that the peak was reached in.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from sn_memory.torch.model.allocations import AllocationTracker
-    >>> x = torch.zeros(256)
-    >>> with AllocationTracker([x]) as tracker:
-    ...     y = torch.relu(torch.relu(x))
-    >>> tracker.start_bytes, tracker.peak_bytes, tracker.live_bytes
-    (1024, 3072, 2048)
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = (), *, kernels: bool = False) -> None:
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor] = (),
+        *,
+        kernels: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         self._kernels = kernels
-        held = {}
-        for tensor in known:
-            memory = tensor.untyped_storage()
-            held[memory._cdata] = memory.nbytes()
-        self.start_bytes = self.live_bytes = sum(held.values())
-        self.peak_bytes = self.start_bytes
+        self._device = device if device is not None and is_apart(device) else None
+        held = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in known}
+        self.start_bytes = self.live_bytes = self.peak_bytes = sum(held.values())
         self.peak_op = "start"
 
     def meet(self, tensor: torch.Tensor) -> None:
@@ -60,19 +55,33 @@ class AllocationTracker:
         self.live_bytes += tensor.untyped_storage().nbytes()
 
     def __enter__(self) -> AllocationTracker:
+        # What was there before and is let go meanwhile would count as given back by what runs.
+        self._collects = gc.isenabled()
+        gc.disable()
+        if self._device is not None:
+            synchronize(self._device)
+            memory = memory_of(self._device)
+            memory.reset_peak_memory_stats(self._device)
+            self._before = memory.memory_allocated(self._device)
+            return self
         # The older of torch's two profilers: its events are in order, and it writes no lines of its
         # own to standard output.
         kind, more = ProfilerState.CPU, _ExperimentalConfig()
         wanted = ProfilerConfig(kind, False, True, False, False, False, more)
         torch._C._autograd._enable_profiler_legacy(wanted)
-        # What was there before and is let go meanwhile would count as given back by what runs.
-        self._collects = gc.isenabled()
-        gc.disable()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._collects:
             gc.enable()
+        if self._device is not None:
+            synchronize(self._device)
+            memory = memory_of(self._device)
+            most = self.live_bytes + memory.max_memory_allocated(self._device) - self._before
+            self.live_bytes += memory.memory_allocated(self._device) - self._before
+            if most > self.peak_bytes:
+                self.peak_bytes, self.peak_op = most, "the step"
+            return
         for thread in torch._C._autograd._disable_profiler_legacy():
             self._read(thread)
 
@@ -109,20 +118,10 @@ def is_profiled() -> bool:
 
 def measured_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return the scratch of what one run of an op takes, as the device's allocator tells it."""
-    if is_apart(device):
-        synchronize(device)
-        memory = memory_of(device)
-        memory.reset_peak_memory_stats(device)
-        before = memory.memory_allocated(device)
+    with AllocationTracker(kernels=True, device=device) as tracker:
         result = run()
-        left = memory.memory_allocated(device) - before
-        peak = memory.max_memory_allocated(device) - before
-    else:
-        with AllocationTracker(kernels=True) as tracker:
-            result = run()
-        left, peak = tracker.live_bytes, tracker.peak_bytes
     del result
-    return max(0, peak - left)
+    return max(0, tracker.peak_bytes - tracker.live_bytes)
 
 
 # Of ops that reach kernels; autograd's own records have names with colons too.

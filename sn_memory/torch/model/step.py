@@ -126,7 +126,7 @@ def run_step(
     accumulate
         Gradients of parameters are there from the start: zeros.
     by_allocator
-        Ask the CPU's allocator, which sees the buffers of compiled code as well.
+        Ask the device's allocator, which sees the buffers of compiled code as well.
     heard, scratch
         As in StorageTracker.
     kernels
@@ -147,7 +147,7 @@ def run_step(
     there = [*model.parameters(), *model.buffers(), *inputs, *known]
     tracker: StorageTracker | AllocationTracker
     if by_allocator or (kernels and not is_profiled()):
-        tracker = AllocationTracker(there, kernels=kernels)
+        tracker = AllocationTracker(there, kernels=kernels, device=device)
     else:
         tracker = StorageTracker(
             there,

@@ -1,7 +1,7 @@
 """Policies for a step that torch.compile makes: what is promised is what Inductor's kernels hold.
 
 Fused kernels make fewer values than eager ops do, so the eager peak is too high a promise. Results
-are chosen by the eager step, as ever, and each choice is lowered without compiling a kernel; where
+are chosen by the eager step, as ever, and each choice is compiled and run once; where
 that holds more or less than was asked for, it is chosen anew with so much less or more.
 """
 
@@ -18,7 +18,7 @@ from ...base.progress import say
 from .choose import Chooser, Found
 from .predict import Selection
 
-# Choices that are lowered for one budget and one cut.
+# Choices that are measured for one budget and one cut.
 _TRIES = 4
 # So near below the budget a choice is near enough.
 _NEAR = 0.01
@@ -61,13 +61,13 @@ class CompiledPeaks:
         wrapped: Callable[[torch.nn.Module, Selection], torch.nn.Module],
     ) -> None:
         self.model, self.arguments, self.held, self.wrapped = model, arguments, held, wrapped
-        self.lowered = 0
+        self.measured = 0
         self.whole = self.of({}) - held
 
     def of(self, selection: Selection) -> int:
-        """Return the peak with a selection; it is lowered for it."""
-        self.lowered += 1
-        say("lower", self.lowered, self.lowered + 1)
+        """Return the peak with a selection; it is compiled and run for it."""
+        self.measured += 1
+        say("compile", self.measured, self.measured + 1)
         made = self.wrapped(shell(self.model), selection)
         # Not before it is asked for: torch.compile takes seconds to import.
         dry_run: Any = importlib.import_module(".dry_run", __package__)
@@ -81,7 +81,7 @@ class CompiledPeaks:
     def within(self, chooser: Chooser, nothing: Found, budget_bytes: int) -> Found | None:
         """Return the quickest choice found whose compiled step keeps a budget.
 
-        nothing : what is held when nothing is saved, lowered
+        nothing : what is held when nothing is saved, measured
         budget_bytes : without `held`
         """
         if nothing.step.peak_bytes > budget_bytes:
@@ -99,13 +99,13 @@ class CompiledPeaks:
             eager = chooser.within(asked)
             if eager is None:
                 break
-            lowered = self.found(chooser, eager)
-            over = lowered.step.peak_bytes - budget_bytes
+            measured = self.found(chooser, eager)
+            over = measured.step.peak_bytes - budget_bytes
             if over <= 0:
                 low = max(low, asked)
-                if lowered.rerun_s < best.rerun_s:
-                    best = lowered
-                if -over <= _NEAR * budget_bytes or not lowered.rerun_s:
+                if measured.rerun_s < best.rerun_s:
+                    best = measured
+                if -over <= _NEAR * budget_bytes or not measured.rerun_s:
                     break
             else:
                 high = min(high, asked)

@@ -1,4 +1,4 @@
-"""What a step holds at most when Inductor has compiled it; nothing is compiled or run for it."""
+"""What a step holds at most when torch.compile has compiled it: compiled, and run once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from ...cost.devices import NOMINAL
-from ...graph.graph import Graph
-from ...graph.records import Storage
-from ...plan.plan import Plan
 from ..compile.backend import Ready, storage_bytes, until_ready
 from ..errors import TraceError
 from ..model.step import tensors
-
-
-def _never(graph: Graph, budget_bytes: int) -> Plan:
-    raise AssertionError("a budget without bound was planned for")
 
 
 def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
@@ -27,37 +19,30 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     Parameters
     ----------
     model
-        On the CPU. It is traced, not run; checkpoints in it are honoured.
+        It is compiled and run once, and stays as it is; checkpoints in it are honoured.
     arguments
         Positional and by keyword: real tensors.
 
     Raises
     ------
     TraceError
-        If torch.compile breaks the model into several graphs, if no gradient is wanted, or if it
-        is not on the CPU.
+        If torch.compile breaks the model into several graphs, or if no gradient is wanted.
     """
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
-    if any(it.device.type != "cpu" for it in known):
-        raise TraceError(
-            "what a compiled step holds is known on the CPU alone: what a kernel reads and writes "
-            "is read in its C++ text. Plan for the eager step, which holds no less."
-        )
     # Not before it is asked for: it needs torch's hooks of 2.13.
-    inductor: Any = importlib.import_module("..compile.inductor", __package__)
-
+    search: Any = importlib.import_module("..compile.search", __package__)
     peaks: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        unused = storage_bytes(known) - storage_bytes(tensors(list(inputs)))
-        extra = (Storage("unused", unused, "state"),) if unused > 0 else ()
-        asked = inductor.Asked(_never, 1 << 62, False, NOMINAL, extra, None, type(model).__name__)
+        inputs = list(inputs)
+        unused = storage_bytes(known) - storage_bytes(tensors(inputs))
+        request = search.Request(1 << 62, max(0, unused), False, False, ())
         # As users call backward: outside of the `with torch.autocast` of the forward pass.
         with functorch_config.patch(backward_pass_autocast="off"):
-            found = inductor.planned(module, list(inputs), asked)
-        if found:
-            peaks.append(found[0].plan.peak_bytes)
+            found = search.Search(module, inputs, request)
+        if found.plain is not None:
+            peaks.append(found.peak_bytes(found.plain))
 
         def ready(*_: Any) -> Any:
             raise Ready

@@ -168,7 +168,7 @@ def checkpoint_policy(
     budget
         The most live bytes of a step: a number, "6GiB", or "60%" of the peak without a policy.
         Parameters, gradients, the input and kernels' scratch count, the latter measured with
-        `profile`, else by an upper rule, and not with `compiled`. The generator's state that torch
+        `profile` or `compiled`, else by an upper rule. The generator's state that torch
         keeps for each block does not count: 5 KB on the CPU.
     blocks
         Paths, classes or modules that may run again, none within another. None takes the rows
@@ -178,7 +178,7 @@ def checkpoint_policy(
         As in `trace`.
     compiled
         The budget is of the step that torch.compile makes, which holds less than the eager one.
-        Its kernels are lowered for up to five choices, none is compiled. On the CPU.
+        It is compiled and run once for up to six choices.
 
     Raises
     ------

@@ -1,0 +1,117 @@
+"""Compiled steps, run on the inputs that are there: what each computes, holds, and takes.
+
+A step is run as training runs it, on tensors that share the memory of parameters but are none, so
+that no gradient and no hook of the model is met. What the step writes to is handed over as a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..target.accelerator import synchronize
+from ..model.allocations import AllocationTracker
+from ..model.step import chance_put_back
+from ..trace.op_seconds import clock_of
+from .partitioner import Run
+
+# Rounds that are timed; fewer once so many seconds are spent. With seven, of two steps of 27 ms on
+# a busy machine the one that takes 2 % longer was taken.
+ROUNDS = 30
+_MOST_S = 10.0
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Results of a step by name, its peak, and what was running then."""
+
+    results: dict[str, torch.Tensor | None]
+    peak_bytes: int
+    peak_op: str
+
+
+def measured_step(run: Run, inputs: Sequence[Any]) -> MeasuredStep:
+    """Run a step once, always with the same random numbers, and count what it holds.
+
+    Parameters
+    ----------
+    run
+        A compiled forward pass.
+    inputs
+        Parameters, buffers and inputs, as a back end is given them: real ones. They count.
+    """
+    with _apart():
+        torch.manual_seed(0)
+        given = _given(inputs)
+        known = [it for it in given if isinstance(it, torch.Tensor)]
+        tracker = AllocationTracker(known, kernels=True, device=device_of(inputs))
+        with tracker:
+            outputs = _step(run, given)
+        results = {f"output {place}": it.detach() for place, it in enumerate(outputs)}
+        for place, it in enumerate(given):
+            if isinstance(it, torch.Tensor):
+                name = f"gradient of {place}" if it.requires_grad else f"buffer {place}"
+                results[name] = it.grad if it.requires_grad else it
+    return MeasuredStep(results, tracker.peak_bytes, tracker.peak_op)
+
+
+def step_seconds(runs: Sequence[Run], inputs: Sequence[Any], *, rounds: int) -> list[float]:
+    """Return the least seconds that a step of each took, of rounds in which they alternate.
+
+    runs, inputs : as in `measured_step`
+    rounds : how many count, behind one that does not
+    """
+    device = device_of(inputs)
+    clock = clock_of(device)
+    least = [float("inf")] * len(runs)
+    began = time.perf_counter()
+    with _apart():
+        for number in range(rounds + 1):
+            for at, run in enumerate(runs):
+                given = _given(inputs)
+                synchronize(device)
+                start = clock()
+                _step(run, given)
+                synchronize(device)
+                if number:
+                    least[at] = min(least[at], clock() - start)
+            if number and time.perf_counter() - began > _MOST_S:
+                break
+    return least
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """Return where a step runs: where its first tensor is."""
+    return next(it.device for it in inputs if isinstance(it, torch.Tensor))
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    # torch.compile calls a back end under fake tensors.
+    with _disable_current_modes(), chance_put_back(), torch.enable_grad():
+        yield
+
+
+def _given(inputs: Sequence[Any]) -> list[Any]:
+    # Statistics of batch norms are written to; what needs a gradient is not.
+    return [
+        it.detach().requires_grad_()
+        if isinstance(it, torch.Tensor) and it.requires_grad
+        else it.detach().clone()
+        if isinstance(it, torch.Tensor)
+        else it
+        for it in inputs
+    ]
+
+
+def _step(run: Run, given: Sequence[Any]) -> list[torch.Tensor]:
+    outputs = [it for it in run(*given) if isinstance(it, torch.Tensor)]
+    ends = [it for it in outputs if it.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(it) for it in ends])
+    return outputs

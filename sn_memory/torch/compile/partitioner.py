@@ -1,0 +1,227 @@
+"""torch's own partitions of a joint graph, one for each setting of its memory budget.
+
+`activation_memory_budget` caps what is saved between the passes, as a share of what torch saves by
+itself, and a knapsack solver says what is saved within it. torch computes the rest again in the
+backward pass, random numbers included, and those are then others than in the forward pass (pytorch
+issue 190758). So each node that draws is marked as one to save before torch cuts the graph, and a
+budget of 0, which heeds no mark, is never asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+with warnings.catch_warnings():
+    # torch's own modules use what torch has deprecated.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# What torch.compile's back ends return: it takes their inputs, and returns a list of outputs.
+Run = Callable[..., Any]
+
+# `ilp` needs SciPy, and is often the better one (benchmarks/compiled_peaks.py).
+SOLVERS = (*(("ilp",) if importlib.util.find_spec("scipy") else ()), "dp", "greedy")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of torch's memory budget: a share of what it saves by itself, and a solver."""
+
+    share: float
+    solver: str
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"got a budget of {self.share}, expected one between 0 and 1.")
+
+    def __str__(self) -> str:
+        return f"activation_memory_budget={self.share:g}, solver {self.solver}"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The two graphs that a joint graph is cut into.
+
+    Parameters
+    ----------
+    forward, backward
+        The graphs.
+    outputs
+        How many results of the forward graph go to the caller; the others are saved.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    outputs: int
+
+    def results(self) -> list[Any]:
+        """Return what the forward graph returns to the caller."""
+        return results_of(self.forward)[: self.outputs]
+
+    def saved(self) -> dict[str, int]:
+        """Return what is saved for the backward pass, parameters and inputs aside, with bytes."""
+        return {
+            it.name: it.meta["val"].nbytes
+            for it in results_of(self.forward)[self.outputs :]
+            if it.op != "placeholder" and isinstance(it.meta.get("val"), torch.Tensor)
+        }
+
+
+class BudgetPartitioner(CustomPartitionerFn):
+    """Cuts a joint graph by a setting. torch's caches hash it by `uuid`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph."""
+        return partitioned(gm, joint_inputs, told, self.setting)
+
+    def uuid(self) -> str:
+        """Return a hash of the setting and of how it is carried out."""
+        return hashlib.sha256(f"{self.setting} {version()}".encode()).hexdigest()
+
+
+class JointRecorder(CustomPartitionerFn):
+    """Cuts a joint graph as torch does by itself, and keeps the graph.
+
+    Attributes
+    ----------
+    plain
+        torch's own partition; None until torch.compile has asked for one.
+    """
+
+    def __init__(self) -> None:
+        self.plain: Partition | None = None
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph."""
+        self._joint, self._inputs, self._told = copied(gm), joint_inputs, told
+        forward, backward = partitioned(gm, joint_inputs, told, None)
+        self.plain = Partition(copied(forward), copied(backward), told["num_fwd_outputs"])
+        return forward, backward
+
+    def __deepcopy__(self, _: Any) -> JointRecorder:
+        # Inductor copies its configuration, this among it.
+        return self
+
+    def uuid(self) -> None:
+        """Return None: torch's caches would keep what was compiled, but not the joint graph."""
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the types of all values of the joint graph."""
+        values = (it.meta.get("val") for it in self._joint.graph.nodes)
+        return {it.dtype for it in values if isinstance(it, torch.Tensor)}
+
+    def partition(self, setting: Setting) -> Partition:
+        """Return the partition of another setting."""
+        made = partitioned(copied(self._joint), self._inputs, self._told, setting)
+        return Partition(*made, self._told["num_fwd_outputs"])
+
+
+def partitioned(
+    joint: fx.GraphModule, inputs: Any, told: dict[str, Any], setting: Setting | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return torch's partition, with a memory budget where a setting is given."""
+    if setting is None:
+        return min_cut_rematerialization_partition(joint, inputs, **told)
+    mark_unrepeatable(joint)
+    with functorch_config.patch(
+        activation_memory_budget=setting.share,
+        activation_memory_budget_solver=setting.solver,
+    ):
+        return min_cut_rematerialization_partition(joint, inputs, **told)
+
+
+def compile_step(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    partitioner: CustomPartitionerFn | None,
+    *,
+    apart: bool = True,
+) -> Run:
+    """Compile a traced model.
+
+    apart : from the compilation that is under way, to be run and measured. What follows upon it is
+        compiled without Inductor's assertions, 190 calls in a U-Net's step: that sizes and strides
+        are as told was seen when it was measured, and does not change from step to step.
+    """
+    patches: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
+    if partitioner is not None and not apart:
+        patches |= {"size_asserts": False, "alignment_asserts": False}
+    context = torch._guards.TracingContext.get()
+    # The backward graph is compiled now as well: what fails is told when planning. What was
+    # compiled before would be found without the joint graph that a recorder waits for.
+    settings = {"force_non_lazy_backward_lowering": True}
+    if isinstance(partitioner, JointRecorder):
+        settings["enable_autograd_cache"] = False
+    with functorch_config.patch(**settings):
+        if not apart:
+            return compile_fx(module, inputs, config_patches=patches)  # type: ignore[arg-type]
+        with torch._guards.tracing(copy.copy(context)):
+            return compile_fx(copied(module), inputs, config_patches=patches)  # type: ignore[arg-type]
+
+
+def mark_unrepeatable(joint: fx.GraphModule) -> None:
+    """Mark what computes something else when it runs again as what is to be saved.
+
+    That is what draws random numbers, and what reads an input that the forward pass overwrites.
+    Of Inductor's own random numbers only the seeds are drawn; what is made of a seed is the same.
+    """
+    write = torch.ops.aten.copy_.default
+    writes = list(joint.graph.find_nodes(op="call_function", target=write))
+    written = {it.args[0] for it in writes}
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node in writes:
+            continue
+        draws = isinstance(node.target, torch._ops.OpOverload) and (
+            torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+        if draws or written.intersection(node.all_input_nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph of its own; fake tensors stay the same, or two copies were two storages."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        made = here[node] = graph.node_copy(node, here.__getitem__)
+        made.meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            made._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    result = fx.GraphModule(module, graph)
+    result.meta = dict(module.meta)
+    # By these AOTAutograd knows parameters from inputs, which torch's partition depends on.
+    if hasattr(module, "_param_name_to_source"):
+        result._param_name_to_source = module._param_name_to_source
+    return result
+
+
+def results_of(module: fx.GraphModule) -> list[Any]:
+    """Return what a graph returns."""
+    return list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def version() -> str:
+    """Return a hash of this package's part in what is compiled."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(it.read_bytes() for it in files)).hexdigest()

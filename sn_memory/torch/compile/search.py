@@ -1,0 +1,328 @@
+"""Which of torch's own partitions of a step is taken: the fastest that was measured in a budget.
+
+What a compiled step holds is known when it has run: fusion decides which values are in memory, the
+order of kernels when, and neither is what the solver of a memory budget counts. A smaller share
+may hold more (pytorch issue 197838), and a solver may save what it said it would not (197871). So
+each candidate is compiled and run once. It counts only if it computes what the plain compiled step
+does, and holds no more than the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...base.clock import counts_work, stage
+from ...base.progress import say
+from ...base.sizes import parse_bytes, show_bytes
+from ...plan.plan import BudgetError, budget_line, percent_kept
+from ...run.measured_choice import Choice
+from ..target.accelerator import is_apart
+from ..eager.trial import NOISE, ROUNDING
+from ..model.compare import Results, differences
+from ..model.step import tensors
+from .backend import CompiledPlan, storage_bytes
+from .floor import floor_bytes
+from .measure import ROUNDS, MeasuredStep, measured_step, step_seconds
+from .partitioner import (
+    SOLVERS,
+    BudgetPartitioner,
+    JointRecorder,
+    Partition,
+    Run,
+    Setting,
+    compile_step,
+)
+
+log = logging.getLogger(__name__)
+
+# Shares are spread before any is halved in, as the peak does not always grow with the share: a
+# U-Net holds 9.3 MiB at 0.7 and 10.4 at 0.5. The first keeps some budget soonest, should seconds
+# run out.
+_GRID = (0.5, 0.7, 0.3, 0.9, 0.1)
+# How often what lies between the largest share that keeps the budget and the next is halved in;
+# with another solver it is done near to where that ended.
+_HALVED = 3
+_NEAR_SHARE = 1 / 8
+# These are tried where nothing else keeps the budget.
+_LAST_SHARES = (0.2, 0.05, 0.8, 0.6, 0.4, 0.02)
+# These are measured for the smallest budget that a refusal names.
+_LEAST_SHARES = (0.1, 0.05, 0.02)
+# With fewer seconds left, what keeps the budget is taken as it is.
+_LEAST_S = 5.0
+# Products in TF32 round as 16-bit floats do.
+_TF32 = ROUNDING[torch.float16]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a search.
+
+    Parameters
+    ----------
+    budget
+        The most bytes, or a share of the plain compiled step's peak.
+    resident_bytes
+        What is there beside the tensors that the step is given.
+    timed
+        Whether steps are timed. Else the one that saves most is taken, which computes least again.
+    recompute
+        Whether anything may be computed again.
+    known
+        Settings that kept the budget on other inputs: the first that does is taken, untimed.
+    """
+
+    budget: float | str
+    resident_bytes: int
+    timed: bool
+    recompute: bool
+    known: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition that was compiled and run; the setting is None for torch's own."""
+
+    setting: Setting | None
+    partition: Partition
+    run: Run
+    step: MeasuredStep
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that are saved for the backward pass."""
+        return sum(self.partition.saved().values())
+
+
+class Search:
+    """A search for one traced model.
+
+    Parameters
+    ----------
+    module, inputs
+        As torch.compile hands them to a back end.
+    request
+        What is asked for.
+
+    Attributes
+    ----------
+    plain
+        The step as torch compiles it by itself; None where there is nothing to differentiate.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Request) -> None:
+        self.module, self.inputs, self.request = module, inputs, request
+        self.recorder = JointRecorder()
+        say("compile", 0, 1)
+        with stage():
+            run = compile_step(module, inputs, self.recorder)
+        self.plain: Candidate | None = None
+        self.known_bytes = storage_bytes(tensors(inputs)) + request.resident_bytes
+        self._partitions: dict[Setting, Partition] = {}
+        # By what is saved; None where a partition does not run, or computes something else.
+        self._by_saved: dict[tuple[str, ...], Candidate | None] = {}
+        if self.recorder.plain is None:
+            return
+        step = measured_step(run, inputs)
+        self.expected = step.results
+        self.rounding = self._rounding(measured_step(run, inputs).results)
+        self.plain = Candidate(None, self.recorder.plain, run, replace(step, results={}))
+        self._by_saved[tuple(self.recorder.plain.saved())] = self.plain
+
+    def _rounding(self, again: Results) -> float:
+        """Return how far apart steps may be that compute the same in another order.
+
+        again : of the plain step once more; kernels that add in any order differ from run to run
+        """
+        noise = max(differences(self.expected, again).values(), default=0.0)
+        found = [NOISE * noise, *(ROUNDING.get(it, 0.0) for it in self.recorder.dtypes())]
+        on_card = any(is_apart(it.device) for it in tensors(self.inputs))
+        if on_card and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
+            found.append(_TF32)
+        return max(found)
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Return the peak of a candidate with all that is resident beside it."""
+        return candidate.step.peak_bytes + self.request.resident_bytes
+
+    def best(self) -> CompiledPlan:
+        """Return the plan: the fastest candidate that was measured to keep the budget.
+
+        Raises
+        ------
+        BudgetError
+            If no candidate keeps the budget.
+        """
+        assert self.plain is not None
+        allowed = parse_bytes(self.request.budget, whole=self.peak_bytes(self.plain))
+        if self.peak_bytes(self.plain) <= allowed:
+            return self.plan(self.plain, allowed, (0.0, 0.0))
+        for known in self.request.known:
+            found = self.candidate(known, allowed)
+            if found is not None and self.peak_bytes(found) <= allowed:
+                return self.plan(found, allowed, (0.0, 0.0))
+        kept = self.within(allowed) if self.request.recompute else []
+        if not kept:
+            raise self.refusal(allowed)
+        kept.sort(key=lambda it: (-it.saved_bytes, it.step.peak_bytes))
+        chosen, seconds = kept[0], (0.0, 0.0)
+        if self.request.timed and not counts_work():
+            say("time steps", 0, 1)
+            with stage():
+                runs = [self.plain.run, *(it.run for it in kept)]
+                plain_s, *took = step_seconds(runs, self.inputs, rounds=ROUNDS)
+            for it, step_s in zip(kept, took, strict=True):
+                log.info(
+                    "%s takes %.2e s, torch's own partition %.2e s", it.setting, step_s, plain_s
+                )
+            fastest = min(range(len(kept)), key=took.__getitem__)
+            chosen, seconds = kept[fastest], (took[fastest], plain_s)
+        return self.plan(chosen, allowed, seconds)
+
+    def within(self, allowed: int) -> list[Candidate]:
+        """Return candidates that keep a budget, each partition once."""
+        kept: dict[int, Candidate] = {}
+        for setting in self.settings(allowed):
+            found = self.candidate(setting, allowed)
+            if found is not None and self.peak_bytes(found) <= allowed:
+                kept[id(found)] = found
+            if kept and _is_late():
+                break
+        return list(kept.values())
+
+    def settings(self, allowed: int) -> Iterator[Setting]:
+        """Yield the settings that are tried for a budget, in turn, as earlier ones turned out."""
+        first, *more = SOLVERS
+        best = yield from self._spread(first, allowed)
+        if best:
+            higher = min((it for it in _GRID if it > best), default=1.0)
+            best = yield from self._halved(first, best, higher, allowed)
+        for solver in more:
+            if best:
+                low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
+                yield from self._halved(solver, low, high, allowed)
+            else:
+                best = yield from self._spread(solver, allowed)
+        if not best:
+            for share in _LAST_SHARES:
+                yield Setting(share, first)
+                if self._keeps(Setting(share, first), allowed):
+                    return
+
+    def _spread(self, solver: str, allowed: int) -> Generator[Setting, None, float]:
+        """Yield settings of shares all over; return the largest share that keeps the budget."""
+        best = 0.0
+        for share in _GRID:
+            setting = Setting(share, solver)
+            yield setting
+            if self._keeps(setting, allowed):
+                best = max(best, share)
+        return best
+
+    def _halved(
+        self, solver: str, low: float, high: float, allowed: int
+    ) -> Generator[Setting, None, float]:
+        """Yield settings between two shares; return the largest share that keeps the budget."""
+        for _ in range(_HALVED):
+            setting = Setting((low + high) / 2, solver)
+            yield setting
+            if self._keeps(setting, allowed):
+                low = setting.share
+            else:
+                high = setting.share
+        return low
+
+    def _keeps(self, setting: Setting, allowed: int) -> bool:
+        found = self.candidate(setting, allowed)
+        return found is not None and self.peak_bytes(found) <= allowed
+
+    def candidate(self, setting: Setting, allowed: int) -> Candidate | None:
+        """Return the partition of a setting, measured; each partition is, once.
+
+        None where it cannot keep the budget, as all that is saved is there at once; where it has
+        no room to run; and where it does not compute what the plain step does.
+        """
+        if setting not in self._partitions:
+            with stage():
+                self._partitions[setting] = self.recorder.partition(setting)
+        saved = self._partitions[setting].saved()
+        key, least = tuple(saved), self.known_bytes + sum(saved.values())
+        if key not in self._by_saved and least <= allowed:
+            say("compile", len(self._by_saved), len(self._by_saved) + 1)
+            with stage():
+                self._by_saved[key] = self._measured(setting)
+        return self._by_saved.get(key)
+
+    def _measured(self, setting: Setting) -> Candidate | None:
+        try:
+            run = compile_step(self.module, self.inputs, BudgetPartitioner(setting))
+            step = measured_step(run, self.inputs)
+        except torch.OutOfMemoryError as error:
+            log.info("%s has no room to run: %s", setting, error)
+            return None
+        apart = differences(self.expected, step.results)
+        worst = max(apart, key=lambda name: apart[name], default="")
+        if worst and apart[worst] > self.rounding:
+            log.warning(
+                "%s computes something else than the plain compiled step (%s by %.1e); left out",
+                *(setting, worst, apart[worst]),
+            )
+            return None
+        log.info("%s holds %s", setting, show_bytes(step.peak_bytes))
+        return Candidate(setting, self._partitions[setting], run, replace(step, results={}))
+
+    def plan(self, chosen: Candidate, allowed: int, seconds: tuple[float, float]) -> CompiledPlan:
+        """Return the plan of a candidate; seconds are its step's and the plain one's."""
+        assert self.plain is not None
+        saved = chosen.partition.saved()
+        choices = tuple(
+            Choice(name, "keep" if name in saved else "recompute", size, 0.0)
+            for name, size in self.plain.partition.saved().items()
+        )
+        setting = chosen.setting
+        return CompiledPlan(
+            choices=choices,
+            budget_bytes=allowed,
+            peak_bytes=self.peak_bytes(chosen),
+            baseline_peak_bytes=self.peak_bytes(self.plain),
+            seconds=seconds[0],
+            baseline_seconds=seconds[1],
+            peak_op=chosen.step.peak_op,
+            setting=None if setting is None else (setting.share, setting.solver),
+        )
+
+    def refusal(self, allowed: int) -> BudgetError:
+        """Return the error that no candidate keeps a budget."""
+        assert self.plain is not None
+        if self.request.recompute:
+            # Some that save least may not have been compiled, as even they save more than that.
+            for share in _LEAST_SHARES:
+                self.candidate(Setting(share, SOLVERS[0]), 1 << 62)
+        tried = [it for it in self._by_saved.values() if it is not None]
+        nearest = min(tried, key=self.peak_bytes)
+        found, op = self.peak_bytes(nearest), nearest.step.peak_op
+        percent = percent_kept(found, self.peak_bytes(self.plain))
+        hint = f', "{percent}%" of the compiled step without a plan' if percent else ""
+        floor, working = floor_bytes(self.plain.partition, self.known_bytes)
+        why = f"what {working!r} works on" if working else "what it ends with"
+        return BudgetError(
+            f"the compiled step needs {show_bytes(found)}, set by {op!r}; no plan of it can go "
+            f"below {show_bytes(floor)}, {why}. The {budget_line(allowed, found)}. The nearest "
+            f"that was found is {found} bytes{hint}. Raise the budget, make the batch smaller, or "
+            "plan with backend='graph', which may also move the order of calls.",
+            peak_bytes=found,
+            budget_bytes=allowed,
+            op=op,
+            floor_bytes=floor,
+            percent=percent,
+        )
+
+
+def _is_late() -> bool:
+    with stage() as left_s:
+        return left_s < _LEAST_S and not counts_work()
