@@ -32,9 +32,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
-    "tensorflow": (("tensorflow",), 6185, 4200),
+    "tensorflow": (("tensorflow",), 6187, 4200),
 }
-TOTAL = (47_400, 28_000)
+TOTAL = (47_402, 28_000)
 MOST_FILES = (279, 170)
 
 
