@@ -166,7 +166,9 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
 
             seconds = _best(work)
             with tf.profiler.experimental.Trace(mark):
-                work()
+                # Held beyond the mark: what is given back in it counts as workspace.
+                result = work()
+            del result
             return seconds
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
         log.info("%s could not be timed (%s); a roofline stands in", op.type, error)

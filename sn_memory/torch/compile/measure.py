@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..target.accelerator import synchronize
 from ..model.allocations import AllocationTracker
 from ..model.step import chance_put_back
+from ..target.accelerator import synchronize
 from ..trace.op_seconds import clock_of
 from .partitioner import Run
 

@@ -22,10 +22,10 @@ from ...base.progress import say
 from ...base.sizes import parse_bytes, show_bytes
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
-from ..target.accelerator import is_apart
 from ..eager.trial import NOISE, ROUNDING
 from ..model.compare import Results, differences
 from ..model.step import tensors
+from ..target.accelerator import is_apart
 from .backend import CompiledPlan, storage_bytes
 from .floor import floor_bytes
 from .measure import ROUNDS, MeasuredStep, measured_step, step_seconds
