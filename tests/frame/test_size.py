@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: compile": (("torch/compile",), 1255, 700),
     "torch: policy": (("torch/policy",), 1350, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
-    "torch: activations": (("torch/activations", "torch/compress"), 1051, 1200),
+    "torch: activations": (("torch/activations",), 1051, 1200),
     "tensorflow": (("tensorflow",), 5941, 4200),
 }
 TOTAL = (42_592, 28_000)
