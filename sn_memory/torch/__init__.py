@@ -13,6 +13,8 @@ from .activations.compress import CompressedActivations, Peaks, Saved, compress_
 from .device.placing import placing_statistics, use_placing_allocator
 from .errors import ReplayError, TraceError
 from .estimate import estimate
+from .host.buffers import PinnedState
+from .host.files import HostState
 from .loss.compiled import ChunkedLossBackend
 from .loss.function import chunked_cross_entropy
 from .loss.model import chunk_loss
@@ -20,8 +22,6 @@ from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .state.files import HostState
-from .state.pinned import PinnedState
 from .trace.trace import Trace, trace
 from .verify import verify
 

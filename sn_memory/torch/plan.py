@@ -34,6 +34,7 @@ from .compile.backend import COMPILERS
 from .elsewhere.gpu import gpu_of
 from .elsewhere.limit import limit_budget
 from .errors import TraceError
+from .host.buffers import StateBuffers
 from .loss_chunks import with_loss_chunks
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
@@ -54,9 +55,7 @@ from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
 from .planning import Made, Planning, looked_at
-from .state.arena import StateArena
-from .state.arenas import arena_for
-from .state.model_state import ModelState
+from .state.model_state import ModelState, host_buffers_for
 from .trace.convolutions import Measure
 from .trace.trace import call_arguments
 
@@ -85,7 +84,7 @@ def plan(
     trial: bool = True,
     accumulate: bool = False,
     loss_chunks: int | str | None = None,
-    state: str | os.PathLike[str] | StateArena | None = None,
+    state: str | os.PathLike[str] | StateBuffers | None = None,
     update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
@@ -290,8 +289,8 @@ def plan(
     )
     planning = replace(planning, budget=budget)
     if state is not None:
-        arena = arena_for(plain_model(model), state)
-        held = ModelState(plain_model(model), optimizer, arena, update)
+        buffers = host_buffers_for(plain_model(model), state)
+        held = ModelState(plain_model(model), optimizer, buffers, update)
         planning = replace(planning, state=held)
     noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.

@@ -128,6 +128,7 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.compress",),
     ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),
+    ("sn_memory.torch.host",),
     ("sn_memory.torch.eager",),
     ("sn_memory.torch.state",),
     ("sn_memory.torch.compile",),

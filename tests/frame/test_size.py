@@ -26,8 +26,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
     "torch: trace": (("torch/trace",), 3853, 2300),
-    "torch: eager": (("torch/eager",), 2469, 1500),
-    "torch: host": (("torch/state",), 1841, 1300),
+    "torch: eager": (("torch/eager",), 2213, 1500),
+    "torch: host": (("torch/host", "torch/state"), 1816, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: loss": (("torch/loss",), 911, 0),
     "tensorflow": (("tensorflow",), 6927, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (49_696, 28_000)
+MOST_FILES = (330, 170)
 
 
 def lines(path: Path) -> int:

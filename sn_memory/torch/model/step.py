@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device.accelerator import in_use, now
-from ..device.resting import working_device
+from ..device.host_resident import working_device
 from .allocations import AllocationTracker, is_profiled
 from .guard import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks

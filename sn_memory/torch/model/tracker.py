@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ...graph.numbers import rounded
-from ..device.resting import asked_for_device
+from ..device.host_resident import asked_for_device
 from .sharded import pieces
 
 # Of a call: its overload, its arguments by place and by name, and its results.

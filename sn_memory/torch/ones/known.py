@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..device.resting import asked_for_device
+from ..device.host_resident import asked_for_device
 from .values import COMPUTED, MOST_KNOWN, may_be_known
 
 

@@ -27,7 +27,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..device.resting import working_device
+from ..device.host_resident import working_device
 from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import (

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..device.resting import asked_for_device
+from ..device.host_resident import asked_for_device
 from ..errors import TraceError
 from ..model.marks import written_to
 
