@@ -134,9 +134,9 @@ class _Writer:
 
     def function(self) -> Function:
         source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
-        made: dict[str, Function] = {}
-        exec(compile(source, "<planned step>", "exec"), self.names.values, made)
-        return made["run"]
+        namespace: dict[str, Function] = {}
+        exec(compile(source, "<planned step>", "exec"), self.names.values, namespace)
+        return namespace["run"]
 
     def free(self, row: list[FreeStorage]) -> None:
         self.lines.append(" = ".join([*(f"h[{it.storage}]" for it in row), "None"]))
@@ -145,9 +145,9 @@ class _Writer:
         # Of an overload, what its own __call__ calls.
         target = it.target._op if isinstance(it.target, OpOverload) else it.target
         args, kwargs = tree_unflatten(it.arguments, it.call.spec)
-        given = [self.argument(arg) for arg in args]
-        given += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
-        call = f"{self.name('f', target)}({', '.join(given)})"
+        arguments = [self.argument(arg) for arg in args]
+        arguments += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
+        call = f"{self.name('f', target)}({', '.join(arguments)})"
         device = self.name("c", it.device) if it.replayed else ""
         if it.replayed and it.again:
             self.lines.append(f"now = chance({device})")

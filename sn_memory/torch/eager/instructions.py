@@ -326,10 +326,10 @@ def _as_traced(
             form_of(it, -1) if isinstance(it, torch.Tensor) else None for it in flat
         )
         if tensor.size() == view.size:
-            made = torch.empty_strided(
+            copy = torch.empty_strided(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
-            return made.copy_(tensor)
+            return copy.copy_(tensor)
     got = (
         "nothing"
         if tensor is None

@@ -161,7 +161,7 @@ class _Builder:
         self.leaves = len(self.trained)
         # Calls that are autograd's: they add a gradient to one that is there.
         self.sums = set(captured.summed.values())
-        self.ready_at = self.ready()
+        self.ready_at = self.gradients_ready()
         # Storages on the host, and those that are being copied without an instruction that waits.
         self.away: set[int] = set()
         self.pending: set[int] = set()
@@ -181,7 +181,7 @@ class _Builder:
         outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
         outside |= {view.storage for view in self.captured.output_gradients}
         # Gradients whose sum comes next: they go with their section, not before.
-        added: set[int] = set()
+        summed: set[int] = set()
         changeable = outside | set(self.captured.recording.given)
         waiting: set[int] = set()
         for at, (kind, target, way) in enumerate(self.plan.actions):
@@ -198,8 +198,8 @@ class _Builder:
             elif copied is not None:
                 current += self.update_op(target, copied)
             elif kind == "run" and self.named.call_of[target] in self.sums:
-                added |= set(self.calls[self.named.call_of[target]].reads)
-            elif kind == "free" and self.named.storage_of[target] in added:
+                summed |= set(self.calls[self.named.call_of[target]].reads)
+            elif kind == "free" and self.named.storage_of[target] in summed:
                 pass
             elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
@@ -263,7 +263,7 @@ class _Builder:
             storages,
         )
 
-    def ready(self) -> dict[int, Ready]:
+    def gradients_ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
         read: dict[int, int] = {}
@@ -284,28 +284,28 @@ class _Builder:
                 }
             else:
                 last[self.named.storage_of[target]] = at
-        found: dict[int, Ready] = {}
+        ready: dict[int, Ready] = {}
         of_others = [(at, None) for at in self.captured.of_others if at < self.leaves]
         if of_others:
-            found[-1] = [*of_others]
+            ready[-1] = [*of_others]
         for place, (name, view) in enumerate(self.captured.gradients):
             if view is not None and name in self.trained and not self.uses_up(name):
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
-                found.setdefault(at, []).append((place, view))
-        return self.in_groups(found)
+                ready.setdefault(at, []).append((place, view))
+        return self.in_groups(ready)
 
     def uses_up(self, name: str) -> bool:
         """Whether the gradient of a parameter is used inside the step."""
         return self.update_ops is not None and name in self.update_ops.used_gradients
 
-    def in_groups(self, found: dict[int, Ready]) -> dict[int, Ready]:
+    def in_groups(self, ready: dict[int, Ready]) -> dict[int, Ready]:
         """Let small gradients wait for those that are ready next, and end one section.
 
         As far as there is room for them below the peak where each is added to one that is there.
         """
         nbytes = self.captured.recording.nbytes
-        each = {it.storage: at for at in sorted(found) if at >= 0 for _, it in found[at] if it}
-        gone = self.gone(each)
+        ready_at = {it.storage: at for at in sorted(ready) if at >= 0 for _, it in ready[at] if it}
+        gone = self.gone(ready_at)
         curve = self.live.copy()
         if not self.sums:
             for storage, at in gone.items():
@@ -314,13 +314,13 @@ class _Builder:
         if self.host_copies:
             # Copies that the peak has room for are not made, and are on the device instead.
             self.adding_peak_bytes = self.plan.peak_bytes
-            return found
-        enough = min(sum(map(nbytes.__getitem__, each)) // GROUPS, GROUP_BYTES)
-        grouped = {-1: found[-1]} if -1 in found else {}
+            return ready
+        enough = min(sum(map(nbytes.__getitem__, ready_at)) // GROUPS, GROUP_BYTES)
+        grouped = {-1: ready[-1]} if -1 in ready else {}
         waiting: Ready = []
-        ends = sorted(found.keys() - {-1})
+        ends = sorted(ready.keys() - {-1})
         for at, following in zip(ends, [*ends[1:], 0], strict=False):
-            waiting += found[at]
+            waiting += ready[at]
             held = {view.storage for _, view in waiting if view}
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
             for it in held:
@@ -330,19 +330,19 @@ class _Builder:
                 grouped[at], waiting = waiting, []
         return grouped
 
-    def gone(self, ready: dict[int, int]) -> dict[int, int]:
+    def gone(self, ready_at: dict[int, int]) -> dict[int, int]:
         """Return after which action the storage of each gradient is gone; given when it is ready.
 
         That is when it has been handed over, or, where the plan adds it, when the plan frees it.
         """
         if not self.sums:
-            return ready
+            return ready_at
         freed = {
             self.named.storage_of[target]: at
             for at, (kind, target, _) in enumerate(self.plan.actions)
             if kind == "free" and target not in self.named.random_states
         }
-        return {it: freed.get(it, len(self.plan.actions)) for it in ready}
+        return {it: freed.get(it, len(self.plan.actions)) for it in ready_at}
 
     def waits(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are being copied."""
@@ -379,16 +379,16 @@ class _Builder:
 
     def move(self, at: int, kind: str, storage: int) -> list[Instruction]:
         host_copy = self.copy_at.get(at)
-        made = host_copy in self.made
+        is_made = host_copy in self.made
         if kind == "free":
-            if host_copy is not None and not made:
+            if host_copy is not None and not is_made:
                 return []
             self.held.discard(storage)
             if host_copy is not None:
                 self.away.add(storage)
                 return [wait_for_copy(storage, free=True)]
             return [*self.waits({storage}), FreeStorage(storage)]
-        if host_copy is None or not made:
+        if host_copy is None or not is_made:
             return []
         if kind == "offload":
             return [*self.waits({storage}), offload(storage, host_copy)]
@@ -432,11 +432,11 @@ def _live_bytes(named: Named, plan: Plan) -> Ints:
     held = {it.name for it in graph.storages if it.resident}
     live, curve = graph.base_bytes, []
     for kind, target, _ in plan.actions:
-        made = set(outputs[target]) if kind == "run" else set()
+        new = set(outputs[target]) if kind == "run" else set()
         if kind == "prefetch":
-            made = {target}
-        live += sum(size[it] for it in made - held)
-        held |= made
+            new = {target}
+        live += sum(size[it] for it in new - held)
+        held |= new
         curve.append(live)
         if kind == "free":
             held.discard(target)

@@ -87,15 +87,15 @@ class Replay:
             if isinstance(out, View)
         ]
         self.reached = reached(captured)
-        self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
-        self._given += [view for view in captured.inputs if view is not None]
-        self._held_as_given = [
+        self._views = [view for _, view in (*captured.parameters, *captured.buffers)]
+        self._views += [view for view in captured.inputs if view is not None]
+        self._held_inputs = [
             (view.storage, at)
-            for at, view in enumerate(self._given)
+            for at, view in enumerate(self._views)
             if view == self.program.forms[view.storage]
             and (update_ops is None or view.storage not in update_ops.fetched)
         ]
-        forms = set(self._given)
+        forms = set(self._views)
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = update_ops is not None and bool(update_ops.used_gradients)
@@ -105,7 +105,7 @@ class Replay:
         # No other step of this process has it.
         self.number = next(_NUMBERS)
         # Whether a step is given tensors like those of the one before.
-        self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
+        self._inputs_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
     @property
     def ignored(self) -> list[torch.Tensor]:
@@ -231,7 +231,7 @@ class Replay:
         Where the graph is kept, as with `retain_graph=True`, storages stay for another pass.
         """
         keeps = self.update_ops is None and torch._C._autograd._get_current_graph_task_keep_graph()
-        found: Memory | Gradients = memory
+        used: Memory | Gradients = memory
         several = any(is_batched(it) for it in arrived if it is not None)
         unplanned = self.unplanned(arrived)
         if torch.is_grad_enabled() or several or transformed() or unplanned:
@@ -247,53 +247,53 @@ class Replay:
                     "forward-mode AD) are asked for of a step that has its state on the host, "
                     "which computes one gradient. Call the model as it was before planning there."
                 )
-            found = memory.plain.gradients(memory.wanted, arrived)
+            used = memory.plain.gradients(memory.wanted, arrived)
             if not keeps:
                 memory.clear()
         elif keeps:
             if memory.plain is not None:
                 memory.plain.retained()
-            found = memory.for_one_pass(self.program.overwritten)
+            used = memory.for_one_pass(self.program.overwritten)
         memory.begun = not keeps
-        if found is not memory:
+        if used is not memory:
             task = torch._C._current_graph_task_id()
-            memory.passes[task] = found
+            memory.passes[task] = used
             # Some of its sections may never run.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(memory.passes.pop, task))
-        return found
+        return used
 
     def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
         """Whether there is a gradient of an output at which no planned backward pass begins."""
         ends = self.captured.ends
         return any(it is not None and not end for it, end in zip(arrived, ends, strict=True))
 
-    def start(self, given: Sequence[torch.Tensor]) -> Memory:
-        """Return memory with what is given in its place."""
+    def start(self, inputs: Sequence[torch.Tensor]) -> Memory:
+        """Return memory with the parameters, buffers and inputs of a step in their places."""
         if self.update_ops is not None:
             self.update_ops.begin()
         memory = self.program.memory()
         memory.layouts = self.layouts
-        if self._given_as_planned is None or not self._given_as_planned(given):
-            self._check(given)
+        if self._inputs_as_planned is None or not self._inputs_as_planned(inputs):
+            self._check(inputs)
             if self._each_its_own_storage:
-                self._given_as_planned = _alike(given)
+                self._inputs_as_planned = _alike(inputs)
         held = memory.held
-        for storage, at in self._held_as_given:
-            held[storage] = given[at]
+        for storage, at in self._held_inputs:
+            held[storage] = inputs[at]
         for storage, tensor in self.captured.recording.constants.items():
             held[storage] = tensor
         return memory
 
-    def _check(self, given: Sequence[torch.Tensor]) -> None:
-        """Raise where what is given looks otherwise than planned.
+    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise where an input looks otherwise than planned.
 
-        A storage may be another, and what is given may begin at another place of it, as parameters
+        A storage may be another, and an input may begin at another place of it, as parameters
         do that became views of one vector. Tensors that shared one storage must still do so.
         """
         fetched = () if self.update_ops is None else self.update_ops.fetched
         first: dict[int, tuple[View, torch.Tensor]] = {}
-        for view, tensor in zip(self._given, given, strict=True):
+        for view, tensor in zip(self._views, inputs, strict=True):
             if view.storage in fetched:
                 continue  # it lies on the host, and who fetches it looks at it
             place = self.captured.recording.device[view.storage]
@@ -422,8 +422,8 @@ def _as_planned(
     """
     if output_gradient is not None and view.shows(output_gradient):
         return output_gradient
-    made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
-    return made.zero_() if output_gradient is None else made.copy_(output_gradient)
+    gradient = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return gradient.zero_() if output_gradient is None else gradient.copy_(output_gradient)
 
 
 def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:

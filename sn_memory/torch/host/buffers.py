@@ -142,9 +142,9 @@ def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
                 "would load it. Give its module a real one before (register_buffer again), as the "
                 "module computes it when it is made."
             )
-    made: dict[int, torch.Tensor] = {}
+    real: dict[int, torch.Tensor] = {}
     for _, module, name, buffer in missing:
-        module._buffers[name] = made.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
+        module._buffers[name] = real.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
 
 
 def set_memory(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:

@@ -54,11 +54,13 @@ class FileLanes:
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Write, after the copies of `after`; all ops so far are done on the CPU."""
-        return self._out.submit(self._write, here, self.offsets[host.data_ptr()], after)
+        offset = self.offsets[host.data_ptr()]
+        return self._out.submit(self._move, here, offset, after, write=True)
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Read, after the copy that `after` stands for."""
-        return self._back.submit(self._read, here, self.offsets[host.data_ptr()], after)
+        offset, earlier = self.offsets[host.data_ptr()], () if after is None else (after,)
+        return self._back.submit(self._move, here, offset, earlier, write=False)
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until a copy is done; raises what went wrong in it."""
@@ -69,30 +71,22 @@ class FileLanes:
         """Wait until a copy is done; on the CPU ops and the program wait alike."""
         self.wait(ticket)
 
-    def _write(self, here: torch.Tensor, offset: int, after: Sequence[Future[None]]) -> None:
+    def _move(
+        self, tensor: torch.Tensor, offset: int, after: Sequence[Future[None]], *, write: bool
+    ) -> None:
         for ticket in after:
             ticket.result()
-        rest = memoryview(here.numpy())
-        begin = offset
+        rest, begin = memoryview(tensor.numpy()), offset
         while rest:
-            done = os.pwrite(self.file, rest, offset)
-            rest, offset = rest[done:], offset + done
-        if not self.keep_cached:
-            # Pages that are not written back yet cannot be dropped.
-            os.fdatasync(self.file)
-            os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
-
-    def _read(self, here: torch.Tensor, offset: int, after: Future[None] | None) -> None:
-        if after is not None:
-            after.result()
-        rest = memoryview(here.numpy())
-        begin = offset
-        while rest:
-            done = os.preadv(self.file, [rest], offset)
-            if not done:
+            if write:
+                done = os.pwrite(self.file, rest, offset)
+            elif not (done := os.preadv(self.file, [rest], offset)):
                 raise OSError(f"the file of the state ends at {offset}, within a tensor.")
             rest, offset = rest[done:], offset + done
         if not self.keep_cached:
+            if write:
+                # Pages that are not written back yet cannot be dropped.
+                os.fdatasync(self.file)
             os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
 
@@ -164,12 +158,12 @@ class HostState(StateBuffers):
         block, lanes, seconds = buffer.block, self.engine.lanes, []
         for copy in (lambda: lanes.leave(tensor, block), lambda: lanes.arrive(block, tensor, None)):
             # The first time pages of the file are made; later steps find them.
-            each = []
+            tries = []
             for _ in range(_PROBES):
                 began = time.perf_counter()
                 lanes.wait(copy())
-                each.append(time.perf_counter() - began)
-            seconds.append(min(each))
+                tries.append(time.perf_counter() - began)
+            seconds.append(min(tries))
         return _PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1]
 
     def let_go(self) -> None:

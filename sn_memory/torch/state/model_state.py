@@ -276,7 +276,7 @@ class ModelState:
         # On the CPU it is a tensor like any other.
         return OnDeviceMode(self.buffers, device) if is_apart(device) else nullcontext()
 
-    def with_inputs(self, given: Arguments) -> Arguments:
+    def with_inputs(self, arguments: Arguments) -> Arguments:
         """Return arguments with their tensors of the host on the device that the model works on.
 
         A host-resident parameter says that it is of the CPU, and callers put inputs where the first
@@ -284,12 +284,12 @@ class ModelState:
         """
         device = self.buffers.device
         if not is_apart(device):
-            return given
+            return arguments
         return tree_map_only(  # type: ignore[no-any-return]
             torch.Tensor,
             # A number in a tensor goes with tensors of any device.
             lambda it: it.to(device) if it.device.type == "cpu" and it.dim() else it,
-            given,
+            arguments,
         )
 
     def end(self) -> None:

@@ -248,14 +248,14 @@ class UsedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> UsedGradient:
-        made: UsedGradient = torch.Tensor._make_wrapper_subclass(
+        gradient: UsedGradient = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.size(),
             strides=parameter.stride(),
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        return made
+        return gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"UsedGradient(size={tuple(self.size())})"

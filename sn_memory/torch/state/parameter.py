@@ -77,8 +77,8 @@ class ParameterState:
     def state(self) -> dict[str, Any]:
         """What the optimizer keeps for it; empty before its first step."""
         assert self.optimizer is not None
-        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
-        return found
+        state: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return state
 
     def move_state(self) -> None:
         """Move what the optimizer keeps for it, and is not there yet, to the host."""
@@ -171,16 +171,16 @@ class ParameterState:
         for name, value in state.items():
             kept[name] = value
             if is_movable(value):
-                there = before.get(name)
+                resident = before.get(name)
                 buffer = None
-                if there is not None and there.size() == value.size():
-                    buffer = self.buffers.buffer_of(there)
+                if resident is not None and resident.size() == value.size():
+                    buffer = self.buffers.buffer_of(resident)
                 if buffer is None:
-                    there = self.buffers.empty_like(value)
-                    buffer = self.buffers.buffer_of(there)
+                    resident = self.buffers.empty_like(value)
+                    buffer = self.buffers.buffer_of(resident)
                     assert buffer is not None
                 waits.append(self.engine.to_host(value, buffer))
-                kept[name] = there
+                kept[name] = resident
         self.optimizer.state[self.parameter] = kept
         return _all(waits)
 
@@ -189,12 +189,12 @@ class ParameterState:
 
         On the host `.grad` is a tensor like any other: it can be clipped, scaled and added to.
         """
-        there = self.parameter.grad
-        if there is not None:
-            if (buffer := self.buffers.buffer_of(there)) is not None:
+        earlier = self.parameter.grad
+        if earlier is not None:
+            if (buffer := self.buffers.buffer_of(earlier)) is not None:
                 self.engine.finish(buffer)
             with torch.no_grad():
-                there.add_(gradient.to(there.device))
+                earlier.add_(gradient.to(earlier.device))
             return no_wait
         if self._gradient is None:
             self._gradient = self.buffers.empty_like(self.parameter)
