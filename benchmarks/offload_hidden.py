@@ -30,7 +30,7 @@ from training_rows import save
 
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace
-from sn_memory.torch.eager import host_arena
+from sn_memory.torch.host import copies as host_copies
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "memory_torch"))
 from modelled_link import LinkLanes
@@ -125,7 +125,7 @@ def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any
                 made.append(LinkLanes(actual))
                 return made[-1]
 
-            host_arena.lanes_for = lanes_for
+            host_copies.lanes_for = lanes_for
             budget = int(share * whole)
             planned = plan(
                 model, sample, budget, techniques=techniques, device=device, trial=False,

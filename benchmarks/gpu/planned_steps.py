@@ -135,8 +135,8 @@ class Net:
 def copies(made: nn.Module, device: str) -> dict[str, Any]:
     """Bytes that leave the device in a step, the pinned block, and what both ways take alone."""
     program = made.sn_memory.latest.program
-    moved = sum(copy.nbytes for arena in program.arenas for copy in arena.host_copies.values())
-    block = sum(arena.block.numel() for arena in program.arenas)
+    moved = sum(copy.nbytes for copy in program.made_copies.values())
+    block = sum(it.block.numel() for it in program.free_buffers)
     found = {"moved_bytes": moved, "pinned_bytes": block, "copies_ms": None}
     if device == "cuda" and moved:
         here = torch.empty(moved, dtype=torch.uint8, device=device)

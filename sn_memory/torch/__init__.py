@@ -12,12 +12,12 @@ from .activations.compress import CompressedActivations, compress_activations
 from .activations.saving import Saved
 from .errors import ReplayError, TraceError
 from .estimate import estimate
+from .host.buffers import PinnedState
+from .host.files import HostState
 from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .state.files import HostState
-from .state.pinned import PinnedState
 from .target.allocator import placing_statistics, use_placing_allocator
 from .trace.trace import Trace, trace
 from .verify import verify

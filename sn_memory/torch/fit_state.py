@@ -19,7 +19,7 @@ from ..graph.hosted import Unit
 from ..plan.plan import BudgetError
 from ..plan.state import Planner, StatePlan, planned_with
 from ..run.fit import Way, largest
-from .state.units import StateUnits
+from .state.optimizer import StateUnits
 from .trace.trace import Trace
 
 NAMES = {"state": "state on the host", "host": "parameters and state on the host"}

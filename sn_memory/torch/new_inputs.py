@@ -97,7 +97,7 @@ def without_free_arenas(step: Step | None) -> None:
     So the host holds those of one kind of input, however many there are.
     """
     if isinstance(step, Replay):
-        step.program.arenas.clear()
+        step.program.free_buffers.clear()
 
 
 class _FirstSight:

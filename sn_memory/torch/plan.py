@@ -30,6 +30,7 @@ from ..run.planned import PlannedKind
 from ..run.process import LIMIT
 from .accumulation import planned_for_both
 from .errors import TraceError
+from .host.buffers import StateBuffers
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
@@ -49,9 +50,7 @@ from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
 from .planning import Made, Planning, looked_at
-from .state.arena import StateArena
-from .state.arenas import arena_for
-from .state.model_state import ModelState
+from .state.model_state import ModelState, host_buffers_for
 from .target.capacity import limit_budget
 from .target.gpu import gpu_of
 from .trace.op_seconds import Measure
@@ -84,7 +83,7 @@ def plan(
     workspaces: bool | Measure = False,
     trial: bool = True,
     accumulate: bool = False,
-    state: str | os.PathLike[str] | StateArena | None = None,
+    state: str | os.PathLike[str] | StateBuffers | None = None,
     update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
@@ -276,8 +275,8 @@ def plan(
     plain = plain_model(model)
     planning = replace(planning, budget=budget)
     if state is not None:
-        arena = arena_for(plain_model(model), state)
-        held = ModelState(plain_model(model), optimizer, arena, update)
+        buffers = host_buffers_for(plain_model(model), state)
+        held = ModelState(plain_model(model), optimizer, buffers, update)
         planning = replace(planning, state=held)
     noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.

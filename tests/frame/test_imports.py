@@ -135,6 +135,7 @@ MEMORY_LAYERS = (
     # Of these rooms the one file that knows what a model is.
     ("sn_memory.torch.target",),
     ("sn_memory.torch.trace",),
+    ("sn_memory.torch.host",),
     ("sn_memory.torch.eager",),
     ("sn_memory.torch.state",),
     ("sn_memory.torch.compile",),

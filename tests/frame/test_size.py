@@ -22,20 +22,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies",), 266, 300),
     "activations": (("activations",), 780, 800),
     "apoptosis": (("apoptosis",), 3206, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 4886, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 4885, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 0, 700),
     "torch: guards": (("torch/model", "torch/ones"), 2962, 1700),
     "torch: trace": (("torch/trace",), 3362, 2300),
-    "torch: eager": (("torch/eager",), 2356, 1500),
-    "torch: host": (("torch/state",), 1837, 1300),
+    "torch: eager": (("torch/eager",), 2104, 1500),
+    "torch: host": (("torch/host", "torch/state"), 1807, 1300),
     "torch: compile": (("torch/compile",), 1255, 700),
     "torch: policy": (("torch/policy",), 1350, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations",), 1051, 1200),
     "tensorflow": (("tensorflow",), 5941, 4200),
 }
-TOTAL = (42_592, 28_000)
-MOST_FILES = (229, 170)
+TOTAL = (42_309, 28_000)
+MOST_FILES = (219, 170)
 
 
 def lines(path: Path) -> int:

@@ -73,11 +73,11 @@ def test_what_went_to_the_host_comes_back_in_time(device, lanes):
     model = mlp(8, 64).to(device)
     sample = torch.randn(256, 64, device=device)
     made = plan(model, sample, "70%", techniques=("keep", "offload"), device=LINK, profile=False)
-    arena = made.sn_memory.latest.program.arenas[0]
-    assert arena.host_copies
+    buffers = made.sn_memory.latest.program.free_buffers[0]
+    assert buffers.buffers
     odd = late(device)
     if lanes == "late":
-        arena.lanes = odd
+        buffers.engine.lanes = odd
     found = verify(made, sample)
     assert found.equal, found.different
     assert found.measured_peak_bytes == found.predicted_peak_bytes
@@ -88,10 +88,10 @@ def test_the_host_block_is_pinned_and_no_larger_than_said(device):
     model = mlp(8, 64).to(device)
     sample = torch.randn(250, 64, device=device)
     made = plan(model, sample, "70%", techniques=("keep", "offload"), device=LINK, profile=False)
-    arena = made.sn_memory.latest.program.arenas[0]
-    used = max(arena.offsets[at] + copy.nbytes for at, copy in arena.host_copies.items())
-    assert used <= arena.block.numel() < used + 64
-    assert arena.block.is_pinned() == (device.type != "cpu")
+    buffers = made.sn_memory.latest.program.free_buffers[0]
+    used = max(buffers.offsets[at] + it.block.numel() for at, it in buffers.buffers.items())
+    assert used <= buffers.block.numel() < used + 64
+    assert buffers.block.is_pinned() == (device.type != "cpu")
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def assert_same(found, expected):
 
 def taught_by(mine, plain):
     """The optimizer of a planned model, and one of the plain model with the same state."""
-    optimizer = next(iter(mine.sn_memory.state.owned.values())).optimizer
+    optimizer = next(iter(mine.sn_memory.state.parameters.values())).optimizer
     other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return optimizer, other

@@ -463,7 +463,7 @@ def test_what_waits_on_the_host_in_later_micro_batches():
         **settings,
     )
     ((first, later),) = planned.sn_memory.later.items()
-    assert later.program.journeys.host_copies
+    assert later.program.host_copies
     blocks = sum(it.nbytes for step in (first, later) for it in step.ignored)
     peaks, got = accumulated(planned, samples)
     assert same(got, accumulated(model, samples)[1])

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sn_memory.torch import plan, trace
-from sn_memory.torch.eager import written
+from sn_memory.torch.eager import codegen
 from sn_memory.torch.model.kinds import attributes_of, kind_of
 
 WIDTH = 32
@@ -112,7 +112,7 @@ def test_a_row_compiled_in_parts_does_the_same(monkeypatch):
     in_parts = plan(model, sample, "70%", **settings)
     results = []
     for planned, part in ((whole, 1000), (in_parts, 3)):
-        monkeypatch.setattr(written, "PART", part)
+        monkeypatch.setattr(codegen, "PART", part)
         for _ in range(3):  # the third runs what was compiled
             model.zero_grad()
             out = planned(sample)

@@ -19,10 +19,10 @@ from sn_memory import Device, PlanError, plan_graph
 from sn_memory.check.replay import carry_out
 from sn_memory.plan.plan import Action
 from sn_memory.torch import plan, trace, verify
-from sn_memory.torch.eager import host_arena
-from sn_memory.torch.eager.host_arena import HostArena, HostCopy
+from sn_memory.torch.eager.codegen import Names, Row
 from sn_memory.torch.eager.replay import Replay
-from sn_memory.torch.eager.written import Names, Row
+from sn_memory.torch.host import copies
+from sn_memory.torch.host.copies import CopyEngine, HostCopy, OffloadBuffers
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.trace.record import View
 from sn_memory.torch.trace.to_graph import STATE
@@ -70,7 +70,7 @@ def lanes(monkeypatch):
             made.append(OddLanes(probability, seed))
             return made[-1]
 
-        monkeypatch.setattr(host_arena, "lanes_for", lanes_for)
+        monkeypatch.setattr(copies, "lanes_for", lanes_for)
         return made
 
     return use
@@ -110,11 +110,12 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
             start = sum(it.bytes for it in traced.graph.storages if it.name == STATE)
             most = moved.peak_bytes - start
             assert most - scratch <= got.peak_bytes <= most, seed
-        (arena,) = replay.program.arenas
-        shared += sum(it.nbytes for it in arena.host_copies.values()) > arena.block.numel()
+        (buffers,) = replay.program.free_buffers
+        block = buffers.block
+        shared += sum(it.block.numel() for it in buffers.buffers.values()) > block.numel()
         # What the plan counts on the host is what is reserved, but for whole multiples of 64.
         counted = carry_out(traced.graph, moved).host_peak_bytes
-        assert counted <= arena.block.numel() < counted + 64 * len(arena.host_copies)
+        assert counted <= block.numel() < counted + 64 * len(buffers.buffers)
     assert shared == 8
     assert not any(it.faults or it.under_way() for it in made)
 
@@ -138,7 +139,7 @@ def test_a_kept_graph_gives_each_backward_pass_the_same(lanes, net, probability)
             every = torch.autograd.grad(out.square().sum(), own, retain_graph=True)
             found.append([*some, *every, *torch.autograd.grad(out.cos().sum(), own)])
         assert all(map(torch.equal, *found)), seed
-        assert len(replay.program.arenas) == 1
+        assert len(replay.program.free_buffers) == 1
     assert not any(it.faults or it.under_way() for it in made)
 
 
@@ -152,7 +153,7 @@ def test_plans_of_the_planner(lanes, net):
     for speed, budget in ((1e8, "75%"), (1e9, "85%")):
         link = Device("link", 1e9, 1e9, speed, speed, 0.0)
         ours = plan(model, sample, budget, techniques=techniques, device=link, profile=False)
-        assert ours.sn_memory.latest.program.journeys.host_copies
+        assert ours.sn_memory.latest.program.host_copies
         found = verify(ours, sample)
         assert found.equal, found.different
         # With copies on the host tensors are counted, and no scratch.
@@ -228,35 +229,35 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
             got = run(lambda x: replay.run(mine, (x,), {}), mine, sample)
             assert same(got.results, expected.results), place
     # The block is used again: none was made beside it.
-    assert len(made) == len(replay.program.arenas) == 1
+    assert len(made) == len(replay.program.free_buffers) == 1
 
 
-def test_a_place_is_written_when_it_has_been_read():
+def test_a_buffer_is_written_when_it_has_been_read():
     lanes = OddLanes(0.0)
     host_copies = {
         0: HostCopy(0, 0, 1, 2, 24),
         1: HostCopy(1, 3, 4, 5, 24),
         2: HostCopy(2, 3, 4, 5, 24),
     }
-    arena = HostArena(host_copies, torch.device("cpu"), lanes)
+    buffers = OffloadBuffers(host_copies, CopyEngine(torch.device("cpu"), lanes))
     first = torch.arange(6.0)
-    arena.take(0, first)
-    arena.left(0)
-    back = arena.give(0, View(0, (6,), (1,), 0, torch.float32))
+    buffers.offload(0, first)()
+    back, wait = buffers.prefetch(0, View(0, (6,), (1,), 0, torch.float32))
     others = [torch.zeros(6), torch.zeros(6)]
     for host_copy, other in enumerate(others, start=1):
-        arena.take(host_copy, other)
-        arena.left(host_copy)
+        buffers.offload(host_copy, other)()
     # No op has waited for it; but who writes where it is read from has.
     assert torch.equal(back, first)
-    assert arena.block.numel() == 128
-    arena.settle()
+    assert buffers.block.numel() == 128
+    assert any(it.read for it in buffers.buffers.values())
+    wait()
+    assert not any(it.read for it in buffers.buffers.values())
     assert not lanes.under_way()
 
 
-def test_places_that_take_more_than_may_be_pinned():
+def test_buffers_that_take_more_than_may_be_pinned():
     host_copies = {0: HostCopy(0, 0, 1, 4, 32), 1: HostCopy(1, 1, 2, 4, 32)}
-    device = torch.device("cpu")
-    assert HostArena(host_copies, device, pinned_bytes=128).block.numel() == 128
+    engine = CopyEngine(torch.device("cpu"))
+    assert OffloadBuffers(host_copies, engine, pinned_bytes=128).block.numel() == 128
     with pytest.raises(PlanError, match="take 128 bytes"):
-        HostArena(host_copies, device, pinned_bytes=127)
+        OffloadBuffers(host_copies, engine, pinned_bytes=127)

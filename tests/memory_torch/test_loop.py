@@ -16,7 +16,7 @@ from small_models import Everything, images, mlp
 from sn_memory.base.errors import PlanWarning
 from sn_memory.base.native import core
 from sn_memory.torch import plan
-from sn_memory.torch.eager import written
+from sn_memory.torch.eager import codegen
 from sn_memory.torch.errors import ReplayError
 from sn_memory.torch.model import recent
 
@@ -222,8 +222,8 @@ def test_written_out_is_as_checked():
 
 def test_threads_write_a_row_at_a_time(monkeypatch):
     """Each begins before another has written all of it, and does all of it."""
-    monkeypatch.setattr(written, "PART", 3)
-    names = written.Names()
+    monkeypatch.setattr(codegen, "PART", 3)
+    names = codegen.Names()
     ran = {}
 
     def note(number):
@@ -238,7 +238,7 @@ def test_threads_write_a_row_at_a_time(monkeypatch):
         start.wait()
         row.run(SimpleNamespace(held=[]))
 
-    row = written.Row([note(number) for number in range(50)], names)
+    row = codegen.Row([note(number) for number in range(50)], names)
     row.is_checked = True
     start = threading.Barrier(6)
     threads = [threading.Thread(target=run) for _ in range(6)]

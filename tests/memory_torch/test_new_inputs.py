@@ -469,7 +469,7 @@ def test_blocks_on_the_host_are_those_of_one_kind():
     for count in (64, 60, 62, 64):
         budgeted.zero_grad()
         budgeted(rows(count)).sum().backward()
-        with_blocks = [it for it in budgeted.sn_memory.steps.values() if it.program.arenas]
+        with_blocks = [it for it in budgeted.sn_memory.steps.values() if it.program.free_buffers]
         assert with_blocks == [budgeted.sn_memory.running]
         found = verify(budgeted, rows(count))
         assert found.equal

@@ -9,7 +9,7 @@ from small_models import mlp
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.eager.host_arena import HostArena, HostCopy, needless
+from sn_memory.torch.host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
 from sn_memory.torch.target.accelerator import PlainLanes
 from sn_memory.torch.trace.record import View
 
@@ -31,7 +31,7 @@ def host_copies(rows):
 
 @pytest.mark.parametrize(("rows", "live", "room", "stay"), [it[1:] for it in TABLE])
 def test_what_may_stay(rows, live, room, stay):
-    assert needless(host_copies(rows), np.array(live), room) == stay
+    assert unneeded(host_copies(rows), np.array(live), room) == stay
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,7 +42,7 @@ def test_what_stays_never_raises_the_peak(data):
     rows = data.draw(st.lists(st.tuples(steps, steps, st.integers(1, 9)), max_size=8))
     rows = [(min(first, last), max(first, last), size) for first, last, size in rows]
     before = live.copy()
-    stay = needless(host_copies(rows), live, int(live.max()))
+    stay = unneeded(host_copies(rows), live, int(live.max()))
     assert (live == before).all()
     for at in stay:
         live[rows[at][0] : rows[at][1]] += rows[at][2]
@@ -69,26 +69,23 @@ class Written(PlainLanes):
         self.log.append(f"wait for {ticket}")
 
 
-def test_an_arena_copies_and_waits_by_tickets():
+def test_buffers_copy_and_wait_by_tickets():
     lanes = Written()
-    arena = HostArena(
-        {3: HostCopy(0, 0, 1, 5, 24), 4: HostCopy(1, 2, 3, 9, 8)}, torch.device("cpu"), lanes
-    )
+    copies = {3: HostCopy(0, 0, 1, 5, 24), 4: HostCopy(1, 2, 3, 9, 8)}
+    buffers = OffloadBuffers(copies, CopyEngine(torch.device("cpu"), lanes))
     first, second = torch.arange(6.0), torch.arange(2.0)
-    arena.take(3, first[2:])
-    arena.left(3)
-    arena.take(4, second)
+    buffers.offload(3, first[2:])()
+    buffers.offload(4, second)
     first.zero_()
     form = View(0, (2, 2), (2, 1), 2, torch.float32)
-    back = arena.give(3, form)
-    arena.arrived(3)
+    back, wait = buffers.prefetch(3, form)
+    wait()
     assert torch.equal(back, torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
     expected = ["leave", "wait for out 1", "leave", "arrive after out 1", "wait for back 4"]
     assert lanes.log == expected
-    ends = {
-        at: (arena.offsets[at], arena.offsets[at] + arena.host_copies[at].nbytes) for at in (3, 4)
-    }
+    ends = {at: (buffers.offsets[at], buffers.offsets[at] + copies[at].nbytes) for at in (3, 4)}
     assert ends[3][1] <= ends[4][0] or ends[4][1] <= ends[3][0]
+    assert not buffers.buffers[3].overlapping
 
 
 SLOW_LINK = Device("slow link", 1e9, 1e9, 1e8, 1e8, 0.0)
@@ -101,23 +98,32 @@ def test_copies_start_ahead_and_are_awaited_before_use(monkeypatch):
         model, sample, "75%", techniques=("keep", "offload"), device=SLOW_LINK, profile=False
     )
     program = planned.sn_memory.latest.program
-    made = list(program.arenas[0].host_copies.values())
+    made = list(program.made_copies.values())
     assert made
     log = []
-    for name in ("take", "left", "give", "arrived"):
-        real = getattr(HostArena, name)
+    for name in ("offload", "prefetch"):
+        real = getattr(OffloadBuffers, name)
 
-        def noted(self, host_copy, *rest, name=name, real=real):
+        def noted(self, host_copy, given, name=name, real=real):
             log.append((name, host_copy))
-            return real(self, host_copy, *rest)
+            result = real(self, host_copy, given)
+            tensor, wait = (None, result) if name == "offload" else result
 
-        monkeypatch.setattr(HostArena, name, noted)
+            def waited():
+                log.append((f"wait for {name}", host_copy))
+                wait()
+
+            return waited if name == "offload" else (tensor, waited)
+
+        monkeypatch.setattr(OffloadBuffers, name, noted)
     planned(sample).sum().backward()
-    for host_copy in program.arenas[0].host_copies:
-        assert [name for name, it in log if it == host_copy] == ["take", "left", "give", "arrived"]
+    whole = ["offload", "wait for offload", "prefetch", "wait for prefetch"]
+    for host_copy in program.made_copies:
+        assert [name for name, it in log if it == host_copy] == whole
     # Some copy back is under way while ops run: its wait does not follow at once.
     gaps = [
-        log.index(("arrived", it)) - log.index(("give", it)) for it in program.arenas[0].host_copies
+        log.index(("wait for prefetch", it)) - log.index(("prefetch", it))
+        for it in program.made_copies
     ]
     actions = planned.sn_memory.plan.actions
     ahead = sum(
@@ -139,10 +145,10 @@ def test_nothing_moves_while_all_fits():
     )
     step = planned.sn_memory.latest
     asked = sum(it.kind == "offload" for it in step.plan.actions)
-    journeys = step.program.journeys.host_copies
-    assert len(journeys) == asked
+    copies = step.program.host_copies
+    assert len(copies) == asked
     live = np.zeros(len(step.plan.actions), dtype=np.int64)
-    assert needless(journeys, live, 10**12) == set(range(asked))
+    assert unneeded(copies, live, 10**12) == set(range(asked))
     found = verify(planned, sample)
     assert found.equal
     assert found.measured_peak_bytes == found.predicted_peak_bytes

@@ -13,8 +13,9 @@ from torch import nn
 
 from sn_memory import BudgetError, PlanError, check_plan
 from sn_memory.torch import HostState, StorageTracker, TraceError, plan, verify
-from sn_memory.torch.state import files, owned
-from sn_memory.torch.state.checks import check_model
+from sn_memory.torch.host import files
+from sn_memory.torch.state import parameter
+from sn_memory.torch.state.model_state import check_model
 
 # The same plans wherever they are made.
 SETTINGS = {"profile": False, "time_limit_s": 0.5, "deterministic": True}
@@ -116,14 +117,14 @@ def test_the_peak_is_as_predicted(budget, update, in_place):
     for step in range(3):
         held = [it for kept in optimizer.state.values() for it in kept.values()]
         known = [*mine.parameters(), *held, numbers]
-        ignored = state.blocks
+        ignored = state.buffers.blocks
         with StorageTracker(known, ignored=ignored) as tracker:
             mine(numbers).backward()
         del held, known
         known = [it for kept in optimizer.state.values() for it in kept.values()]
         known += [*mine.parameters(), numbers]
         known += [it.grad for it in mine.parameters() if it.grad is not None]
-        with StorageTracker(known, ignored=state.blocks) as later:
+        with StorageTracker(known, ignored=state.buffers.blocks) as later:
             optimizer.step()
         optimizer.zero_grad()
         predicted = mine.sn_memory.plan.peak_bytes
@@ -133,13 +134,15 @@ def test_the_peak_is_as_predicted(budget, update, in_place):
             assert predicted - largest <= tracker.peak_bytes <= predicted
         elif step and update == "backward":
             # Counts of steps, 4 bytes each, are new ones while the list here holds the old.
-            counts = 4 * len(state.owned)
+            counts = 4 * len(state.parameters)
             assert predicted <= tracker.peak_bytes <= predicted + counts
         elif step:
             # With copies on the host tensors are counted, and no scratch.
             assert predicted - most_scratch(mine) <= tracker.peak_bytes <= predicted
             if state.latest.step_peak_bytes:
-                assert later.peak_bytes <= mine.sn_memory.plan.budget_bytes + 4 * len(state.owned)
+                assert later.peak_bytes <= mine.sn_memory.plan.budget_bytes + 4 * len(
+                    state.parameters
+                )
         del known
 
 
@@ -298,7 +301,7 @@ def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place)
     trained(plain, optimizers[1], data[1:2])
     after = plain.state_dict()
     left = [3]
-    real = owned.updated
+    real = parameter.updated
 
     def breaks(*args):
         left[0] -= 1
@@ -306,10 +309,10 @@ def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place)
             raise BrokenError
         return real(*args)
 
-    monkeypatch.setattr(owned, "updated", breaks)
+    monkeypatch.setattr(parameter, "updated", breaks)
     with pytest.raises(BrokenError):
         trained(mine, optimizers[0], data[1:2])
-    monkeypatch.setattr(owned, "updated", real)
+    monkeypatch.setattr(parameter, "updated", real)
     now = mine.state_dict()
     known = [torch.equal(now[it], before[it]) or torch.equal(now[it], after[it]) for it in now]
     assert all(known)
@@ -463,7 +466,7 @@ def test_who_updates_is_by_what_the_page_cache_can_keep(monkeypatch, settings, f
 def test_the_file_goes_with_the_model():
     mine, _, *optimizers = pair("adamw", "50%")
     trained(mine, optimizers[0], batches(1))
-    held = weakref.ref(mine.sn_memory.state.arena)
+    held = weakref.ref(mine.sn_memory.state.buffers)
     del mine, optimizers
     gc.collect()
     assert held() is None
@@ -544,4 +547,4 @@ def test_verify_is_refused_and_groups_stay():
     with pytest.raises(PlanError, match="add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert isinstance(mine.sn_memory.state.arena, HostState)
+    assert isinstance(mine.sn_memory.state.buffers, HostState)

@@ -150,16 +150,16 @@ def test_inputs_of_the_host_go_where_the_model_works():
 
 
 def test_pinned_blocks_are_storages_of_their_own_and_speeds_are_measured():
-    arena = PinnedState(DEVICE)
-    first, second = (arena.resting(torch.empty(3, 5)) for _ in range(2))
+    buffers = PinnedState(DEVICE)
+    first, second = (buffers.empty_like(torch.empty(3, 5)) for _ in range(2))
     assert first.is_pinned()
     assert first.untyped_storage().nbytes() == first.nbytes
     second.fill_(1)
     assert not first.any()
-    large = arena.resting(torch.empty(1 << 25))
+    large = buffers.empty_like(torch.empty(1 << 25))
     assert large.is_pinned()
-    assert arena.nbytes == (1 << 26) + (1 << 27)
-    assert all(it > 0 for it in arena.speeds())
+    assert buffers.nbytes == (1 << 26) + (1 << 27)
+    assert all(it > 0 for it in buffers.speeds())
     with pytest.raises(ValueError, match="streams of its own"):
         PinnedState("cpu")
 

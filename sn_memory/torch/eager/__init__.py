@@ -1,4 +1,4 @@
-"""A plan carried out call by call: programs, lanes beside the ops, blocks on the host.
+"""A plan carried out call by call: programs, their instructions, and what a trial of one shows.
 
 It imports `trace` and what is above it.
 """

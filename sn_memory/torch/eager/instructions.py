@@ -2,26 +2,56 @@
 
 Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
 which results are kept. What is left for the step is to fill in and call. As they stand here calls
-are checked for how their results lie; `written.py` has what runs once that is known.
+are checked for how their results lie; `codegen.py` has what runs once that is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ReplayError
+from ..host.copies import OffloadBuffers, Wait, no_wait
 from ..quirks.recurrent import LAYER, in_training
 from ..target.accelerator import chance, set_chance
 from ..trace.op_seconds import carried_out
 from ..trace.record import Call, Layouts, View, form_of, layout_key
 from ..trace.to_graph import statistics
-from .host_arena import HostArena
 
 Instruction = Callable[["Memory"], None]
+
+
+class UpdateOps(Protocol):
+    """Ops of a plan's graph that are no recorded calls, and who carries them out.
+
+    Attributes
+    ----------
+    storages
+        How many storages there are, those of the recording included.
+    fetched
+        Of the storages that the caller gives, those that such an op makes instead.
+    used_gradients
+        Names of parameters whose gradients are used inside the step, and not handed out.
+    """
+
+    storages: int
+    fetched: frozenset[int]
+    used_gradients: frozenset[str]
+
+    def begin(self) -> None:
+        """Note that a forward pass begins; raises where it would not compute what it should."""
+
+    def end(self) -> None:
+        """Note that a backward pass has ended; from now on the caller reads what was written."""
+
+    def copied(self, op: str) -> tuple[int, ...] | None:
+        """Return the storages that an op starts to copy; None if it is a call."""
+
+    def instruction(self, op: str, load: Callable[[View], ViewLoad]) -> Instruction:
+        """Return what carries an op out; `load` makes what loads a view of what is held."""
 
 
 class Memory:
@@ -31,16 +61,16 @@ class Memory:
     ----------
     held
         Per storage, a tensor that holds it; None where it is not on the device.
-    chance
+    rng_states
         State of the random number generator before a call that will run again, per call.
-    arena
+    buffers
         Where storages on the host lie; None where the plan moves none.
     layouts
         Where a trial notes results that are laid out otherwise than traced; None raises instead.
     begun
         Whether a backward pass has begun to use it up.
-    underway
-        Per storage that a lane reads or writes, what waits for that.
+    pending_copies
+        Per storage that is being copied to the host or back, what waits for that.
     left_out
         Places of gradients that are None in this step, as no output they come from has one.
     plain, wanted
@@ -52,16 +82,21 @@ class Memory:
     -----
     However it ends - after the backward pass, by an exception in the middle, or as a forward pass
     that no backward pass follows - ops wait for the copies under way before its storages are given
-    back, and `arena` goes to `arenas`, for the next step.
+    back, and `buffers` go to `free_buffers`, for the next step.
     """
 
-    def __init__(self, storages: int, arena: HostArena | None, arenas: list[HostArena]) -> None:
+    def __init__(
+        self,
+        storages: int,
+        buffers: OffloadBuffers | None,
+        free_buffers: list[OffloadBuffers],
+    ) -> None:
         self.held: list[torch.Tensor | None] = [None] * storages
-        self.chance: dict[int, torch.Tensor] = {}
-        self.arena, self._arenas = arena, arenas
+        self.rng_states: dict[int, torch.Tensor] = {}
+        self.buffers, self._free_buffers = buffers, free_buffers
         self.layouts: Layouts | None = None
         self.begun = False
-        self.underway: dict[int, Callable[[], None]] = {}
+        self.pending_copies: dict[int, Wait] = {}
         self.left_out: frozenset[int] = frozenset()
         self.plain: Any = None
         self.wanted: Sequence[torch.Tensor] = ()
@@ -72,33 +107,33 @@ class Memory:
 
         overwritten : storages that a backward pass writes over
         """
-        arena = None if self.arena is None else self.arena.copied()
-        found = Memory(0, arena, [])
-        found.held = [*self.held]
+        other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
+        other.held = [*self.held]
         for storage in overwritten:
             if (tensor := self.held[storage]) is not None:
                 memory = tensor.untyped_storage().clone()
                 form = tensor.storage_offset(), tensor.size(), tensor.stride()
-                found.held[storage] = tensor.new_empty(0).set_(memory, *form)
-        found.chance = dict(self.chance)
-        found.layouts = self.layouts
-        return found
+                other.held[storage] = tensor.new_empty(0).set_(memory, *form)
+        other.rng_states = dict(self.rng_states)
+        other.pending_copies = dict(self.pending_copies)
+        other.layouts = self.layouts
+        return other
 
-    def gradient(self, place: int, take: Take | None) -> torch.Tensor | None:
+    def gradient(self, place: int, load: ViewLoad | None) -> torch.Tensor | None:
         """Return the gradient of that place; None where there is none in this step."""
-        return None if take is None or place in self.left_out else take(self.held)
+        return None if load is None or place in self.left_out else load(self.held)
 
     def clear(self) -> None:
         """Let go of everything."""
-        while self.underway:
-            self.underway.popitem()[1]()
-        arena, self.arena = self.arena, None
-        if arena is not None:
-            arena.settle()
-            self._arenas.append(arena)
+        while self.pending_copies:
+            self.pending_copies.popitem()[1]()
+        buffers, self.buffers = self.buffers, None
+        if buffers is not None:
+            buffers.forget()
+            self._free_buffers.append(buffers)
         # A frame that an exception keeps has the same list.
         self.held.clear()
-        self.chance.clear()
+        self.rng_states.clear()
         self.plain, self.wanted = None, ()
 
     def __del__(self) -> None:
@@ -117,68 +152,56 @@ class FreeStorage:
         memory.held[self.storage] = None
 
 
-class ForgetState:
-    """The instruction that gives back the state from which a call was run again."""
+def free_rng_state(number: int) -> Instruction:
+    """Return the instruction that gives back the state from which a call was run again."""
 
-    __slots__ = ("number",)
+    def free(memory: Memory) -> None:
+        del memory.rng_states[number]
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self, memory: Memory) -> None:
-        del memory.chance[self.number]
+    return free
 
 
-def offload_storage(storage: int, host_copy: int) -> Instruction:
-    """Return the instruction that starts copying a storage to its place on the host."""
+def offload(storage: int, host_copy: int) -> Instruction:
+    """Return the instruction that starts copying a storage to its buffer on the host."""
 
-    def offload(memory: Memory) -> None:
+    def start(memory: Memory) -> None:
         tensor = memory.held[storage]
-        assert memory.arena is not None
+        assert memory.buffers is not None
         assert tensor is not None
-        memory.arena.take(host_copy, tensor)
+        memory.pending_copies[storage] = memory.buffers.offload(host_copy, tensor)
 
-    return offload
-
-
-def leave_device(storage: int, host_copy: int) -> Instruction:
-    """Return the instruction that gives a storage back when its copy out has ended."""
-
-    def leave(memory: Memory) -> None:
-        assert memory.arena is not None
-        memory.arena.left(host_copy)
-        memory.held[storage] = None
-
-    return leave
+    return start
 
 
-def prefetch_storage(storage: int, host_copy: int, form: View) -> Instruction:
+def prefetch(storage: int, host_copy: int, form: View) -> Instruction:
     """Return the instruction that makes a storage anew and starts copying into it."""
 
-    def prefetch(memory: Memory) -> None:
-        assert memory.arena is not None
-        memory.held[storage] = memory.arena.give(host_copy, form)
+    def start(memory: Memory) -> None:
+        assert memory.buffers is not None
+        held, pending = memory.held, memory.pending_copies
+        held[storage], pending[storage] = memory.buffers.prefetch(host_copy, form)
 
-    return prefetch
-
-
-def await_storage(host_copy: int) -> Instruction:
-    """Return the instruction after which what a host copy brought back can be used."""
-
-    def arrived(memory: Memory) -> None:
-        assert memory.arena is not None
-        memory.arena.arrived(host_copy)
-
-    return arrived
+    return start
 
 
-class Take:
-    """Takes a view of what is held.
+def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
+    """Return the instruction after which a storage that is copied may be used, or is freed."""
+
+    def wait(memory: Memory) -> None:
+        memory.pending_copies.pop(storage, no_wait)()
+        if free:
+            memory.held[storage] = None
+
+    return wait
+
+
+class ViewLoad:
+    """Loads a view of what is held.
 
     Parameters
     ----------
     view
-        What to take.
+        What to load.
     form
         How the tensor that is held looked at the same storage when it was traced. In a step it may
         begin elsewhere: a parameter that has become a part of a vector.
@@ -248,16 +271,16 @@ class RunCall:
     ) -> None:
         self.call, self.results, self.number, self.device = call, results, number, device
         self.again, self.replayed = again, replayed
-        target = call.target if way is None else _in_way(call.target, way)
+        target = call.target if way is None else _carried_out(call.target, way)
         if call.target is LAYER and call.outputs[-1] is not None:
             target = in_training(target)
         self.target: Callable[..., Any] = target
         without = statistics(call) if again else ()
-        # Flat, with a Take in the place of each tensor.
+        # Flat, with a ViewLoad in the place of each tensor.
         self.arguments = [
             None
             if place in without
-            else Take(arg, forms[arg.storage])
+            else ViewLoad(arg, forms[arg.storage])
             if isinstance(arg, View)
             else arg
             for place, arg in enumerate(call.flat)
@@ -265,27 +288,27 @@ class RunCall:
 
     def __call__(self, memory: Memory) -> None:
         held = memory.held
-        flat = [it(held) if isinstance(it, Take) else it for it in self.arguments]
+        flat = [it(held) if isinstance(it, ViewLoad) else it for it in self.arguments]
         args, kwargs = tree_unflatten(flat, self.call.spec)
         # Else it would hold what the call may be the last to need.
         del flat
         if self.replayed and self.again:
             now = chance(self.device)
-            set_chance(self.device, memory.chance[self.number])
+            set_chance(self.device, memory.rng_states[self.number])
             result = self.target(*args, **kwargs)
             set_chance(self.device, now)
         else:
             if self.replayed:
-                memory.chance[self.number] = chance(self.device)
+                memory.rng_states[self.number] = chance(self.device)
             result = self.target(*args, **kwargs)
         if not self.results:
             return
-        found = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
+        leaves = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
         for place, view, fresh in self.results:
-            tensor = found[place]
+            tensor = leaves[place]
             if tensor is None or not view.shows(tensor):
                 layouts = memory.layouts if fresh else None
-                tensor = _as_traced(self.call, view, tensor, found, layouts)
+                tensor = _as_traced(self.call, view, tensor, leaves, layouts)
             if fresh:
                 held[view.storage] = tensor
 
@@ -303,10 +326,10 @@ def _as_traced(
             form_of(it, -1) if isinstance(it, torch.Tensor) else None for it in flat
         )
         if tensor.size() == view.size:
-            made = torch.empty_strided(
+            copy = torch.empty_strided(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
-            return made.copy_(tensor)
+            return copy.copy_(tensor)
     got = (
         "nothing"
         if tensor is None
@@ -320,7 +343,7 @@ def _as_traced(
     )
 
 
-def _in_way(target: Any, way: str) -> Callable[..., Any]:
+def _carried_out(target: Any, way: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with carried_out(way):
             return target(*args, **kwargs)

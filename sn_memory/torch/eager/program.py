@@ -8,33 +8,32 @@ move one to the host or back. Nothing else holds a tensor, so what is live is wh
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import numpy as np
 
+from ...graph.graph import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..errors import ReplayError
+from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import Named, main_device
-from .added import Added, await_underway
-from .host_arena import HostArena, needless
+from .codegen import Names, Row
 from .instructions import (
-    ForgetState,
     FreeStorage,
     Instruction,
     Memory,
     RunCall,
-    Take,
-    await_storage,
-    leave_device,
-    offload_storage,
-    prefetch_storage,
+    UpdateOps,
+    ViewLoad,
+    free_rng_state,
+    offload,
+    prefetch,
+    wait_for_copy,
 )
-from .journeys import journeys_of, live_bytes
-from .written import Names, Row
 
 # A section costs as much as tens of small calls. So it ends with gradients of so many bytes, or, of
 # a small net, with such a part of them all. DistributedDataParallel sends a mebibyte at least.
@@ -53,13 +52,13 @@ class Section:
     row
         Its instructions.
     ready
-        Numbers of those gradients, what takes them, and the storages they are then gone from.
-        Nothing takes one that no planned backward pass has.
+        Numbers of those gradients, what loads them, and the storages they are then gone from.
+        Nothing loads one that no planned backward pass has.
     """
 
     row: Row
     ready: list[int]
-    takes: list[Take | None]
+    loads: list[ViewLoad | None]
     storages: list[int]
 
 
@@ -75,7 +74,7 @@ class Program:
         The traced step.
     plan
         A plan of its graph that `check_plan` accepts.
-    added
+    update_ops
         Who carries out ops of the graph that are no calls.
 
     Raises
@@ -85,53 +84,40 @@ class Program:
     """
 
     def __init__(
-        self, named: Named, captured: Captured, plan: Plan, added: Added | None = None
+        self, named: Named, captured: Captured, plan: Plan, update_ops: UpdateOps | None = None
     ) -> None:
-        writer = _Writer(named, captured, plan, added)
-        self.storages = len(captured.recording.nbytes) if added is None else added.storages
-        before, self.backward = writer.instructions()
-        self.forward = Row(before, writer.names)
+        builder = _Builder(named, captured, plan, update_ops)
+        self.storages = len(captured.recording.nbytes)
+        if update_ops is not None:
+            self.storages = update_ops.storages
+        before, self.backward = builder.instructions()
+        self.forward = Row(before, builder.names)
         # Storages that the backward pass reads and somebody else could change in between.
-        self.read_later = sorted(writer.read_later - writer.brought)
+        self.read_later = sorted(builder.read_later - builder.fetched)
         # What the forward pass made and the backward pass writes over.
-        self.overwritten = sorted(writer.overwritten)
-        self.forms = writer.forms
-        self.results = [self.taken(view) for view in captured.outputs if isinstance(view, View)]
-        self.gradients = [
-            None if view is None else self.taken(view) for _, view in captured.gradients
-        ]
+        self.overwritten = sorted(builder.overwritten)
+        self.forms = builder.forms
+        self.results = [builder.load(it) for it in captured.outputs if isinstance(it, View)]
+        self.gradients = [None if it is None else builder.load(it) for _, it in captured.gradients]
         # The peak of a backward pass whose gradients are added to those of another, uncounted.
-        self.adding_peak_bytes = writer.adding_peak_bytes
+        self.adding_peak_bytes = builder.adding_peak_bytes
         # How many of them are of parameters.
-        self.leaves = writer.leaves
-        self.journeys = writer.journeys
-        self._host_copies = {
-            at: host_copy
-            for at, host_copy in enumerate(writer.journeys.host_copies)
-            if at in writer.made
-        }
-        self._device = main_device(captured)
+        self.leaves = builder.leaves
+        # Of the plan, and by number those that are made.
+        self.host_copies = builder.host_copies
+        self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.made)}
+        self._engine = CopyEngine(main_device(captured)) if self.made_copies else None
         self._pinned_bytes = named.graph.device.pinned_bytes
-        self._arenas: list[HostArena] = []
+        # Those not in use: one, unless several forward passes waited for their backward.
+        self.free_buffers = [self._new_buffers()] if self.made_copies else []
         self._memories: WeakSet[Memory] = WeakSet()
-        if self._host_copies:
-            self._arenas.append(self._arena())
-
-    def taken(self, view: View) -> Take:
-        """Return what takes a view of what is held."""
-        return Take(view, self.forms[view.storage])
-
-    @property
-    def arenas(self) -> list[HostArena]:
-        """Those not in use: one, unless several forward passes waited for their backward."""
-        return self._arenas
 
     def memory(self) -> Memory:
         """Return empty memory to run in."""
-        arena = None
-        if self._host_copies:
-            arena = self._arenas.pop() if self._arenas else self._arena()
-        memory = Memory(self.storages, arena, self._arenas)
+        buffers = None
+        if self.made_copies:
+            buffers = self.free_buffers.pop() if self.free_buffers else self._new_buffers()
+        memory = Memory(self.storages, buffers, self.free_buffers)
         self._memories.add(memory)
         return memory
 
@@ -140,42 +126,44 @@ class Program:
         """How many forward passes still wait for their backward pass."""
         return sum(bool(memory.held) and not memory.begun for memory in self._memories)
 
-    def _arena(self) -> HostArena:
-        return HostArena(self._host_copies, self._device, pinned_bytes=self._pinned_bytes)
+    def _new_buffers(self) -> OffloadBuffers:
+        assert self._engine is not None
+        return OffloadBuffers(self.made_copies, self._engine, pinned_bytes=self._pinned_bytes)
 
 
-class _Writer:
-    """Writes the instructions of a plan, following what is held at each action."""
+class _Builder:
+    """Makes the instructions of a plan, following what is held at each action."""
 
-    def __init__(self, named: Named, captured: Captured, plan: Plan, added: Added | None) -> None:
-        self.named, self.captured, self.plan, self.added = named, captured, plan, added
-        self.brought = frozenset[int]() if added is None else added.brought
+    def __init__(
+        self, named: Named, captured: Captured, plan: Plan, update_ops: UpdateOps | None
+    ) -> None:
+        self.named, self.captured, self.plan, self.update_ops = named, captured, plan, update_ops
+        self.fetched = frozenset[int]() if update_ops is None else update_ops.fetched
         self.names = Names()
         self.calls = captured.recording.calls
         runs = Counter(action.target for action in plan.actions if action.kind == "run")
         self.again = {name for name, count in runs.items() if count > 1}
         self.drawn_again = {named.call_of[it] for it in self.again & named.call_of.keys()}
         self.ran: set[str] = set()
-        self.held: set[int] = set(captured.recording.given) - self.brought
+        self.held: set[int] = set(captured.recording.given) - self.fetched
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
         self.overwritten: set[int] = set()
-        self.journeys = journeys_of(named, captured, plan)
+        self.host_copies, self.copy_at = _host_copies(named, captured, plan)
         self.loss = plan.actions.index(("run", LOSS, 0))
-        self.live = live_bytes(named, plan)
-        self.made = set(range(len(self.journeys.host_copies))) - needless(
-            self.journeys.host_copies, self.live, plan.peak_bytes
-        )
+        self.live = _live_bytes(named, plan)
+        self.made = set(range(len(self.host_copies)))
+        self.made -= unneeded(self.host_copies, self.live, plan.peak_bytes)
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
         names = {name for name, _ in captured.gradients}
         self.trained = {name: it.storage for name, it in captured.parameters if name in names}
         self.leaves = len(self.trained)
         # Calls that are autograd's: they add a gradient to one that is there.
         self.sums = set(captured.summed.values())
-        self.ready_at = self.ready()
-        # Storages on the host, and those that are being copied, with what waits for that.
+        self.ready_at = self.gradients_ready()
+        # Storages on the host, and those that are being copied without an instruction that waits.
         self.away: set[int] = set()
-        self.arriving: dict[int, Instruction] = {}
+        self.pending: set[int] = set()
         for view in (
             *(view for _, view in (*captured.parameters, *captured.buffers)),
             *(view for view in captured.inputs if view is not None),
@@ -192,7 +180,7 @@ class _Writer:
         outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
         outside |= {view.storage for view in self.captured.output_gradients}
         # Gradients whose sum comes next: they go with their section, not before.
-        added: set[int] = set()
+        summed: set[int] = set()
         changeable = outside | set(self.captured.recording.given)
         waiting: set[int] = set()
         for at, (kind, target, way) in enumerate(self.plan.actions):
@@ -201,23 +189,23 @@ class _Writer:
                 waiting = self.held - set(self.captured.recording.given)
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
-            moved = self.moved(target) if kind == "run" else None
+            copied = self.copied(target) if kind == "run" else None
             if target in self.named.random_states:
                 drawn = self.named.random_states[target]
                 if kind == "free" and drawn in self.drawn_again:
-                    current.append(ForgetState(drawn))
-            elif moved is not None:
-                current += self.add(target, moved)
+                    current.append(free_rng_state(drawn))
+            elif copied is not None:
+                current += self.update_op(target, copied)
             elif kind == "run" and self.named.call_of[target] in self.sums:
-                added |= set(self.calls[self.named.call_of[target]].reads)
-            elif kind == "free" and self.named.storage_of[target] in added:
+                summed |= set(self.calls[self.named.call_of[target]].reads)
+            elif kind == "free" and self.named.storage_of[target] in summed:
                 pass
             elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 if current is not before:
                     self.read_later |= {*call.reads, *call.writes} & changeable
                     self.overwritten |= waiting & set(call.writes)
-                current += self.arrivals({*call.reads, *call.writes})
+                current += self.waits({*call.reads, *call.writes})
                 current.append(self.run(target, call, way))
             else:
                 storage = self.named.storage_of[target]
@@ -231,7 +219,7 @@ class _Writer:
             if current is not before and self.ready_at.get(at):
                 sections.append(self.section(current, self.ready_at[at]))
                 current = []
-        current += self.arrivals(set(self.arriving))
+        current += self.waits(set(self.pending))
         # Gradients that no action of the backward pass touches: views of what is given.
         rest = self.ready_at.get(-1, [])
         if rest or not sections:
@@ -240,44 +228,48 @@ class _Writer:
             sections[-1].row.instructions.extend(current)
         return before, sections
 
-    def moved(self, op: str) -> tuple[int, ...] | None:
-        """Return what an op that is no call moves; None for a call."""
-        return None if self.added is None else self.added.moves(op)
+    def load(self, view: View) -> ViewLoad:
+        """Return what loads a view of what is held."""
+        return ViewLoad(view, self.forms[view.storage])
+
+    def copied(self, op: str) -> tuple[int, ...] | None:
+        """Return what an op that is no call starts to copy; None for a call."""
+        return None if self.update_ops is None else self.update_ops.copied(op)
 
     def reads(self, op: str) -> set[int]:
         """Return the storages that an op of the graph reads."""
         record = self.named.graph.ops[self.named.graph.op_index[op]]
         return {self.named.storage_of[it] for it in (*record.inputs, *record.writes)}
 
-    def add(self, op: str, moved: tuple[int, ...]) -> list[Instruction]:
+    def update_op(self, op: str, copied: tuple[int, ...]) -> list[Instruction]:
         """Return the instructions of an op that is no call."""
-        assert self.added is not None
-        row = self.arrivals(self.reads(op))
-        row.append(self.added.instruction(op, lambda view: Take(view, self.forms[view.storage])))
+        assert self.update_ops is not None
+        row = self.waits(self.reads(op))
+        row.append(self.update_ops.instruction(op, self.load))
         record = self.named.graph.ops[self.named.graph.op_index[op]]
         self.held |= {self.named.storage_of[it] for it in record.outputs}
-        self.arriving |= {it: await_underway(it) for it in moved}
+        self.pending |= {*copied}
         return row
 
     def section(self, current: list[Instruction], ready: Ready) -> Section:
         """Return the section that ends with these gradients."""
         storages = [view.storage for _, view in ready if view is not None]
-        current += self.arrivals(set(storages))
+        current += self.waits(set(storages))
         return Section(
             Row(current, self.names),
             [place for place, _ in ready],
-            [None if it is None else Take(it, self.forms[it.storage]) for _, it in ready],
+            [None if it is None else self.load(it) for _, it in ready],
             storages,
         )
 
-    def ready(self) -> dict[int, Ready]:
+    def gradients_ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
         read: dict[int, int] = {}
         for at, (kind, target, _) in enumerate(self.plan.actions):
             if at <= self.loss or target in self.named.random_states:
                 continue
-            if kind == "run" and self.moved(target) is not None:
+            if kind == "run" and self.copied(target) is not None:
                 last |= dict.fromkeys(self.reads(target), at)
                 read |= dict.fromkeys(self.reads(target), at)
             elif kind == "run":
@@ -291,43 +283,43 @@ class _Writer:
                 }
             else:
                 last[self.named.storage_of[target]] = at
-        found: dict[int, Ready] = {}
+        ready: dict[int, Ready] = {}
         of_others = [(at, None) for at in self.captured.of_others if at < self.leaves]
         if of_others:
-            found[-1] = [*of_others]
+            ready[-1] = [*of_others]
         for place, (name, view) in enumerate(self.captured.gradients):
             if view is not None and name in self.trained and not self.uses_up(name):
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
-                found.setdefault(at, []).append((place, view))
-        return self.in_groups(found)
+                ready.setdefault(at, []).append((place, view))
+        return self.in_groups(ready)
 
     def uses_up(self, name: str) -> bool:
         """Whether the gradient of a parameter is used inside the step."""
-        return self.added is not None and name in self.added.used_up
+        return self.update_ops is not None and name in self.update_ops.used_gradients
 
-    def in_groups(self, found: dict[int, Ready]) -> dict[int, Ready]:
+    def in_groups(self, ready: dict[int, Ready]) -> dict[int, Ready]:
         """Let small gradients wait for those that are ready next, and end one section.
 
         As far as there is room for them below the peak where each is added to one that is there.
         """
         nbytes = self.captured.recording.nbytes
-        each = {it.storage: at for at in sorted(found) if at >= 0 for _, it in found[at] if it}
-        gone = self.gone(each)
+        ready_at = {it.storage: at for at in sorted(ready) if at >= 0 for _, it in ready[at] if it}
+        gone = self.gone(ready_at)
         curve = self.live.copy()
         if not self.sums:
             for storage, at in gone.items():
                 curve[at + 1 :] -= nbytes[storage]
         peak = self.adding_peak_bytes = int(curve[self.loss :].max())
-        if self.journeys.host_copies:
+        if self.host_copies:
             # Copies that the peak has room for are not made, and are on the device instead.
             self.adding_peak_bytes = self.plan.peak_bytes
-            return found
-        enough = min(sum(map(nbytes.__getitem__, each)) // GROUPS, GROUP_BYTES)
-        grouped = {-1: found[-1]} if -1 in found else {}
+            return ready
+        enough = min(sum(map(nbytes.__getitem__, ready_at)) // GROUPS, GROUP_BYTES)
+        grouped = {-1: ready[-1]} if -1 in ready else {}
         waiting: Ready = []
-        ends = sorted(found.keys() - {-1})
+        ends = sorted(ready.keys() - {-1})
         for at, following in zip(ends, [*ends[1:], 0], strict=False):
-            waiting += found[at]
+            waiting += ready[at]
             held = {view.storage for _, view in waiting if view}
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
             for it in held:
@@ -337,23 +329,25 @@ class _Writer:
                 grouped[at], waiting = waiting, []
         return grouped
 
-    def gone(self, ready: dict[int, int]) -> dict[int, int]:
+    def gone(self, ready_at: dict[int, int]) -> dict[int, int]:
         """Return after which action the storage of each gradient is gone; given when it is ready.
 
         That is when it has been handed over, or, where the plan adds it, when the plan frees it.
         """
         if not self.sums:
-            return ready
+            return ready_at
         freed = {
             self.named.storage_of[target]: at
             for at, (kind, target, _) in enumerate(self.plan.actions)
             if kind == "free" and target not in self.named.random_states
         }
-        return {it: freed.get(it, len(self.plan.actions)) for it in ready}
+        return {it: freed.get(it, len(self.plan.actions)) for it in ready_at}
 
-    def arrivals(self, storages: set[int]) -> list[Instruction]:
-        """Wait for those of these storages that are on their way back."""
-        return [self.arriving.pop(it) for it in sorted(storages & {*self.arriving})]
+    def waits(self, storages: set[int]) -> list[Instruction]:
+        """Wait for those of these storages that are being copied."""
+        pending = sorted(storages & self.pending)
+        self.pending.difference_update(pending)
+        return [wait_for_copy(it) for it in pending]
 
     def run(self, name: str, call: Call, way: int) -> Instruction:
         again = name in self.ran
@@ -383,21 +377,67 @@ class _Writer:
         )
 
     def move(self, at: int, kind: str, storage: int) -> list[Instruction]:
-        host_copy = self.journeys.at.get(at)
-        made = host_copy in self.made
+        host_copy = self.copy_at.get(at)
+        is_made = host_copy in self.made
         if kind == "free":
-            if host_copy is not None and not made:
+            if host_copy is not None and not is_made:
                 return []
             self.held.discard(storage)
             if host_copy is not None:
                 self.away.add(storage)
-                return [leave_device(storage, host_copy)]
-            return [*self.arrivals({storage}), FreeStorage(storage)]
-        if host_copy is None or not made:
+                return [wait_for_copy(storage, free=True)]
+            return [*self.waits({storage}), FreeStorage(storage)]
+        if host_copy is None or not is_made:
             return []
         if kind == "offload":
-            return [*self.arrivals({storage}), offload_storage(storage, host_copy)]
+            return [*self.waits({storage}), offload(storage, host_copy)]
         self.held.add(storage)
         self.away.discard(storage)
-        self.arriving[storage] = await_storage(host_copy)
-        return [prefetch_storage(storage, host_copy, self.forms[storage])]
+        self.pending.add(storage)
+        return [prefetch(storage, host_copy, self.forms[storage])]
+
+
+def _host_copies(
+    named: Named, captured: Captured, plan: Plan
+) -> tuple[list[HostCopy], dict[int, int]]:
+    """Return the host copies of a plan, and per action that is part of one, which."""
+    copies: list[HostCopy] = []
+    at: dict[int, int] = {}
+    away: dict[int, int] = {}
+    for place, (kind, target, _) in enumerate(plan.actions):
+        if kind not in ("offload", "free", "prefetch") or target in named.random_states:
+            continue
+        storage = named.storage_of[target]
+        if kind == "offload":
+            away[storage] = at[place] = len(copies)
+            nbytes = captured.recording.nbytes[storage]
+            # Where it is freed and comes back is told by later actions; it may never come back.
+            copies.append(HostCopy(storage, place, place, len(plan.actions), nbytes))
+        elif kind == "free" and storage in away:
+            at[place] = number = away[storage]
+            copies[number] = replace(copies[number], freed=place)
+        elif kind == "prefetch":
+            at[place] = number = away.pop(storage)
+            copies[number] = replace(copies[number], end=place)
+    return copies, at
+
+
+def _live_bytes(named: Named, plan: Plan) -> Ints:
+    """Bytes on the device at each action of a plan, with all its host copies made."""
+    graph = named.graph
+    names = [it.name for it in graph.storages]
+    size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
+    outputs = {op.name: op.outputs for op in graph.ops}
+    held = {it.name for it in graph.storages if it.resident}
+    live, curve = graph.base_bytes, []
+    for kind, target, _ in plan.actions:
+        new = set(outputs[target]) if kind == "run" else set()
+        if kind == "prefetch":
+            new = {target}
+        live += sum(size[it] for it in new - held)
+        held |= new
+        curve.append(live)
+        if kind == "free":
+            held.discard(target)
+            live -= size[target]
+    return np.array(curve, dtype=np.int64)

@@ -16,20 +16,19 @@ from itertools import count
 from typing import Any, Protocol
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import tree_leaves
 
 from ...plan.plan import Plan
+from ...run.loss import LOSS
 from ..errors import ReplayError
 from ..model.guard import casting, is_batched, transformed
 from ..model.marks import version_of
 from ..target.allocator import StepPool
 from ..trace.record import Layouts, View
-from ..trace.to_graph import main_device
+from ..trace.to_graph import STATE, Named, main_device
 from ..trace.trace import Trace
-from .added import Added
-from .instructions import Memory
-from .journeys import waiting_bytes
-from .like import like
+from .instructions import Memory, UpdateOps
 from .program import Program, Section
 from .reached import left_out, overwritten, reached
 
@@ -64,15 +63,21 @@ class Replay:
         The traced step.
     plan
         A plan of its graph.
-    added
+    update_ops
         Who carries out ops of the graph that are no calls.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, added: Added | None = None) -> None:
+    def __init__(self, trace: Trace, plan: Plan, update_ops: UpdateOps | None = None) -> None:
         self.trace, self.plan = trace, plan
         self.captured = captured = trace.captured
-        self.program = Program(trace.named, captured, plan, added)
+        self.program = Program(trace.named, captured, plan, update_ops)
         self.device = main_device(captured)
+        # Tensors that belong to nobody, which the trace holds.
+        self.known = list(captured.recording.constants.values())
+        # The optimizer's state.
+        self.beside_bytes = trace.beside_bytes
+        # The peak of a backward pass whose gradients are added to those of another.
+        self.adding_peak_bytes = self.program.adding_peak_bytes
         # Of a trial: how kernels lay their results out, where that is not as traced.
         self.layouts: Layouts | None = None
         # Per output that is a tensor, whether a gradient may come back for it.
@@ -82,40 +87,30 @@ class Replay:
             if isinstance(out, View)
         ]
         self.reached = reached(captured)
-        self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
-        self._given += [view for view in captured.inputs if view is not None]
-        self._held_as_given = [
+        self._views = [view for _, view in (*captured.parameters, *captured.buffers)]
+        self._views += [view for view in captured.inputs if view is not None]
+        self._held_inputs = [
             (view.storage, at)
-            for at, view in enumerate(self._given)
+            for at, view in enumerate(self._views)
             if view == self.program.forms[view.storage]
-            and (added is None or view.storage not in added.brought)
+            and (update_ops is None or view.storage not in update_ops.fetched)
         ]
-        forms = set(self._given)
+        forms = set(self._views)
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
-        self.inside = added is not None and bool(added.used_up)
-        self.added = added
+        self.inside = update_ops is not None and bool(update_ops.used_gradients)
+        self.update_ops = update_ops
         # Where its tensors are allocated; none while it is tried, beside the model's own step.
         self.pool: StepPool | None = None
         # No other step of this process has it.
         self.number = next(_NUMBERS)
         # Whether a step is given tensors like those of the one before.
-        self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
-
-    @property
-    def known(self) -> list[torch.Tensor]:
-        """Tensors that belong to nobody, which the trace holds."""
-        return list(self.captured.recording.constants.values())
+        self._inputs_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
     @property
     def ignored(self) -> list[torch.Tensor]:
-        """Arenas on the host."""
-        return [arena.block for arena in self.program.arenas]
-
-    @property
-    def beside_bytes(self) -> int:
-        """The optimizer's state."""
-        return self.trace.beside_bytes
+        """Buffers on the host."""
+        return [it.block for it in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates what the plan counts.
@@ -134,7 +129,7 @@ class Replay:
     @cached_property
     def waiting_bytes(self) -> tuple[int, int]:
         """What each of them holds until then, and what of that the caller has: input and output."""
-        return waiting_bytes(self.trace.named, self.plan)
+        return _waiting_bytes(self.trace.named, self.plan)
 
     @cached_property
     def drawn_on(self) -> list[torch.device]:
@@ -147,11 +142,6 @@ class Replay:
     def overwritten(self) -> list[str]:
         """Names of parameters and buffers that the forward pass reads and then writes over."""
         return overwritten(self.captured)
-
-    @property
-    def adding_peak_bytes(self) -> int:
-        """The peak of a backward pass whose gradients are added to those of another."""
-        return self.program.adding_peak_bytes
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a model; returns what it returns."""
@@ -216,7 +206,7 @@ class Replay:
             with _as_recorded(self.device), self.in_pool():
                 section.row.run(memory)
                 gradients = [
-                    memory.gradient(*it) for it in zip(section.ready, section.takes, strict=True)
+                    memory.gradient(*it) for it in zip(section.ready, section.loads, strict=True)
                 ]
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
@@ -229,8 +219,8 @@ class Replay:
             memory.clear()
             raise
         memory.clear()
-        if self.added is not None:
-            self.added.end()
+        if self.update_ops is not None:
+            self.update_ops.end()
         return gradients
 
     def for_this_pass(
@@ -240,8 +230,8 @@ class Replay:
 
         Where the graph is kept, as with `retain_graph=True`, storages stay for another pass.
         """
-        keeps = self.added is None and torch._C._autograd._get_current_graph_task_keep_graph()
-        found: Memory | Gradients = memory
+        keeps = self.update_ops is None and torch._C._autograd._get_current_graph_task_keep_graph()
+        used: Memory | Gradients = memory
         several = any(is_batched(it) for it in arrived if it is not None)
         unplanned = self.unplanned(arrived)
         if torch.is_grad_enabled() or several or transformed() or unplanned:
@@ -257,55 +247,55 @@ class Replay:
                     "forward-mode AD) are asked for of a step that has its state on the host, "
                     "which computes one gradient. Call the model as it was before planning there."
                 )
-            found = memory.plain.gradients(memory.wanted, arrived)
+            used = memory.plain.gradients(memory.wanted, arrived)
             if not keeps:
                 memory.clear()
         elif keeps:
             if memory.plain is not None:
                 memory.plain.retained()
-            found = memory.for_one_pass(self.program.overwritten)
+            used = memory.for_one_pass(self.program.overwritten)
         memory.begun = not keeps
-        if found is not memory:
+        if used is not memory:
             task = torch._C._current_graph_task_id()
-            memory.passes[task] = found
+            memory.passes[task] = used
             # Some of its sections may never run.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(memory.passes.pop, task))
-        return found
+        return used
 
     def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
         """Whether there is a gradient of an output at which no planned backward pass begins."""
         ends = self.captured.ends
         return any(it is not None and not end for it, end in zip(arrived, ends, strict=True))
 
-    def start(self, given: Sequence[torch.Tensor]) -> Memory:
-        """Return memory with what is given in its place."""
-        if self.added is not None:
-            self.added.begin()
+    def start(self, inputs: Sequence[torch.Tensor]) -> Memory:
+        """Return memory with the parameters, buffers and inputs of a step in their places."""
+        if self.update_ops is not None:
+            self.update_ops.begin()
         memory = self.program.memory()
         memory.layouts = self.layouts
-        if self._given_as_planned is None or not self._given_as_planned(given):
-            self._check(given)
+        if self._inputs_as_planned is None or not self._inputs_as_planned(inputs):
+            self._check(inputs)
             if self._each_its_own_storage:
-                self._given_as_planned = like(given)
+                self._inputs_as_planned = _alike(inputs)
         held = memory.held
-        for storage, at in self._held_as_given:
-            held[storage] = given[at]
+        for storage, at in self._held_inputs:
+            held[storage] = inputs[at]
         for storage, tensor in self.captured.recording.constants.items():
             held[storage] = tensor
         return memory
 
-    def _check(self, given: Sequence[torch.Tensor]) -> None:
-        """Raise where what is given looks otherwise than planned.
+    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise where an input looks otherwise than planned.
 
-        A storage may be another, and what is given may begin at another place of it, as parameters
+        A storage may be another, and an input may begin at another place of it, as parameters
         do that became views of one vector. Tensors that shared one storage must still do so.
         """
-        brought = () if self.added is None else self.added.brought
+        fetched = () if self.update_ops is None else self.update_ops.fetched
         first: dict[int, tuple[View, torch.Tensor]] = {}
-        for view, tensor in zip(self._given, given, strict=True):
-            if view.storage in brought:
-                continue  # it rests on the host, and who brings it looks at it
+        for view, tensor in zip(self._views, inputs, strict=True):
+            if view.storage in fetched:
+                continue  # it lies on the host, and who fetches it looks at it
             place = self.captured.recording.device[view.storage]
             form = view.size, view.stride, view.dtype, place
             if form != (tensor.size(), tensor.stride(), tensor.dtype, tensor.device):
@@ -346,7 +336,7 @@ class _Planned(torch.autograd.Function):
             with _as_recorded(replay.device), replay.in_pool(begins=True):
                 replay.program.forward.run(memory)
                 # Another tensor on the same storage: what is held here must not hold this node.
-                results = tuple(take(memory.held).detach() for take in replay.program.results)
+                results = tuple(load(memory.held).detach() for load in replay.program.results)
         except BaseException:
             # At once: what is raised may be held for long, and this frame with it.
             memory.clear()
@@ -432,8 +422,8 @@ def _as_planned(
     """
     if output_gradient is not None and view.shows(output_gradient):
         return output_gradient
-    made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
-    return made.zero_() if output_gradient is None else made.copy_(output_gradient)
+    gradient = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return gradient.zero_() if output_gradient is None else gradient.copy_(output_gradient)
 
 
 def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
@@ -441,3 +431,43 @@ def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return what tells whether others have the same sizes, strides, offsets, types and devices.
+
+    It may say no of such that have, where another mode of torch is on, and never yes of others.
+    None of the tensors is held. Hundreds of them take a few microseconds.
+    """
+    # What torch.compile asks before it runs what it compiled.
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    offsets = [it.storage_offset() for it in tensors]
+
+    def alike(others: Sequence[torch.Tensor]) -> bool:
+        return guards.check(*others) and [it.storage_offset() for it in others] == offsets
+
+    return alike
+
+
+def _waiting_bytes(named: Named, plan: Plan) -> tuple[int, int]:
+    """Bytes that a forward pass holds until its backward pass: all, and inputs and outputs of it.
+
+    Those on the host count as well: copies that the peak of one pass has room for are not made.
+    """
+    graph = named.graph
+    size = dict(zip((it.name for it in graph.storages), graph.arrays.bytes.tolist(), strict=True))
+    inputs = {it.name for it in graph.storages if it.role == "input"}
+    held = inputs | ({STATE} & size.keys())
+    callers = inputs | set(graph.ops[graph.op_index[LOSS]].inputs)
+    away: set[str] = set()
+    for kind, target, _ in plan.actions:
+        if kind == "run" and target == LOSS:
+            break
+        if kind == "run":
+            held |= set(graph.ops[graph.op_index[target]].outputs)
+        elif kind == "offload":
+            away.add(target)
+        elif kind == "free" and target not in away:
+            held.discard(target)
+        away -= {target} if kind == "prefetch" else set()
+    return sum(size[it] for it in held), sum(size[it] for it in held & callers)

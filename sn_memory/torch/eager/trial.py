@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import smallest_limit
-from ..errors import ReplayError, TraceError, fails_on_sample, innermost_line
+from ..errors import ReplayError, TraceError, fails_on_sample, first_line, innermost_line
 from ..model.allocations import is_profiled
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
@@ -28,7 +28,6 @@ from ..trace.record import Layouts
 
 # Differences up to here are those of sums taken in another order: some hundred roundings.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-
 
 # How much further than the model's own step from itself a planned one may be. On CUDA two steps in
 # TF32 that add in any order are as far apart by chance (ResNet-50: 6.1e-3 beside 6.3e-3).
@@ -45,6 +44,9 @@ class _Step(Protocol):
 @runtime_checkable
 class _Replay(_Step, Protocol):
     layouts: Layouts | None
+
+
+T = TypeVar("T", bound=_Replay)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def tried(
     SampleError
         If the model's own step fails on the sample.
     """
-    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
         return Trial(False, {}, remark="the model or the sample has no memory")
 
     noted: Layouts = {}
@@ -116,7 +118,7 @@ def tried(
     enough = not somewhere(model, not _enough(plain_bytes, device_of(model)))
     try:
         with _noting(step, noted):
-            got = _measured(_planned(step, model), model, arguments)
+            got = _measured(around(model, step.run), model, arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
@@ -124,7 +126,7 @@ def tried(
         if own is not None:
             raise fails_on_sample(type(model).__name__, *arguments, own) from own
         if not noted:
-            return Trial(False, {}, failure=_what(error))
+            return Trial(False, {}, failure=f"{type(error).__name__}: {first_line(error)}")
     if noted:
         return Trial(False, {}, layouts=noted)
     if not enough:
@@ -150,7 +152,7 @@ def tried(
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     """Raise SampleError where a model's forward pass, run without gradients, fails on a sample."""
-    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
         return
     args, kwargs = arguments
     try:
@@ -165,7 +167,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
 @contextmanager
 def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
     """Let a model be inside as a first forward pass leaves it, and as it was afterwards."""
-    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
         raise TraceError(
             "the forward pass sets attributes in its first run, which needs a model and a sample "
             "with memory. Pass these."
@@ -226,9 +228,6 @@ def layouts_seen(
 ) -> Layouts:
     """Return how kernels lay results out on the sample, where fake tensors say otherwise.
 
-    What follows a result that lies otherwise may lie otherwise too, so steps are run until no more
-    is new.
-
     Parameters
     ----------
     first
@@ -238,17 +237,38 @@ def layouts_seen(
     planned_with
         Plans the step, traced with such layouts.
     """
-    seen: Layouts = {}
-    new = first
-    for done in range(_ROUNDS):
-        if not new.keys() - seen.keys() and (done or first):
+
+    def run(step: _Replay) -> None:
+        with suppress(ReplayError):
+            _measured(around(model, step.run), model, arguments)
+
+    return until_laid_out(first, planned_with, run)[1]
+
+
+def until_laid_out(
+    first: Layouts, planned_with: Callable[[Layouts], T], run: Callable[[T], None]
+) -> tuple[T, Layouts]:
+    """Run a step until its kernels lay results out as traced; return it, and what was seen.
+
+    What follows a result that lies otherwise may lie otherwise too, so steps are planned and run
+    until no more is new.
+    """
+    seen = dict(first)
+    step = planned_with(seen)
+    for _ in range(_ROUNDS):
+        new: Layouts = {}
+        try:
+            with _noting(step, new):
+                run(step)
+        except ReplayError:
+            # A kernel that cannot go on with what was laid out for it has said what it wants.
+            if not new:
+                raise
+        if not new.keys() - seen.keys():
             break
-        seen, new = {**seen, **new}, {}
+        seen |= new
         step = planned_with(seen)
-        # A kernel that cannot go on with what was laid out for it has said what it wants.
-        with _noting(step, new), suppress(ReplayError):
-            _measured(_planned(step, model), model, arguments)
-    return seen
+    return step, seen
 
 
 @contextmanager
@@ -277,10 +297,6 @@ def _judged(
     return Trial(True, different, remark=says)
 
 
-def _planned(step: _Step, model: torch.nn.Module) -> Callable[..., Any]:
-    return around(model, step.run)
-
-
 def _measured(
     forward: Any, model: torch.nn.Module, arguments: Any, *, counted: bool = False
 ) -> Measured:
@@ -301,7 +317,8 @@ def _results(found: Measured) -> list[torch.Tensor]:
     return [it for it in found.results.values() if it is not None]
 
 
-def _real(held: Sequence[torch.Tensor]) -> bool:
+def is_real(held: Sequence[torch.Tensor]) -> bool:
+    """Whether these tensors have memory and values."""
     return not any(it.is_meta or isinstance(it, FakeTensor) for it in held)
 
 
@@ -312,8 +329,3 @@ def _enough(nbytes: int, device: torch.device) -> bool:
         return free is not None and nbytes < free
     limit = smallest_limit()
     return limit is not None and 2 * nbytes < limit.free_bytes
-
-
-def _what(error: Exception) -> str:
-    first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-    return f"{type(error).__name__}: {first}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,25 +15,91 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import UPDATES, Unit
+from ...graph.hosted import UPDATES
 from ...graph.liveness import unplanned_bytes
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.replay import Replay
+from ..eager.trial import is_real, until_laid_out
+from ..errors import ReplayError, TraceError, first_line
+from ..host.buffers import PinnedState, StateBuffers
+from ..host.copies import Wait
+from ..host.files import HostState
 from ..model.kinds import Arguments
-from ..target.accelerator import is_apart
+from ..model.results import ends_of, tensors_of
+from ..model.step import apart, chance_put_back, device_of, tensors
+from ..target.accelerator import has_streams, is_apart
 from ..target.host_resident import OnDeviceMode
 from ..trace.record import Layouts
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
-from .added_ops import AddedOps
-from .arena import StateArena
-from .checks import check_model
-from .in_turn import update_in_turn
-from .owned import Owned
-from .rehearsal import rehearsed
-from .stepping import UsedUp, step_in_memory, take_over
-from .units import StateUnits
+from .optimizer import StateUnits, UsedGradient, replace_step, step_without
+from .parameter import Fetched, ParameterState
+from .update_ops import StateOps
+
+
+def host_buffers_for(
+    model: torch.nn.Module, state: str | os.PathLike[str] | StateBuffers
+) -> StateBuffers:
+    """Return the host memory that `state` of `plan` asks for.
+
+    Raises
+    ------
+    PlanError
+        For one that does not go with the device that the model is on.
+    """
+    device = device_of(model)
+    if state == "host":
+        return PinnedState(device) if is_apart(device) else HostState()
+    if not isinstance(state, StateBuffers):
+        if is_apart(device):
+            raise PlanError(
+                f"state: got the folder {os.fspath(state)!r} for a model on {device}, whose state "
+                "lies in pinned memory. Say state='host'."
+            )
+        return HostState(state)
+    wanted = device if is_apart(device) else torch.device("cpu")
+    if state.device != wanted:
+        raise PlanError(
+            f"state: got a {type(state).__name__} for a model on {state.device}, and the model is "
+            f"on {device}. Pass one for {device}, or say state='host'."
+        )
+    return state
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise PlanError for a model whose parameters cannot be updated one by one inside a step."""
+    named, seen = list(model.named_parameters()), dict[int, str]()
+    for name, parameter in named:
+        if parameter.device.type not in ("cpu", "meta") and not has_streams(parameter.device):
+            raise PlanError(
+                f"state: got the parameter {name!r} on {parameter.device}. State on the host is "
+                "for models on the CPU, or on a device with streams beside its ops. Leave state "
+                "out."
+            )
+    for name, parameter in named:
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = seen.setdefault(parameter.untyped_storage()._cdata, name)
+        if other != name:
+            raise PlanError(
+                f"state: the parameters {other!r} and {name!r} are two that share memory, so an "
+                "update of one would change the other. Make them one (assign the same parameter to "
+                "both modules), or give each its own."
+            )
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks and torch.distributed.get_world_size() > 1:
+        raise PlanError(
+            "state: got a process group of several ranks, whose gradients are exchanged as "
+            "autograd hands them over; those of parameters on the host are not. Train on one rank, "
+            "or shard the state (FSDP2, ZeRO) in place of state=."
+        )
+    for name, parameter in named:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"state: the parameter {name!r} has a hook on its gradient, which would not run "
+                "where the gradient is used inside the step. Remove it before planning."
+            )
 
 
 class ModelState:
@@ -44,16 +111,16 @@ class ModelState:
         The plain model.
     optimizer
         Who updates it.
-    arena
-        Where what moves rests.
+    buffers
+        Where what moves lies.
     update
         `step`: gradients wait on the host for `optimizer.step()`. `backward`: each parameter is
         updated as soon as its gradient is complete.
 
     Attributes
     ----------
-    owned
-        Per parameter of the model, by path, once the first plan has said where it lies.
+    parameters
+        Of the model, by path, once the first plan has said where each lies.
     latest
         The plan made last.
     """
@@ -62,14 +129,14 @@ class ModelState:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        arena: StateArena,
+        buffers: StateBuffers,
         update: str = "step",
     ) -> None:
         if update not in UPDATES:
             raise ValueError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
-        self.optimizer, self.arena, self.update = optimizer, arena, update
+        self.optimizer, self.buffers, self.update = optimizer, buffers, update
         self.units = StateUnits(optimizer)
-        self.owned: dict[str, Owned] = {}
+        self.parameters: dict[str, ParameterState] = {}
         self.latest: StatePlan | None = None
         check_model(model)
 
@@ -80,21 +147,16 @@ class ModelState:
         later = self.latest.step_peak_bytes
         step = f"; optimizer.step() takes {show_bytes(later)} at least" if later else ""
         return (
-            f"of {len(self.owned)} parameters {many['host']} lie on the host with their state, "
-            f"{many['state']} have their state there ({show_bytes(self.arena.nbytes)} in "
-            f"{self.arena.where}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
+            f"of {len(self.parameters)} parameters {many['host']} lie on the host with their "
+            f"state, {many['state']} have their state there ({show_bytes(self.buffers.nbytes)} in "
+            f"{self.buffers.where}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
             f"s, {100 * lanes.hidden:.0f} % of {lanes.copies_s:.3g} s of copies beside ops"
         )
 
     @property
     def places(self) -> dict[str, str]:
         """Per parameter, where it lies: `device`, `state` or `host`."""
-        return {name: it.place for name, it in self.owned.items()}
-
-    @property
-    def blocks(self) -> list[torch.Tensor]:
-        """What lies on the host."""
-        return self.arena.blocks
+        return {name: it.place for name, it in self.parameters.items()}
 
     def replay(
         self,
@@ -122,78 +184,73 @@ class ModelState:
         """
         graph = self._with_speeds(traced.graph) if measured else traced.graph
         units = self.units.of(model, traced)
-        by = self._updater(graph, units)
+        sizes = {it.name: it.bytes for it in graph.storages}
+        # Of each parameter, its gradient as well.
+        by = self.buffers.updater(sum(2 * sizes[it.parameter] + it.state_bytes for it in units))
         whole = unplanned_bytes(graph) + sum(it.state_bytes + it.counts_bytes for it in units)
         budget_bytes = parse_bytes(budget, whole=whole)
-        if self.owned:
+        if self.parameters:
             found = planned_with(
                 graph, units, self.places, budget_bytes, planner, update=self.update,
-                updaters={name: it.by for name, it in self.owned.items()},
+                updaters={name: it.by for name, it in self.parameters.items()},
             )  # fmt: skip
         else:
             found = plan_state(
-                graph,
-                units,
-                budget_bytes,
-                planner,
-                update=self.update,
-                updaters=(by,),
-                places=self._places(),
-            )
+                graph, units, budget_bytes, planner, update=self.update, updaters=(by,),
+                places=self._possible_places(),
+            )  # fmt: skip
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
-        self._own(model, found)
+        self._place(model, found)
         if by != "in place":
-            self.arena.let_go()
-        sizes = {it.name: it.bytes for it in graph.storages}
+            self.buffers.let_go()
         self._step_bytes = {
-            it.parameter: step_bytes(
-                it, found.places[it.parameter], sizes[it.parameter], self.owned[it.parameter].by
-            )
+            name: step_bytes(it, found.places[name], sizes[name], self.parameters[name].by)
             for it in units
+            for name in (it.parameter,)
         }
         self._stays_bytes = found.step_peak_bytes - max(
             (sum(self._step_bytes[it.parameter]) for it in units if it.gradient), default=0
         )
-        take_over(self.optimizer, self)
+        replace_step(self.optimizer, self)
         numbers = dict(traced.named.storage_of)
         for storage in found.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
         named = Named(found.graph, traced.named.call_of, numbers, traced.named.random_states)
-        return Replay(replace(traced, named=named), plan, AddedOps(self.owned, named, traced, self))
+        ops = StateOps(self.parameters, named, traced, begin=self.begin, end=self.end)
+        return Replay(replace(traced, named=named), plan, ops)
 
     def step(self) -> None:
         """Finish the step of the optimizer: all that was not updated in the backward pass."""
-        inside = self._inside()
+        inside = self._updated_inside()
         if self.update == "step":
             row = [it for it in inside.values() if it.parameter.grad is not None]
             assert self.latest is not None
             assert self.latest.plan.budget_bytes is not None
             room = self.latest.plan.budget_bytes - self._stays_bytes
-            update_in_turn([it for it in row if it.by == "device"], self._step_bytes, room)
-            for owned in row:
-                if owned.by != "device":
-                    owned.update_at_rest()
-            step_in_memory(self.optimizer, lambda it: id(it) in inside)
-            self.arena.finish()
-            return
-        for owned in inside.values():
-            gradient = owned.parameter.grad
-            if gradient is not None and not isinstance(gradient, UsedUp):
-                raise PlanError(
-                    f"the parameter {owned.name!r} has a gradient that no planned step made: a "
-                    "backward pass of another model, or one whose forward pass ran without the "
-                    "plan. Its update is made in the planned step. Drop it, or run the planned "
-                    "model."
-                )
-        step_in_memory(self.optimizer, lambda it: id(it) in inside)
-        for owned in inside.values():
-            owned.is_updated, owned.parameter.grad = False, None
-        self.arena.finish()
+            sequential_update([it for it in row if it.by == "device"], self._step_bytes, room)
+            for state in row:
+                if state.by != "device":
+                    state.update_in_place()
+        else:
+            for state in inside.values():
+                gradient = state.parameter.grad
+                if gradient is not None and not isinstance(gradient, UsedGradient):
+                    raise PlanError(
+                        f"the parameter {state.name!r} has a gradient that no planned step made: a "
+                        "backward pass of another model, or one whose forward pass ran without the "
+                        "plan. Its update is made in the planned step. Drop it, or run the planned "
+                        "model."
+                    )
+        step_without(self.optimizer, inside)
+        if self.update == "backward":
+            for state in inside.values():
+                state.is_updated, state.parameter.grad = False, None
+        self.buffers.finish()
 
-    def _inside(self) -> dict[int, Owned]:
-        """Return the parameters that are not updated by the optimizer's own step."""
-        trained = (it for it in self.owned.values() if it.optimizer is not None)
+    def _updated_inside(self) -> dict[int, ParameterState]:
+        """Return the parameters that are not updated by the optimizer's own step, by id."""
+        trained = (it for it in self.parameters.values() if it.optimizer is not None)
         return {
             id(it.parameter): it
             for it in trained
@@ -204,7 +261,7 @@ class ModelState:
         """Raise PlanError where a forward pass comes that would see half of an update."""
         if self.update == "step":
             return
-        late = next((it for it in self.owned.values() if it.is_updated), None)
+        late = next((it for it in self.parameters.values() if it.is_updated), None)
         if late is not None:
             raise PlanError(
                 f"a second forward pass comes before optimizer.step(): {late.name!r} was updated "
@@ -214,51 +271,50 @@ class ModelState:
             )
 
     def brought(self) -> AbstractContextManager[Any]:
-        """Let ops inside find on the device what rests on the host."""
-        device = self.arena.device
-        # On the CPU what rests is a tensor like any other.
-        return OnDeviceMode(self.arena, device) if is_apart(device) else nullcontext()
+        """Let ops inside find on the device what lies on the host."""
+        device = self.buffers.device
+        # On the CPU it is a tensor like any other.
+        return OnDeviceMode(self.buffers, device) if is_apart(device) else nullcontext()
 
-    def with_inputs(self, given: Arguments) -> Arguments:
+    def with_inputs(self, arguments: Arguments) -> Arguments:
         """Return arguments with their tensors of the host on the device that the model works on.
 
-        A parameter at rest says that it is of the host, and callers put inputs where the first
+        A host-resident parameter says that it is of the CPU, and callers put inputs where the first
         parameter is (`generate` of transformers does).
         """
-        device = self.arena.device
+        device = self.buffers.device
         if not is_apart(device):
-            return given
+            return arguments
         return tree_map_only(  # type: ignore[no-any-return]
             torch.Tensor,
             # A number in a tensor goes with tensors of any device.
             lambda it: it.to(device) if it.device.type == "cpu" and it.dim() else it,
-            given,
+            arguments,
         )
 
     def end(self) -> None:
         """Wait for gradients that are on their way to the host: the caller reads `.grad` next."""
         if self.update == "step":
-            self.arena.finish()
+            self.buffers.finish()
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:
         """Let steps inside change no parameter, no gradient and no state."""
-        gradients = [(it.parameter, it.parameter.grad) for it in self.owned.values()]
-        for owned in self.owned.values():
-            owned.is_dry, owned.parameter.grad = True, None
+        states = list(self.parameters.values())
+        gradients = [it.parameter.grad for it in states]
+        for state in states:
+            state.is_dry, state.parameter.grad = True, None
         try:
             yield
         finally:
-            for owned in self.owned.values():
-                owned.is_dry = False
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            for state, gradient in zip(states, gradients, strict=True):
+                state.is_dry, state.parameter.grad = False, gradient
 
-    def adopt(self) -> None:
+    def move_state(self) -> None:
         """Move what a loaded state holds to the host."""
-        for owned in self.owned.values():
-            if owned.place != "device":
-                owned.adopt()
+        for state in self.parameters.values():
+            if state.place != "device":
+                state.move_state()
 
     def rehearsed(
         self,
@@ -267,42 +323,128 @@ class ModelState:
         given: Arguments,
         planned_with: Callable[[Layouts], Replay],
     ) -> Replay:
-        """Return a step that runs on a sample as traced; see rehearsal.py."""
-        return rehearsed(replay, model, given, planned_with)
+        """Return a step that runs on a sample as traced; another where kernels lay out otherwise.
 
-    def _places(self) -> tuple[str, ...]:
+        The trial of `plan` runs the model's own step beside the planned one, with all parameters on
+        the device; what does not fit there cannot be tried so. Here the planned step runs alone,
+        with nothing updated, to see whether kernels lay results out otherwise than traced, and
+        whether it runs at all.
+
+        Parameters
+        ----------
+        replay
+            The step.
+        model, given
+            The plain model, and the sample; one without memory is not run.
+        planned_with
+            Traces and plans the step with such layouts.
+
+        Raises
+        ------
+        TraceError
+            If the step does not run on the sample.
+        """
+        if not is_real((*tensors(given), *model.buffers())):
+            return replay
+
+        def run(step: Replay) -> None:
+            try:
+                self._dry_run(step, model, given)
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise TraceError(
+                    f"a step with the plan, tried on the sample, failed: {type(error).__name__}: "
+                    f"{first_line(error)}"
+                ) from error
+
+        return until_laid_out({}, lambda it: planned_with(it) if it else replay, run)[0]
+
+    def _dry_run(self, step: Replay, model: torch.nn.Module, given: Arguments) -> None:
+        args, kwargs = apart(given)
+        buffers = [(it, it.detach().clone()) for it in model.buffers()]
+        try:
+            with chance_put_back(), self.without_updates(), torch.enable_grad():
+                returned = step.run(model, args, kwargs)
+                ends = ends_of(returned, tensors_of(returned, model))
+                if ends:
+                    torch.autograd.backward(ends, [torch.ones_like(it) for it in ends])
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+                for leaf in tensors((args, kwargs)):
+                    leaf.grad = None
+
+    def _possible_places(self) -> tuple[str, ...]:
         """Return where what moves may lie.
 
         With `step` a gradient waits on the host, and torch wants `.grad` where the parameter is; so
         beside a device with memory of its own the parameter is there as well.
         """
-        apart = is_apart(self.arena.device)
+        apart = is_apart(self.buffers.device)
         return ("host",) if apart and self.update == "step" else ("state", "host")
 
-    def _updater(self, graph: Graph, units: Sequence[Unit]) -> str:
-        """Return who updates what lies on the host, if all of it does."""
-        sizes = {it.name: it.bytes for it in graph.storages}
-        # A parameter, and its gradient.
-        return self.arena.updater(sum(2 * sizes[it.parameter] + it.state_bytes for it in units))
-
-    def _own(self, model: torch.nn.Module, found: StatePlan) -> None:
+    def _place(self, model: torch.nn.Module, found: StatePlan) -> None:
         for name, parameter in model.named_parameters():
-            if name not in self.owned:
+            if name not in self.parameters:
                 group = self.units.groups.get(id(parameter))
-                self.owned[name] = Owned(
+                self.parameters[name] = ParameterState(
                     name,
                     parameter,
                     found.places.get(name, "device"),
-                    self.arena,
+                    self.buffers,
                     None if group is None else self.optimizer,
                     group,
                     found.updaters.get(name, "device"),
                 )
 
     def _with_speeds(self, graph: Graph) -> Graph:
-        to_host, back = self.arena.speeds()
+        to_host, back = self.buffers.speeds()
         device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
         return Graph(
             graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
             aliases=graph.aliases, unplanned_peak_bytes=graph.unplanned_peak_bytes,
         )  # fmt: skip
+
+
+def sequential_update(
+    states: Sequence[ParameterState], needs: Mapping[str, tuple[int, int]], room_bytes: int
+) -> None:
+    """Update parameters whose gradients are on the host, one after the other.
+
+    The next is fetched, and those before are written, beside an update where there is room.
+
+    Parameters
+    ----------
+    states
+        Parameters, with gradients.
+    needs
+        Per path, bytes that an update fetches, and that it holds beside them.
+    room_bytes
+        The budget without what is on the device anyway.
+    """
+    storing: list[tuple[int, Wait]] = []
+    fetched: Fetched | None = None
+    try:
+        for at, state in enumerate(states):
+            nbytes, scratch = needs[state.name]
+            room = room_bytes - nbytes - scratch
+            if fetched is None:
+                while storing:
+                    storing.pop(0)[1]()
+                fetched = state.fetch_all()
+            current, fetched = fetched, None
+            following = needs[states[at + 1].name][0] if at + 1 < len(states) else room + 1
+            ahead = following if following <= room else 0
+            while storing and sum(it for it, _ in storing) + ahead > room:
+                storing.pop(0)[1]()
+            if following <= room:
+                fetched = states[at + 1].fetch_all()
+            storing.append((nbytes, state.update_fetched(current)))
+            del current
+    finally:
+        if fetched is not None:
+            fetched.wait()
+        for _, wait in storing:
+            wait()

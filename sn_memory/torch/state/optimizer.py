@@ -1,23 +1,33 @@
-"""torch's own update, of one parameter at a time, on tensors that are wherever they are.
+"""The optimizer of a model whose state is planned: its own step, on one parameter at a time.
 
 The step of an optimizer of torch.optim goes through its parameters one by one; what it does to one
 depends on that one's gradient, state and group alone. So its own `step` is called with a group of
 one parameter: a stand-in that shares memory with what is on the device. The optimizer itself is
 not touched meanwhile, so an exception leaves nothing half done but values of that parameter.
+
+The optimizer stays the same object with the same groups and gets another `step`: its class becomes
+a subclass of its own, so `isinstance`, schedulers, `state_dict` and `zero_grad` are as before. With
+`update="backward"` each parameter was updated by the time `step` is called. `.grad` then is a
+tensor that says so to whoever would use it - clipping, a loss scaler - since a gradient that is
+None would be passed over in silence.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...base.errors import PlanError
+from ...graph.hosted import Unit
 from ..model.tracker import StorageTracker
 from ..trace.fake import FakeMode, fake_of
 from ..trace.fake_step import LOOKS_PER_PARAMETER
+from ..trace.record import View
+from ..trace.trace import Trace
 
 # Those whose update is by parameter; LBFGS and SparseAdam are not among them, nor are subclasses,
 # whose step may do anything.
@@ -29,39 +39,47 @@ BY_PARAMETER = tuple(
     )
     if hasattr(torch.optim, name)
 )
+_STATE = "_sn_memory_state"
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise PlanError for an optimizer that does not update parameter by parameter."""
-    if isinstance(optimizer, torch.optim.Optimizer) and plain_class(optimizer) in BY_PARAMETER:
-        seen: set[int] = set()
-        for group in optimizer.param_groups:
-            if group.get("differentiable") or group.get("capturable"):
+    if not isinstance(optimizer, torch.optim.Optimizer) or _plain_class(optimizer) not in (
+        BY_PARAMETER
+    ):
+        got = optimizer if isinstance(optimizer, type) else type(optimizer)
+        names = ", ".join(it.__name__ for it in BY_PARAMETER)
+        raise PlanError(
+            f"state: got optimizer {getattr(got, '__name__', got)}, expected an instance of one "
+            f"whose update is by parameter: {names} of torch.optim. Make one before planning, and "
+            "pass it; LBFGS, SparseAdam and optimizers of other libraries keep their state on the "
+            "device."
+        )
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or group.get("capturable"):
+            raise PlanError(
+                "state: got an optimizer with differentiable or capturable set, whose step is part "
+                "of a larger graph. Leave them out."
+            )
+        for parameter in group["params"]:
+            if id(parameter) in seen:
                 raise PlanError(
-                    "state: got an optimizer with differentiable or capturable set, whose step is "
-                    "part of a larger graph. Leave them out."
+                    "state: a parameter is in two groups of the optimizer, so one gradient would "
+                    "make two updates. Put it into one."
                 )
-            for parameter in group["params"]:
-                if id(parameter) in seen:
-                    raise PlanError(
-                        "state: a parameter is in two groups of the optimizer, so one gradient "
-                        "would make two updates. Put it into one."
-                    )
-                seen.add(id(parameter))
-        return
-    got = optimizer if isinstance(optimizer, type) else type(optimizer)
-    names = ", ".join(it.__name__ for it in BY_PARAMETER)
-    raise PlanError(
-        f"state: got optimizer {getattr(got, '__name__', got)}, expected an instance of one whose "
-        f"update is by parameter: {names} of torch.optim. Make one before planning, and pass it; "
-        "LBFGS, SparseAdam and optimizers of other libraries keep their state on the device."
-    )
+            seen.add(id(parameter))
 
 
-def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+def _plain_class(optimizer: torch.optim.Optimizer) -> Any:
     """Return the class that an optimizer had before its state was moved."""
-    found: type[torch.optim.Optimizer] = getattr(type(optimizer), "sn_memory_of", type(optimizer))
-    return found
+    return getattr(type(optimizer), "sn_memory_of", type(optimizer))
+
+
+def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """Return the step of its class without the hooks around it, which are the whole step's."""
+    step: Any = _plain_class(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def updated(
@@ -84,30 +102,21 @@ def updated(
     """
     alone = torch.nn.Parameter(parameter.detach(), requires_grad=True)
     alone.grad = gradient
-    twin = _twin(optimizer, group, alone, state)
-    _step_of(plain_class(optimizer))(twin)
-    found: dict[str, Any] = twin.state[alone]
-    return found
-
-
-def _twin(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], alone: Any, state: dict[str, Any]
-) -> torch.optim.Optimizer:
-    kind = plain_class(optimizer)
-    twin: torch.optim.Optimizer = object.__new__(kind)
+    twin = object.__new__(_plain_class(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # that of a scheduler, which counts
     twin.state = defaultdict(dict)
     if state:
         twin.state[alone] = state
     twin.param_groups = [{**group, "params": [alone]}]
-    return twin
+    _plain_step(optimizer)(twin)
+    after: dict[str, Any] = twin.state[alone]
+    return after
 
 
-def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """Return the step of a class without the hooks around it, which are the whole step's."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+def is_movable(value: Any) -> bool:
+    """Whether an entry of the state may be moved: a tensor with dimensions, no count of steps."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
 
 
 def update_bytes(
@@ -123,26 +132,198 @@ def update_bytes(
         fake = fake_of(mode, parameter.detach())
         gradient, state = torch.empty_like(fake), dict[str, Any]()
         kept = optimizer.state.get(parameter) if isinstance(optimizer.state, dict) else None
-        if kept:
-            # Adagrad makes its state when it is made.
-            state = {
-                name: torch.empty_like(it, device=fake.device) if moves(it) else _number(it)
-                for name, it in kept.items()
-            }
+        # Adagrad makes its state when it is made.
+        for name, value in (kept or {}).items():
+            if is_movable(value):
+                state[name] = torch.empty_like(value, device=fake.device)
+            else:
+                is_tensor = isinstance(value, torch.Tensor)
+                state[name] = torch.zeros_like(value) if is_tensor else value
         state = updated(optimizer, group, fake, gradient, state)
-        held = [it for it in state.values() if moves(it)]
-        beside = [it for it in state.values() if isinstance(it, torch.Tensor) and not moves(it)]
-        with StorageTracker([fake, gradient, *held, *beside]) as tracker:
-            again = updated(optimizer, group, fake, gradient, state)
-    size = sum(it.untyped_storage().nbytes() for it in again.values() if moves(it))
-    counts = sum(it.untyped_storage().nbytes() for it in beside)
-    return size, counts, max(0, tracker.peak_bytes - tracker.start_bytes)
+        held = [it for it in state.values() if is_movable(it)]
+        counts = [
+            it for it in state.values() if isinstance(it, torch.Tensor) and not is_movable(it)
+        ]
+        with StorageTracker([fake, gradient, *held, *counts]) as tracker:
+            state = updated(optimizer, group, fake, gradient, state)
+    return (
+        sum(it.untyped_storage().nbytes() for it in state.values() if is_movable(it)),
+        sum(it.untyped_storage().nbytes() for it in counts),
+        max(0, tracker.peak_bytes - tracker.start_bytes),
+    )
 
 
-def _number(value: Any) -> Any:
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+class StateUnits:
+    """The parameters of models that one optimizer updates, as units of the planner.
+
+    Parameters
+    ----------
+    optimizer
+        Which; PlanError if it does not update parameter by parameter.
+
+    Attributes
+    ----------
+    groups
+        The group of each of its parameters, by id.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
+        self._bytes: dict[Any, tuple[int, int, int]] = {}
+
+    def of(
+        self, model: torch.nn.Module, traced: Trace, host_bytes_per_s: float | None = None
+    ) -> list[Unit]:
+        """Return the units of a model.
+
+        Parameters
+        ----------
+        model
+            The plain model.
+        traced
+            Its step, without an optimizer.
+        host_bytes_per_s
+            What the host's memory moves; None if host and device are one processor.
+        """
+        parameters = dict(model.named_parameters())
+        captured = traced.captured
+        names = {number: name for name, number in traced.named.storage_of.items()}
+        gradients = dict(captured.gradients)
+        outputs = {it.storage for it in captured.outputs if isinstance(it, View)}
+        kept = {it.storage for it in captured.output_gradients} | set(captured.recording.given)
+        speed = traced.graph.device.bytes_per_s
+        host_speed = speed if host_bytes_per_s is None else host_bytes_per_s
+        units = []
+        for name, form in captured.parameters:
+            parameter, gradient = parameters[name], gradients.get(name)
+            trained = gradient is not None and id(parameter) in self.groups
+            size = state = counts = scratch = 0
+            if trained:
+                assert gradient is not None
+                state, counts, scratch = self._update_bytes(parameter)
+                size = parameter.numel() * parameter.element_size()
+                scratch += 0 if gradient.stride == form.stride else size
+            moved = 3 * size + 2 * state
+            units.append(
+                Unit(
+                    names[form.storage],
+                    names[gradient.storage] if trained and gradient is not None else None,
+                    state,
+                    scratch,
+                    moved / speed if speed else 0.0,
+                    movable=_is_whole(parameter, form) and form.storage not in outputs,
+                    used_up=gradient is not None and gradient.storage not in kept,
+                    counts_bytes=counts,
+                    host_update_s=moved / host_speed if host_speed else 0.0,
+                )
+            )
+        return units
+
+    def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+        group = self.groups[id(parameter)]
+        key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
+        if key not in self._bytes:
+            self._bytes[key] = update_bytes(self.optimizer, group, parameter)
+        return self._bytes[key]
 
 
-def moves(value: Any) -> bool:
-    """Whether an entry of the state may be moved: a tensor with dimensions, no count of steps."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
+    """Whether a parameter has a storage of its own, all of it, without gaps."""
+    return (
+        parameter.numel() > 0
+        and form.offset == 0
+        and torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        and (
+            parameter.is_meta
+            or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
+        )
+    )
+
+
+class UsedGradient(torch.Tensor):
+    """Stands for the gradient of a parameter that was updated in the backward pass. No memory."""
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> UsedGradient:
+        gradient: UsedGradient = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.size(),
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return gradient
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"UsedGradient(size={tuple(self.size())})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # zero_grad(set_to_none=False) has nothing to do.
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
+            return args[0]
+        if func is torch.ops.aten._foreach_zero_.default and all(
+            isinstance(it, UsedGradient) for it in tree_leaves(args[0])
+        ):
+            return None
+        raise PlanError(
+            f"{func} was called on a gradient that was used up: the model is planned with "
+            "update='backward', which updates each parameter in the backward pass. What needs all "
+            "gradients at once (clipping by norm, a loss scaler, logging of norms, accumulation) "
+            "needs update='step', which keeps them on the host until optimizer.step()."
+        )
+
+
+class _PlannedStep:
+    """What the class of an optimizer does otherwise; stands before it."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update what was not updated in the backward pass."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.__dict__[_STATE].step()
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load, and move what belongs there to the host."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self.__dict__[_STATE].move_state()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Refuse: what is planned is planned with the groups there are."""
+        raise PlanError(
+            "add_param_group was called on an optimizer whose state is planned. Add the group "
+            "first, then plan."
+        )
+
+
+def replace_step(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Make an optimizer one whose step is that of a ModelState."""
+    plain = _plain_class(optimizer)
+    optimizer.__dict__[_STATE] = state
+    kind: Any = type(plain.__name__, (_PlannedStep, plain), {"sn_memory_of": plain})
+    kind.__module__, kind.__qualname__ = plain.__module__, plain.__qualname__
+    optimizer.__class__ = kind
+    # Hooks of a step run around the whole of it.
+    optimizer._patch_step_function()
+
+
+def step_without(optimizer: torch.optim.Optimizer, updated_ids: Mapping[int, Any]) -> None:
+    """Make the optimizer's own step on all parameters but those of these ids."""
+    groups = optimizer.param_groups
+    rest = [
+        {**it, "params": [p for p in it["params"] if id(p) not in updated_ids]} for it in groups
+    ]
+    if not any(p.grad is not None for it in rest for p in it["params"]):
+        return
+    try:
+        optimizer.param_groups = rest
+        _plain_step(optimizer)(optimizer)
+    finally:
+        optimizer.param_groups = groups

@@ -1,4 +1,4 @@
-"""Tensors that rest on the host and are worked on elsewhere: where, and how to bring them.
+"""Host-resident tensors whose ops run on another device: on which, and how they get there.
 
 A parameter whose state is planned may lie in pinned memory: it is a tensor of the CPU, and its ops
 run on a device. Who traces a model asks here on which.
@@ -16,27 +16,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 
-class Arena(Protocol):
-    """Who knows what rests in it."""
+class Buffers(Protocol):
+    """Host memory that knows its tensors."""
 
-    def place(self, tensor: torch.Tensor) -> Any: ...
+    def buffer_of(self, tensor: torch.Tensor) -> Any: ...
 
 
 _DEVICE = torch.ops.prim.device.default
-_devices: WeakKeyDictionary[Arena, torch.device] = WeakKeyDictionary()
+_devices: WeakKeyDictionary[Buffers, torch.device] = WeakKeyDictionary()
 
 
-def rests_for(arena: Arena, device: torch.device) -> None:
-    """Note that what rests in an arena is worked on on a device."""
-    _devices[arena] = device
+def resident_for(buffers: Buffers, device: torch.device) -> None:
+    """Note that ops on the tensors in these buffers run on a device."""
+    _devices[buffers] = device
 
 
 def working_device(tensor: torch.Tensor) -> torch.device:
-    """Return where ops on a tensor run: where it is, or where it is brought."""
+    """Return where ops on a tensor run: where it is, or where it is copied for them."""
     if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
         return tensor.device
-    for arena, device in _devices.items():
-        if arena.place(tensor) is not None:
+    for buffers, device in _devices.items():
+        if buffers.buffer_of(tensor) is not None:
             return device
     return tensor.device
 
@@ -54,14 +54,14 @@ def asked_for_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
 
 
 class OnDeviceMode(TorchFunctionMode):
-    """Brings what rests in an arena for each call that is given it, as where a model is evaluated.
+    """Copies host-resident tensors to the device for each call, as where a model is evaluated.
 
-    Nothing is kept: a parameter that two calls read is brought twice.
+    Nothing is kept: a parameter that two calls read is copied twice.
     """
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
+    def __init__(self, buffers: Buffers, device: torch.device) -> None:
         super().__init__()
-        self.arena, self.device = arena, device
+        self.buffers, self.device = buffers, device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -69,13 +69,13 @@ class OnDeviceMode(TorchFunctionMode):
         """Call with copies on the device; what is only asked of a tensor is asked of itself."""
         if getattr(func, "__name__", "") == "__get__":
             owner = getattr(func, "__self__", None)
-            if owner is torch.Tensor.device and self.arena.place(args[0]) is not None:
+            if owner is torch.Tensor.device and self.buffers.buffer_of(args[0]) is not None:
                 return self.device
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(torch.Tensor, self._here, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._to_device, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu" and self.arena.place(tensor) is not None:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and self.buffers.buffer_of(tensor) is not None:
             return tensor.to(self.device, non_blocking=True)
         return tensor

@@ -1,6 +1,6 @@
 """State in a file, for a model on the CPU.
 
-A tensor at rest is a shared mapping of its part of the file: whoever looks at it (state_dict,
+A tensor there is a shared mapping of its part of the file: whoever reads it (state_dict,
 evaluation, gradient clipping) sees values, and its pages belong to the page cache, which the system
 takes back when memory is short. What an op needs is read from the file into memory, and written
 back. Updates may be made in place, through the mapping: then nothing is copied for them, and the
@@ -23,7 +23,7 @@ import torch
 from ...base.errors import PlanError
 from ...base.host import available_bytes
 from ..target.accelerator import Lanes, Ticket
-from .arena import StateArena
+from .buffers import StateBuffers
 
 _PAGE = mmap.PAGESIZE
 _PROBE_BYTES = 1 << 24
@@ -54,11 +54,13 @@ class FileLanes:
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Write, after the copies of `after`; all ops so far are done on the CPU."""
-        return self._out.submit(self._write, here, self.offsets[host.data_ptr()], after)
+        offset = self.offsets[host.data_ptr()]
+        return self._out.submit(self._move, here, offset, after, write=True)
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Read, after the copy that `after` stands for."""
-        return self._back.submit(self._read, here, self.offsets[host.data_ptr()], after)
+        offset, earlier = self.offsets[host.data_ptr()], () if after is None else (after,)
+        return self._back.submit(self._move, here, offset, earlier, write=False)
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until a copy is done; raises what went wrong in it."""
@@ -69,34 +71,26 @@ class FileLanes:
         """Wait until a copy is done; on the CPU ops and the program wait alike."""
         self.wait(ticket)
 
-    def _write(self, here: torch.Tensor, offset: int, after: Sequence[Future[None]]) -> None:
+    def _move(
+        self, tensor: torch.Tensor, offset: int, after: Sequence[Future[None]], *, write: bool
+    ) -> None:
         for ticket in after:
             ticket.result()
-        rest = memoryview(here.numpy())
-        begin = offset
+        rest, begin = memoryview(tensor.numpy()), offset
         while rest:
-            done = os.pwrite(self.file, rest, offset)
-            rest, offset = rest[done:], offset + done
-        if not self.keep_cached:
-            # Pages that are not written back yet cannot be dropped.
-            os.fdatasync(self.file)
-            os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
-
-    def _read(self, here: torch.Tensor, offset: int, after: Future[None] | None) -> None:
-        if after is not None:
-            after.result()
-        rest = memoryview(here.numpy())
-        begin = offset
-        while rest:
-            done = os.preadv(self.file, [rest], offset)
-            if not done:
+            if write:
+                done = os.pwrite(self.file, rest, offset)
+            elif not (done := os.preadv(self.file, [rest], offset)):
                 raise OSError(f"the file of the state ends at {offset}, within a tensor.")
             rest, offset = rest[done:], offset + done
         if not self.keep_cached:
+            if write:
+                # Pages that are not written back yet cannot be dropped.
+                os.fdatasync(self.file)
             os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
 
-class HostState(StateArena):
+class HostState(StateBuffers):
     """The host memory of parameters and optimizer state.
 
     Parameters
@@ -109,7 +103,7 @@ class HostState(StateArena):
         file. False drops it at once: a step then waits for the disk each time, and takes no memory
         from others.
     in_place
-        Whether updates are made where parameters and state rest. Default (None): where the system
+        Whether updates are made where parameters and state lie. Default (None): where the system
         may keep the file in its page cache, and has memory for all of it now. Otherwise they are
         read, updated and written.
 
@@ -132,7 +126,7 @@ class HostState(StateArena):
                 f"state: got {str(folder)!r}, which is no folder. Pass one on a disk with room for "
                 "parameters and optimizer state, or make it."
             )
-        self.folder = folder
+        self.folder, self.where, self.device = folder, str(folder), torch.device("cpu")
         self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
         os.unlink(name)
         weakref.finalize(self, os.close, self.file)
@@ -140,28 +134,15 @@ class HostState(StateArena):
         self._end = 0
         self.files: dict[int, int] = {}
         self._mappings: list[mmap.mmap] = []
-        self._lanes: Lanes | None = None
 
     @property
     def nbytes(self) -> int:
         """What is reserved."""
         return self._end
 
-    @property
-    def where(self) -> str:
-        """The folder."""
-        return str(self.folder)
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
     def lanes(self) -> Lanes:
         """Return what copies between the file and memory."""
-        if self._lanes is None:
-            self._lanes = FileLanes(self.file, self.files, keep_cached=self.keep_cached)
-        return self._lanes
+        return FileLanes(self.file, self.files, keep_cached=self.keep_cached)
 
     def updater(self, nbytes: int) -> str:
         """Return who updates so many bytes of parameters, gradients and state; see `with_state`."""
@@ -170,43 +151,36 @@ class HostState(StateArena):
             in_place = self.keep_cached and nbytes < (available_bytes() or 0)
         return "in place" if in_place else "device"
 
-    def speeds(self) -> tuple[float, float]:
-        """Return bytes per second (to the host, back), measured once with the file."""
-        if not hasattr(self, "_speeds"):
-            buffer = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
-            resting = self.resting(buffer)
-            place = self.place(resting)
-            assert place is not None
-            lanes, times = self.lanes(), []
-            for copy in (
-                lambda: lanes.leave(buffer, place.block),
-                lambda: lanes.arrive(place.block, buffer, None),
-            ):
-                # The first time pages of the file are made; later steps find them.
-                each = []
-                for _ in range(_PROBES):
-                    began = time.perf_counter()
-                    lanes.wait(copy())
-                    each.append(time.perf_counter() - began)
-                times.append(min(each))
-            self._speeds = (_PROBE_BYTES / times[0], _PROBE_BYTES / times[1])
-        return self._speeds
+    def _measure(self) -> tuple[float, float]:
+        tensor = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+        buffer = self.buffer_of(self.empty_like(tensor))
+        assert buffer is not None
+        block, lanes, seconds = buffer.block, self.engine.lanes, []
+        for copy in (lambda: lanes.leave(tensor, block), lambda: lanes.arrive(block, tensor, None)):
+            # The first time pages of the file are made; later steps find them.
+            tries = []
+            for _ in range(_PROBES):
+                began = time.perf_counter()
+                lanes.wait(copy())
+                tries.append(time.perf_counter() - began)
+            seconds.append(min(tries))
+        return _PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1]
 
     def let_go(self) -> None:
-        """Take no memory of this process for what rests, until somebody looks at it.
+        """Take no memory of this process for what lies here, until somebody reads it.
 
         Pages that were touched, as by initialising a model, are the file's alone from then on.
         """
         for memory in self._mappings:
             memory.madvise(mmap.MADV_DONTNEED)
 
-    def reserved(self, size: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Return a block of the file, of zeros."""
-        offset, reserved = self._end, -(-max(size, 1) // _PAGE) * _PAGE
+        offset, reserved = self._end, -(-max(nbytes, 1) // _PAGE) * _PAGE
         os.posix_fallocate(self.file, offset, reserved)
         self._end = offset + reserved
         memory = mmap.mmap(self.file, reserved, offset=offset)
         self._mappings.append(memory)
-        block = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1))[:size]
+        block = torch.frombuffer(memory, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
         self.files[block.data_ptr()] = offset
         return block

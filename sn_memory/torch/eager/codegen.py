@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..target.accelerator import chance, set_chance
-from .instructions import FreeStorage, Instruction, Memory, RunCall, Take
+from .instructions import FreeStorage, Instruction, Memory, RunCall, ViewLoad
 
 Function = Callable[[Memory], None]
 # Instructions that are written as one function: Python takes some kilobytes to compile a line.
@@ -134,9 +134,9 @@ class _Writer:
 
     def function(self) -> Function:
         source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
-        made: dict[str, Function] = {}
-        exec(compile(source, "<planned step>", "exec"), self.names.values, made)
-        return made["run"]
+        namespace: dict[str, Function] = {}
+        exec(compile(source, "<planned step>", "exec"), self.names.values, namespace)
+        return namespace["run"]
 
     def free(self, row: list[FreeStorage]) -> None:
         self.lines.append(" = ".join([*(f"h[{it.storage}]" for it in row), "None"]))
@@ -145,15 +145,15 @@ class _Writer:
         # Of an overload, what its own __call__ calls.
         target = it.target._op if isinstance(it.target, OpOverload) else it.target
         args, kwargs = tree_unflatten(it.arguments, it.call.spec)
-        given = [self.argument(arg) for arg in args]
-        given += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
-        call = f"{self.name('f', target)}({', '.join(given)})"
+        arguments = [self.argument(arg) for arg in args]
+        arguments += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
+        call = f"{self.name('f', target)}({', '.join(arguments)})"
         device = self.name("c", it.device) if it.replayed else ""
         if it.replayed and it.again:
             self.lines.append(f"now = chance({device})")
-            self.lines.append(f"set_chance({device}, memory.chance[{it.number}])")
+            self.lines.append(f"set_chance({device}, memory.rng_states[{it.number}])")
         elif it.replayed:
-            self.lines.append(f"memory.chance[{it.number}] = chance({device})")
+            self.lines.append(f"memory.rng_states[{it.number}] = chance({device})")
         self.results(call, _returns(it.call.target), it)
         if it.replayed and it.again:
             self.lines += [f"set_chance({device}, now)", "now = None"]
@@ -171,24 +171,24 @@ class _Writer:
             self.lines.append("r = None")
 
     def argument(self, value: Any) -> str:
-        if isinstance(value, Take):
-            return self.taken(value)
+        if isinstance(value, ViewLoad):
+            return self.load(value)
         if isinstance(value, bool | int | None):
             return repr(value)
-        if isinstance(value, list | tuple) and any(isinstance(it, Take) for it in value):
+        if isinstance(value, list | tuple) and any(isinstance(it, ViewLoad) for it in value):
             inside = "".join(f"{self.argument(it)}, " for it in value)
             return f"[{inside}]" if isinstance(value, list) else f"({inside})"
         return self.name("c", value)
 
-    def taken(self, take: Take) -> str:
-        view, base = take.view, f"h[{take.view.storage}]"
-        if take.whole:
+    def load(self, load: ViewLoad) -> str:
+        view, base = load.view, f"h[{load.view.storage}]"
+        if load.whole:
             return base
-        if take.other_type:
-            return f"{self.name('t', take)}(h)"
+        if load.other_type:
+            return f"{self.name('t', load)}(h)"
         form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}"
         # Without a place it begins where the tensor does.
-        begin = f", {base}.storage_offset() + {take.skipped}" if take.skipped else ""
+        begin = f", {base}.storage_offset() + {load.skipped}" if load.skipped else ""
         return f"view({base}, {form}{begin})"
 
 

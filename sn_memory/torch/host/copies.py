@@ -1,0 +1,236 @@
+"""Copies between a device and the host: what is away when, where it lies, and who waits for it.
+
+All of them are made here, of activations that a plan offloads and of parameters, gradients and
+optimizer state that live on the host. Each reads or writes a `HostBuffer`, which knows the copies
+of it that are under way.
+
+SuperNeurons' unified tensor pool (Wang et al., PPoPP 2018, section 3.3) allocates on the host up
+front and moves when memory runs out, least recently used first. A plan knows ahead who is away
+when: so buffers are packed ahead, copies start where the plan says, and of the copies that the
+planned peak has room for none is made (`unneeded`). Nothing is allocated while training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...base.errors import PlanError
+from ...graph.graph import Ints
+from ...pool.pack import arrange
+from ..target.accelerator import Lanes, Ticket, is_apart, lanes_for
+from ..trace.record import View
+
+# Of buffers in a block: a cache line, so that no two copies write to one.
+_ALIGNMENT = 64
+
+# Lets ops from now on wait for a copy.
+Wait = Callable[[], None]
+
+
+def no_wait() -> None:
+    """Wait for nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class HostBuffer:
+    """Memory of the host that holds one storage while that is not on the device.
+
+    Parameters
+    ----------
+    block
+        [bytes] uint8.
+    written
+        The copy that fills it.
+    read
+        The copy that reads it, until somebody has waited for that.
+    overlapping
+        Buffers at other times that have some of the same bytes.
+    """
+
+    block: torch.Tensor
+    written: Ticket = None
+    read: Ticket = None
+    overlapping: list[HostBuffer] = field(default_factory=list)
+
+
+class CopyEngine:
+    """Starts copies of whole storages.
+
+    Parameters
+    ----------
+    device
+        Where storages come from and return to.
+    lanes
+        What copies; default: streams where the device has them, plain copies on the CPU.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
+        self.device = device
+        self.lanes = lanes_for(device) if lanes is None else lanes
+
+    def to_host(self, tensor: torch.Tensor, buffer: HostBuffer) -> Wait:
+        """Start to copy the storage of a tensor; return what waits for that."""
+        memory = tensor.untyped_storage()
+        here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        # A buffer is given away when its copy back is asked for; it may still be read from.
+        reading = [it.read for it in buffer.overlapping if it.read is not None]
+        buffer.written = ticket = self.lanes.leave(here, buffer.block, reading)
+        return lambda: self.lanes.wait(ticket)
+
+    def to_device(self, buffer: HostBuffer, form: View) -> tuple[torch.Tensor, Wait]:
+        """Start to copy into a new tensor of a form; return it, and what waits for the copy."""
+        here = torch.empty(buffer.block.numel(), dtype=torch.uint8, device=self.device)
+        buffer.read = ticket = self.lanes.arrive(buffer.block, here, buffer.written)
+
+        def wait() -> None:
+            self.lanes.wait(ticket)
+            if buffer.read is ticket:
+                buffer.read = None
+
+        empty = torch.empty(0, dtype=form.dtype, device=self.device)
+        return empty.set_(here.untyped_storage(), form.offset, form.size, form.stride), wait
+
+    def finish(self, buffer: HostBuffer) -> None:
+        """Let the program wait until a buffer is filled: from now on it may read there."""
+        if buffer.written is not None:
+            self.lanes.finish(buffer.written)
+            buffer.written = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """One stay on the host, in actions of the plan.
+
+    Parameters
+    ----------
+    storage
+        Its number.
+    start, freed, end
+        It is copied out from `start`; its device memory is free from `freed` until `end`, where
+        it is taken again. A host copy without return ends with the plan.
+    nbytes
+        Its size.
+    """
+
+    storage: int
+    start: int
+    freed: int
+    end: int
+    nbytes: int
+
+
+def unneeded(copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> set[int]:
+    """Return the host copies whose storages may as well stay: there is room for them all the while.
+
+    Parameters
+    ----------
+    copies
+        Those of a plan.
+    live_bytes
+        [actions] on the device, with all host copies made.
+    room_bytes
+        What may be live: the plan's peak.
+
+    Notes
+    -----
+    The smallest and shortest stays come first, as most of those fit. The least recently used leave
+    first in SuperNeurons because they are needed last; here that is in the length of the stay.
+    """
+    live = np.array(live_bytes, dtype=np.int64)
+    staying: set[int] = set()
+    cost = [it.nbytes * (it.end - it.freed) for it in copies]
+    for number in sorted(range(len(copies)), key=cost.__getitem__):
+        away = live[copies[number].freed : copies[number].end]
+        if away.size == 0 or int(away.max()) + copies[number].nbytes <= room_bytes:
+            away += copies[number].nbytes
+            staying.add(number)
+    return staying
+
+
+class OffloadBuffers:
+    """Buffers for what a step offloads, in one block.
+
+    Parameters
+    ----------
+    copies
+        Host copies that are made, by number. Those that overlap in time get buffers that do not.
+    engine
+        What copies.
+    pinned_bytes
+        The most that the block may take; None: any.
+
+    Raises
+    ------
+    PlanError
+        If the buffers take more than `pinned_bytes`.
+
+    Notes
+    -----
+    A buffer is taken from a storage's copy out to the start of its copy back, as the plan counts.
+    The next copy to those bytes waits for the copy back, on the lane; the ops do not.
+    """
+
+    def __init__(
+        self,
+        copies: Mapping[int, HostCopy],
+        engine: CopyEngine,
+        *,
+        pinned_bytes: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self._nbytes = {number: it.nbytes for number, it in copies.items()}
+        # Sizes rounded as offsets are: so the packing knows when it cannot be any lower.
+        rows = [
+            (it.start, it.end + 1, max(1, -(-it.nbytes // _ALIGNMENT)) * _ALIGNMENT, _ALIGNMENT)
+            for it in copies.values()
+        ]
+        packed = arrange(rows)
+        if pinned_bytes is not None and packed.height > pinned_bytes:
+            raise PlanError(
+                f"the buffers on the host for what the plan offloads, multiples of {_ALIGNMENT} "
+                f"bytes side by side, take {packed.height} bytes; device.pinned_bytes is "
+                f"{pinned_bytes}. Allow {packed.height}, or plan with a smaller pinned_bytes."
+            )
+        self.offsets = dict(zip(copies, packed.offsets, strict=True))
+        self._carve(packed.height)
+
+    def _carve(self, nbytes: int) -> None:
+        pinned = is_apart(self.engine.device)
+        self.block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.buffers: dict[int, HostBuffer] = {}
+        before: list[tuple[int, HostBuffer]] = []
+        for number, offset in sorted(self.offsets.items(), key=lambda it: it[1]):
+            end = offset + self._nbytes[number]
+            buffer = self.buffers[number] = HostBuffer(self.block[offset:end])
+            before = [it for it in before if it[0] > offset]
+            for _, other in before:
+                other.overlapping.append(buffer)
+                buffer.overlapping.append(other)
+            before.append((end, buffer))
+
+    def copied(self) -> OffloadBuffers:
+        """Return others that hold what these do, once it has arrived here."""
+        for buffer in self.buffers.values():
+            self.engine.finish(buffer)
+        other = copy.copy(self)
+        other._carve(self.block.numel())
+        other.block.copy_(self.block)
+        return other
+
+    def offload(self, number: int, tensor: torch.Tensor) -> Wait:
+        """Start a host copy: the storage of a tensor to its buffer; return what waits for that."""
+        return self.engine.to_host(tensor, self.buffers[number])
+
+    def prefetch(self, number: int, form: View) -> tuple[torch.Tensor, Wait]:
+        """Start a host copy's copy back; return the tensor as it will be, and what waits for it."""
+        return self.engine.to_device(self.buffers[number], form)
+
+    def forget(self) -> None:
+        """Begin anew: somebody has waited for all copies under way."""
+        for buffer in self.buffers.values():
+            buffer.written = buffer.read = None

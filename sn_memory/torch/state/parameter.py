@@ -1,0 +1,233 @@
+"""A parameter with its optimizer state, wherever they lie: fetched, updated, stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...base.errors import PlanError
+from ..host.buffers import StateBuffers, set_memory
+from ..host.copies import HostBuffer, Wait, no_wait
+from ..target.host_resident import working_device
+from ..trace.record import View, form_of
+from .optimizer import UsedGradient, is_movable, updated
+
+
+class Fetched(NamedTuple):
+    """What an update works on, on the device, once `wait` has been called."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
+    wait: Wait
+
+
+class ParameterState:
+    """One parameter of a planned model.
+
+    Parameters
+    ----------
+    name
+        Its path.
+    parameter
+        The model's.
+    place
+        `device`, `state` or `host`; see `graph/hosted.py`.
+    buffers
+        Where what moves lies.
+    optimizer, group
+        Who updates it, and with which settings; None for a parameter that is not trained.
+    by
+        Where that is done, if something of it lies on the host: `device` or `in place`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        place: str,
+        buffers: StateBuffers,
+        optimizer: torch.optim.Optimizer | None,
+        group: dict[str, Any] | None,
+        by: str = "device",
+    ) -> None:
+        self.name, self.parameter, self.place, self.by = name, parameter, place, by
+        self.buffers, self.engine = buffers, buffers.engine
+        self.optimizer, self.group = optimizer, group
+        self.device = working_device(parameter)
+        self.is_updated = False
+        # In a dry run nothing is updated or written.
+        self.is_dry = False
+        # Of an update whose state has no tensors that move: counts of steps.
+        self.counts: dict[str, Any] = {}
+        self._gradient: torch.Tensor | None = None
+        if place == "host":
+            buffers.move_here(parameter)
+        elif (buffer := buffers.buffer_of(parameter)) is not None:
+            # It was made on the host, and there is room for it.
+            own = buffer.block.clone().view(parameter.dtype)
+            here = own.as_strided(parameter.size(), parameter.stride()).to(self.device)
+            set_memory(parameter, here)
+        if place != "device":
+            self.move_state()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps for it; empty before its first step."""
+        assert self.optimizer is not None
+        state: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return state
+
+    def move_state(self) -> None:
+        """Move what the optimizer keeps for it, and is not there yet, to the host."""
+        if self.optimizer is None or self.parameter not in self.optimizer.state:
+            return
+        state = self.optimizer.state[self.parameter]
+        for name, value in state.items():
+            if is_movable(value) and self.buffers.buffer_of(value) is None:
+                state[name] = moved = self.buffers.empty_like(value)
+                with torch.no_grad():
+                    moved.copy_(value)
+
+    def fetch(self, form: View) -> tuple[torch.Tensor, Wait]:
+        """Start to copy the parameter to the device; return it as it will be, and what waits."""
+        return self.engine.to_device(self._buffer(), form)
+
+    def fetch_state(self) -> tuple[dict[str, Any], Wait]:
+        """Start to copy the state; counts of steps at once: a step that fails changes none."""
+        self.move_state()
+        state: dict[str, Any] = {}
+        waits: list[Wait] = []
+        for name, value in self.state.items():
+            if is_movable(value):
+                state[name], wait = self._to_device(value)
+                waits.append(wait)
+            else:
+                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return state, _all(waits)
+
+    def fetch_all(self) -> Fetched:
+        """Start to copy parameter, gradient and state for an update."""
+        state, wait_state = self.fetch_state()
+        parameter: torch.Tensor = self.parameter
+        wait_parameter = no_wait
+        if self.place == "host":
+            parameter, wait_parameter = self.fetch(form_of(parameter, -1))
+        assert self.parameter.grad is not None
+        gradient, wait = self._to_device(self.parameter.grad)
+        return Fetched(parameter, gradient, state, _all((wait_state, wait_parameter, wait)))
+
+    def update(
+        self, here: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Make the optimizer's step, in place; return the state after it."""
+        assert self.optimizer is not None
+        assert self.group is not None
+        if gradient.stride() != here.stride():
+            # As autograd lays a gradient out that becomes `.grad`.
+            gradient = torch.empty_like(here).copy_(gradient)
+        return updated(self.optimizer, self.group, here, gradient, state)
+
+    def update_in_place(self, gradient: torch.Tensor | None = None) -> None:
+        """Make the step where parameter and state lie; default: with the gradient in `.grad`."""
+        if gradient is None:
+            gradient = self.parameter.grad
+            assert gradient is not None
+            if (buffer := self.buffers.buffer_of(gradient)) is not None:
+                self.engine.finish(buffer)
+        assert self.optimizer is not None
+        self.optimizer.state[self.parameter] = self.update(self.parameter, gradient, self.state)
+        if self.place != "device":
+            self.move_state()
+
+    def update_fetched(self, fetched: Fetched) -> Wait:
+        """Update what was fetched, and start to store it; return what waits for that."""
+        fetched.wait()
+        after = self.update(fetched.parameter, fetched.gradient, fetched.state)
+        wait = self.store(fetched.parameter if self.place == "host" else None, after)
+        in_use = (fetched, after)
+
+        def written() -> None:
+            nonlocal in_use
+            wait()
+            # Until now nobody else holds them.
+            del in_use
+
+        return written
+
+    def mark_updated(self) -> None:
+        """Note that it was updated in the backward pass."""
+        self.is_updated = True
+        self.parameter.grad = UsedGradient(self.parameter)
+
+    def store(self, here: torch.Tensor | None, state: dict[str, Any]) -> Wait:
+        """Start to write the parameter, where it was moved, and its state; return what waits."""
+        assert self.optimizer is not None
+        before = self.state
+        waits = [] if here is None else [self.engine.to_host(here, self._buffer())]
+        kept = dict[str, Any]()
+        for name, value in state.items():
+            kept[name] = value
+            if is_movable(value):
+                resident = before.get(name)
+                buffer = None
+                if resident is not None and resident.size() == value.size():
+                    buffer = self.buffers.buffer_of(resident)
+                if buffer is None:
+                    resident = self.buffers.empty_like(value)
+                    buffer = self.buffers.buffer_of(resident)
+                    assert buffer is not None
+                waits.append(self.engine.to_host(value, buffer))
+                kept[name] = resident
+        self.optimizer.state[self.parameter] = kept
+        return _all(waits)
+
+    def store_gradient(self, gradient: torch.Tensor) -> Wait:
+        """Make a gradient `.grad`, or add it to that, on the host; return what waits for it.
+
+        On the host `.grad` is a tensor like any other: it can be clipped, scaled and added to.
+        """
+        earlier = self.parameter.grad
+        if earlier is not None:
+            if (buffer := self.buffers.buffer_of(earlier)) is not None:
+                self.engine.finish(buffer)
+            with torch.no_grad():
+                earlier.add_(gradient.to(earlier.device))
+            return no_wait
+        if self._gradient is None:
+            self._gradient = self.buffers.empty_like(self.parameter)
+        buffer = self.buffers.buffer_of(self._gradient)
+        assert buffer is not None
+        whole = gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
+        if gradient.stride() != self.parameter.stride() or not whole:
+            gradient = torch.empty_like(self.parameter, device=gradient.device).copy_(gradient)
+        wait = self.engine.to_host(gradient, buffer)
+        self.parameter.grad = self._gradient
+        return wait
+
+    def _buffer(self) -> HostBuffer:
+        """Return where the parameter lies; raises PlanError if it was given other memory."""
+        buffer = self.buffers.buffer_of(self.parameter)
+        if buffer is None:
+            raise PlanError(
+                f"the parameter {self.name!r} lay on the host and has other memory by now, as "
+                "after `model.to` or `parameter.data = ...`. Plan the model as it is now; to load "
+                "values, use load_state_dict or copy_."
+            )
+        return buffer
+
+    def _to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Wait]:
+        buffer = self.buffers.buffer_of(tensor)
+        if buffer is not None:
+            return self.engine.to_device(buffer, form_of(tensor, -1))
+        return tensor.to(self.device), no_wait
+
+
+def _all(waits: Sequence[Wait]) -> Wait:
+    def wait() -> None:
+        for one in waits:
+            one()
+
+    return wait
