@@ -24,7 +24,7 @@ from ..base.errors import PlanWarning
 from ..base.sizes import parse_bytes, show_bytes
 from ..plan.plan import BudgetError, Plan
 from .eager.replay import Replay
-from .model.kinds import Arguments
+from .model.signature import Arguments
 from .model.step import gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .modules.backend import ModuleStep

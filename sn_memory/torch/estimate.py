@@ -23,9 +23,9 @@ from ..run.estimate import Estimate
 from .device.caching import allocator_settings
 from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
+from .model.known_values import MOST_KNOWN
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
-from .ones.values import MOST_KNOWN
 from .trace.fake_step import fake_step, fake_step_on, is_known
 from .trace.op_seconds import scratch_of_steps
 from .trace.optimizer import OptimizerMemory, optimizer_memory

@@ -124,7 +124,6 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.errors",),
     ("sn_memory.torch.device",),
     ("sn_memory.torch.model",),
-    ("sn_memory.torch.ones",),
     ("sn_memory.torch.compress",),
     ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),

@@ -22,12 +22,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies",), 267, 300),
     "activations": (("activations",), 1082, 800),
     "apoptosis": (("apoptosis",), 3691, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3222, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3220, 1700),
     "torch: target device": (("torch/device", "torch/elsewhere"), 1469, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 3173, 1700),
-    "torch: trace": (("torch/trace",), 3853, 2300),
-    "torch: eager": (("torch/eager",), 2469, 1500),
-    "torch: host": (("torch/state",), 1841, 1300),
+    "torch: guards": (("torch/model",), 3171, 1700),
+    "torch: trace": (("torch/trace",), 3852, 2300),
+    "torch: eager": (("torch/eager",), 2468, 1500),
+    "torch: host": (("torch/state",), 1840, 1300),
     "torch: compile": (("torch/compile",), 3381, 700),
     "torch: policy": (("torch/policy",), 1366, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: loss": (("torch/loss",), 911, 0),
     "tensorflow": (("tensorflow",), 6927, 4200),
 }
-TOTAL = (50_000, 28_000)
-MOST_FILES = (340, 170)
+TOTAL = (49_972, 28_000)
+MOST_FILES = (334, 170)
 
 
 def lines(path: Path) -> int:

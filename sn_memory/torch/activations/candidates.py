@@ -21,7 +21,7 @@ from ...activations import Unit
 from ...activations.rerun import INPUT
 from ..compress.calls import MIN_ELEMENTS
 from ..compress.saving import Pass
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 from ..model.step import tensors
 
 _OPERATIONS_PER_BYTE = 10.0

@@ -19,7 +19,7 @@ from ..compress.calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weigh
 from ..compress.compressor import Compressor, Saved
 from ..compress.saving import Pass
 from ..errors import TraceError
-from ..model.guard import transformed
+from ..model.modes import transformed
 from .candidates import Units
 from .forecast import peaks, predicted_peak
 from .rerun import Run

@@ -20,7 +20,7 @@ from ...activations import Controller, Peaks
 from ..compress.compressor import Compressor
 from ..compress.treatments import Exact, Kept, Layout, Lossy, Shape, Window
 from ..errors import TraceError
-from ..model.step import put_back, run_step
+from ..model.step import restore_step, run_step
 from ..trace.fake_step import fake_step
 from ..trace.trace import call_arguments
 
@@ -54,7 +54,7 @@ def peaks(compressed: Compressing, sample: Any) -> Peaks:
     predicted = predicted_peak(compressed, sample)
 
     def measured() -> int:
-        with put_back(model, arguments):
+        with restore_step(model, arguments):
             return run_step(model, model, arguments).peak_bytes
 
     compressed.active = False

@@ -21,7 +21,7 @@ from ..compress.calls import storages_of
 from ..compress.saving import Pass
 from ..compress.treatments import Kept, Layout
 from ..errors import ReplayError
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 from ..model.step import tensors
 from ..modules.state import RunState
 

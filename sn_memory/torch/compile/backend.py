@@ -28,7 +28,7 @@ from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
 from ..errors import ReplayError, TraceError
-from ..model.guard import is_batched, other_layout, transformed, warn
+from ..model.modes import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
 from ..trace.captured import Captured
 from ..trace.fake_rules import quiet

@@ -19,7 +19,7 @@ import torch
 from ...activations import treatment
 from ...activations.rerun import INPUT
 from ..errors import ReplayError
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 from . import treatments
 from .calls import DRAWS_BY_VALUE, MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
 from .compressor import Compressor, Saved

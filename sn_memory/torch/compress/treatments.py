@@ -18,7 +18,7 @@ import torch
 from sn_compress.codecs.registry import codec as named_codec
 
 from ..errors import ReplayError
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 from .signs import masked
 
 ESCAPE_LIMIT = 1 / 64

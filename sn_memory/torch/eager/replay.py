@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from ...plan.plan import Plan
 from ..device.step_pool import StepPool
 from ..errors import ReplayError
-from ..model.guard import casting, is_batched, transformed
-from ..model.marks import version_of
+from ..model.modes import casting, is_batched, transformed
+from ..model.snapshot import version_of
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace

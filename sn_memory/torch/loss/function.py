@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..model.guard import transformed
+from ..model.modes import transformed
 
 REDUCTIONS: Final = ("mean", "sum", "none")
 _aten = torch.ops.aten

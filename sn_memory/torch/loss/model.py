@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
-from ..model.guard import as_it_was
-from ..model.step import chance_put_back
+from ..model.restore import restore_model
+from ..model.step import restore_rng_state
 from ..model.wrapping import bare, dressed
 from ..trace.fake_step import on_fakes
 from ..trace.trace import call_arguments
@@ -77,7 +77,7 @@ def chunk_loss(model: torch.nn.Module, sample: Any, chunks: int) -> torch.nn.Mod
 
 def last_product(model: torch.nn.Module, sample: Any) -> int | None:
     """Return which of the products of a forward pass makes the logits of its loss; None if none."""
-    args, kwargs = call_arguments(sample)
+    given = call_arguments(sample)
     forward = type(model).forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def last_product(model: torch.nn.Module, sample: Any) -> int | None:
                 return number
         return None
 
-    with as_it_was(model), chance_put_back(), on_fakes(model, (args, kwargs)) as (args, kwargs):
+    with restore_model(model), restore_rng_state(), on_fakes(model, given) as (args, kwargs):
         return searched(args, kwargs)
 
 

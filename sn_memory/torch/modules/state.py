@@ -16,8 +16,8 @@ import torch
 
 from ..device.accelerator import chance, is_apart, set_chance
 from ..errors import ReplayError
-from ..model.contents import OF_TORCH
-from ..model.marks import version_of
+from ..model.guards import OF_TORCH
+from ..model.snapshot import version_of
 from ..model.step import tensors
 
 _SLOTS = tuple(

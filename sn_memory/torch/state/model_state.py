@@ -22,7 +22,7 @@ from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..device.accelerator import is_apart
 from ..device.resting import Brought
 from ..eager.replay import Replay
-from ..model.kinds import Arguments
+from ..model.signature import Arguments
 from ..trace.record import Layouts
 from ..trace.to_graph import Named
 from ..trace.trace import Trace

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..eager.replay import Replay
 from ..errors import ReplayError, TraceError, first_line
 from ..model.results import ends_of, tensors_of
-from ..model.step import apart, chance_put_back, tensors
+from ..model.step import apart, restore_rng_state, tensors
 from ..trace.record import Layouts
 
 _ROUNDS = 8
@@ -76,7 +76,7 @@ def _run(replay: Replay, model: torch.nn.Module, given: Any, layouts: Layouts) -
     buffers = [(it, it.detach().clone()) for it in model.buffers()]
     replay.layouts = layouts
     try:
-        with chance_put_back(), added.without_updates(), torch.enable_grad():
+        with restore_rng_state(), added.without_updates(), torch.enable_grad():
             returned = replay.run(model, args, kwargs)
             ends = ends_of(returned, tensors_of(returned, model))
             if ends:

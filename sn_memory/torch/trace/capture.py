@@ -30,17 +30,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..device.resting import working_device
 from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
-from ..model.guard import (
-    as_it_was,
-    casting,
-    changes_what_it_is_given,
-    kernel_of_max_pool1d,
-    no_chance,
-    outside_autocast,
-)
-from ..model.marks import TRACING_HOOKS, Marks
+from ..model.guards import recorded_reads
+from ..model.known_values import KnownOnes
+from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
+from ..model.restore import changes_what_it_is_given, forbid_external_rng, restore_model
 from ..model.results import ends_of, taken_apart
-from ..ones.known import KnownOnes
+from ..model.snapshot import TRACING_HOOKS, StateSnapshot
 from .captured import Captured, assuming_ones
 from .fake_rules import FakeMode, quiet
 from .record import Layouts, Recorder, layout_key
@@ -66,13 +61,14 @@ def capture(
         capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends)
         return _captured(model, args, kwargs, capturing)
 
-    if gpu is not None:
-        return made(frozenset())
-    captured = assuming_ones(made, tree_leaves((args, kwargs)))
-    if not casting():
-        return captured
-    inside = made(captured.ones, inside=True)
-    return replace(captured, only_outside=_course(inside) != _course(captured))
+    with recorded_reads(model) as reads:
+        if gpu is not None:
+            return replace(made(frozenset()), reads=reads())
+        captured = assuming_ones(made, tree_leaves((args, kwargs)))
+        if casting():
+            inside = made(captured.ones, inside=True)
+            captured = replace(captured, only_outside=_course(inside) != _course(captured))
+        return replace(captured, reads=reads())
 
 
 def _course(captured: Captured) -> list[Any]:
@@ -90,7 +86,7 @@ def _captured(
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
             "made from."
         )
-    with as_it_was(model, (args, kwargs)), no_chance(), quiet():
+    with restore_model(model, (args, kwargs)), forbid_external_rng(), quiet():
         try:
             return capturing().run(args, kwargs)
         except TraceError:
@@ -180,7 +176,7 @@ class _Capture:
         ]
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
-        given = Marks([("arguments", (args, kwargs))])
+        given = StateSnapshot([("arguments", (args, kwargs))])
         known = self.known if self.gpu is None else nullcontext()
         with (
             torch.enable_grad(),

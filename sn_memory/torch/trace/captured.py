@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
-from ..model.compare import same_bits
-from ..model.results import Form
-from ..ones.values import is_ones, may_be_known
+from ..model.known_values import is_ones, may_be_known
+from ..model.results import Form, same_bits
 from .record import Call, Recording, View
 
 
@@ -68,6 +67,8 @@ class Captured:
         the model returns one.
     of_others
         Places among `gradients` that are None, as only the other outputs depend on them.
+    reads
+        Per module, the attributes that were read.
     """
 
     recording: Recording
@@ -88,6 +89,7 @@ class Captured:
     looked: frozenset[int] = frozenset()
     ends: tuple[bool, ...] = ()
     of_others: tuple[int, ...] = ()
+    reads: tuple[frozenset[str], ...] = ()
 
     @property
     def summed(self) -> dict[int, int]:

@@ -24,21 +24,22 @@ from torch.utils._pytree import tree_map_only
 
 from ..elsewhere.gpu import Gpu
 from ..elsewhere.scratch import form_of, scratch_bytes
-from ..model.guard import as_it_was
-from ..model.marks import WrittenWeights
-from ..model.results import ends_of, tensors_of
-from ..model.step import Measured, chance_put_back, run_step, tensors
-from ..model.tracker import Scratch, StorageTracker
-from ..ones.known import (
+from ..model.known_values import (
+    COMPUTED,
+    MOST_KNOWN,
     filled,
     filling,
     is_any,
     is_small,
     makes_known,
+    may_be_known,
     written,
-    written_arguments,
 )
-from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
+from ..model.restore import restore_model
+from ..model.results import ends_of, tensors_of
+from ..model.snapshot import WrittenWeights, written_arguments
+from ..model.step import Measured, restore_rng_state, run_step, tensors
+from ..model.tracker import Scratch, StorageTracker
 from .capture import fake_of
 from .fake_rules import FakeMode, quiet
 
@@ -61,7 +62,7 @@ def fake_step(
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
     weights = WrittenWeights((it, it) for it in model.parameters())
-    with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
+    with restore_model(model), restore_rng_state(), weights, swapped(model, mode), mode:
         return run_step(
             model,
             model,
@@ -187,7 +188,7 @@ def fake_step_on(
     earlier = [it.grad is not None for it in model.parameters()]
     mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
-    with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
+    with restore_model(model), restore_rng_state(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
         there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         leaves = {id(it): it for it in there if it.requires_grad}

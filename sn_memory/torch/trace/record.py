@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..device.resting import asked_for_device
 from ..errors import TraceError
-from ..model.marks import written_to
+from ..model.snapshot import written_to
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
 # has none. A call that is recorded bears no mark, so it is made where it is asked for.

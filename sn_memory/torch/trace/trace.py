@@ -28,7 +28,7 @@ from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
-from ..model.step import chance_put_back, device_of
+from ..model.step import device_of, restore_rng_state
 from ..model.wrapping import check_model, check_optimizer
 from .capture import capture
 from .captured import Captured
@@ -120,7 +120,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-@chance_put_back()
+@restore_rng_state()
 def trace(
     model: torch.nn.Module,
     sample: Any,

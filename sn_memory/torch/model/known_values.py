@@ -10,16 +10,55 @@ of ones only, and says so. What the model makes itself, from no input, has value
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..device.resting import asked_for_device
-from .values import COMPUTED, MOST_KNOWN, may_be_known
+from .snapshot import written_to
+
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
+# Torch has others, for storing only: they cannot even be compared.
+INTEGERS = {
+    torch.bool,
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
+# What is made of integers, or of nothing, may be floats on its way to a mask.
+COMPUTED = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def may_be_known(tensor: torch.Tensor, dtypes: Container[torch.dtype] = INTEGERS) -> bool:
+    """Whether a tensor has values that a model may look at: a few that are there.
+
+    dtypes : of an input, integers: floats of ones are what many write for any input
+    """
+    return (
+        tensor.dtype in dtypes
+        and tensor.layout == torch.strided
+        and not isinstance(tensor, FakeTensor)
+        and not is_traceable_wrapper_subclass(tensor)
+        and not tensor.is_meta
+        and tensor.numel() <= MOST_KNOWN
+    )
+
+
+def is_ones(value: object) -> bool:
+    """Whether it is a tensor whose values may be known, and all are 1.
+
+    On a GPU this waits for it, as a model that looks does.
+    """
+    return isinstance(value, torch.Tensor) and may_be_known(value) and bool((value == 1).all())
 
 
 class KnownOnes(TorchDispatchMode):
@@ -179,16 +218,7 @@ def is_any(func: Any) -> bool:
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the storages that a call writes into."""
-    return _memories(written_arguments(func, args, kwargs)) if func._schema.is_mutable else set()
-
-
-def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that a call writes into, in the order of its schema."""
-    return [
-        args[at] if at < len(args) else kwargs.get(it.name)
-        for at, it in enumerate(func._schema.arguments)
-        if it.alias_info is not None and it.alias_info.is_write
-    ]
+    return _memories(written_to(func, args, kwargs))
 
 
 def is_small(result: Any) -> bool:
