@@ -33,7 +33,7 @@ from torch import nn
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 
 SHARES = (1.0, 0.8, 0.6, 0.4)
 RIVALS = (0.7, 0.4, 0.1)
@@ -94,7 +94,7 @@ class Step:
         self.step()
         # What compiling left behind is not to be freed while it is counted.
         gc.collect()
-        with put_back(model, sample):
+        with restore_step(model, sample):
             self.peak_bytes = self.step(count=True)
 
     def once(self) -> None:

@@ -23,7 +23,7 @@ from machine import commit, machine
 from torch.utils._pytree import tree_map_only
 
 from sn_memory.torch import TraceError, estimate
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 
 WITHIN = 0.02
 
@@ -48,7 +48,7 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
     if times > 1:
         sample = larger(sample, times)
     row: dict[str, Any] = {"architecture": name, "times": times}
-    with put_back(model, sample):
+    with restore_step(model, sample):
         run_step(model, model, ((), sample))  # what a first step keeps for later ones
         row["measured_bytes"] = run_step(model, model, ((), sample)).peak_bytes
     try:

@@ -29,7 +29,7 @@ from torch import nn
 
 import sn_memory.torch
 from sn_memory.torch.eager.replay import Replay
-from sn_memory.torch.model.compare import differences
+from sn_memory.torch.model.results import differences
 
 WIDTH, ROWS = 32, 64
 # Of the activations: all, and so few that many are made again.

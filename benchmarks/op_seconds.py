@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 
 
 class CallSeconds(TorchDispatchMode):
@@ -42,7 +42,7 @@ def in_turn(
     for _ in range(times):
         for forward, runs in zip(forwards, steps, strict=True):
             torch.manual_seed(0)
-            with put_back(model, sample):
+            with restore_step(model, sample):
                 noted = CallSeconds()
                 with noted:
                     run_step(forward, model, ((sample,), {}), count=False)

@@ -49,10 +49,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import sn_memory.torch
 from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
-from sn_memory.torch.model.compare import differences
-from sn_memory.torch.model.marks import Marks, kept_by
-from sn_memory.torch.model.results import tensors_of
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.results import differences, tensors_of
+from sn_memory.torch.model.snapshot import StateSnapshot, kept_by
+from sn_memory.torch.model.step import restore_step, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_memory.md"
@@ -95,7 +94,7 @@ def budget_of(
     tensors += [it for it in sample.values() if isinstance(it, torch.Tensor)]
     fixed = sum(it.nbytes for it in tensors)
     fixed += sum(it.nbytes for it in model.parameters() if it.requires_grad)
-    with put_back(model, sample), around():
+    with restore_step(model, sample), around():
         whole = run_step(model, model, ((), sample), loss=loss_of).peak_bytes
     return whole, fixed + int(share * (whole - fixed))
 
@@ -143,7 +142,7 @@ def step_seconds(
 
 def fake_tensors(model: torch.nn.Module, results: Iterable[Any]) -> int:
     """Count the fake tensors in a model's modules and among the results of its steps."""
-    held = [*Marks(it for module in model.modules() for it in kept_by(module)).tensors()]
+    held = [*StateSnapshot(it for module in model.modules() for it in kept_by(module)).tensors()]
     held += [it for module in model.modules() for it in module.__dict__.values()]
     held += [*model.parameters(), *model.buffers(), *results]
     return sum(isinstance(it, FakeTensor) for it in held)

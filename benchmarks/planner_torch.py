@@ -33,7 +33,7 @@ from op_seconds import in_turn
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, plan_graph
 from sn_memory.graph.liveness import peak
-from sn_memory.torch.model.step import Measured, put_back, run_step
+from sn_memory.torch.model.step import Measured, restore_step, run_step
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
 MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)
@@ -118,7 +118,7 @@ class Bench:
         graph = sn_memory.torch.trace(model, sample).graph
         spent = time.perf_counter() - began
         torch.manual_seed(0)
-        with put_back(model, sample):
+        with restore_step(model, sample):
             found = run_step(model, model, ((sample,), {}), count=True)
         return cls(name, model, sample, graph, spent, found)
 
@@ -162,7 +162,7 @@ class Bench:
         made = sn_memory.torch.plan(self.model, self.sample, plan.peak_bytes, planner=plan)
         step = made.sn_memory.latest
         torch.manual_seed(0)
-        with put_back(made, self.sample):
+        with restore_step(made, self.sample):
             # The allocator does not tell copies on the host from tensors.
             found = run_step(
                 made,

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 MODELS = ("resnet50/8", "gpt2/12", "llama/32")
@@ -77,7 +77,7 @@ def measured(
     arguments = ((sample,), {})
     for count in (False, True):
         torch.manual_seed(0)
-        with put_back(model, sample):
+        with restore_step(model, sample):
             seconds = OpSeconds(least)
             with seconds:
                 found = run_step(forward, model, arguments, count=count)

@@ -25,7 +25,7 @@ from ..base.sizes import parse_bytes, show_bytes
 from ..plan.plan import BudgetError, Plan
 from .compile.backend import CompiledStep
 from .eager.replay import Replay
-from .model.kinds import Arguments
+from .model.signature import Arguments
 from .model.step import device_of, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .modules.backend import ModuleStep

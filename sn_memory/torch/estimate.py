@@ -21,9 +21,9 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .errors import TraceError
+from .model.known_values import MOST_KNOWN
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
-from .ones.values import MOST_KNOWN
 from .target.capacity import allocator_settings
 from .target.gpu import Gpu, gpu_of
 from .trace.fake import is_known

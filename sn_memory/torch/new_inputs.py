@@ -30,15 +30,14 @@ from .compile.backend import CompiledStep
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
-from .model.kind import OF_CALL, Kind, Name
-from .model.kinds import Arguments, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp
-from .model.step import apart, chance_put_back, tensors
+from .model.signature import OF_CALL, Arguments, InputSignature, Name
+from .model.step import apart, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
-from .planning import Planning, Step, looked_at, smallest_of_trace
+from .planning import Planning, Step, guarded, smallest_of_trace
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
 from .trace.trace import Trace, resident_storages
@@ -53,7 +52,7 @@ _LINE = "model = sn_memory.torch.plan(model, [sample, another], budget)"
 
 
 def step_for(
-    model: torch.nn.Module, record: Planned, kind: Kind | None, given: Arguments
+    model: torch.nn.Module, record: Planned, kind: InputSignature | None, given: Arguments
 ) -> Step | None:
     """Return what runs for an input that came for the first time.
 
@@ -83,7 +82,7 @@ def step_for(
     if isinstance(record.latest, OnPaper):
         raise record.latest.refusal()
     plain = inner_model(model)
-    like = kind or kind_of(plain, *given, record.noted, loosely=True)
+    like = kind or record.guards.signature_of(plain, given, loosely=True)
     assert like is not None
     held = (*tensors(given), *plain.parameters())
     if not like.wants_gradients or any(it.is_meta or isinstance(it, FakeTensor) for it in held):
@@ -115,8 +114,8 @@ class _FirstSight:
         self,
         plain: torch.nn.Module,
         record: Planned,
-        kind: Kind | None,
-        like: Kind,
+        kind: InputSignature | None,
+        like: InputSignature,
         given: Arguments,
     ) -> None:
         self.plain, self.record, self.kind, self.like = plain, record, kind, like
@@ -146,7 +145,7 @@ class _FirstSight:
             why = str(self.record.time)
         if not why:
             try:
-                with _disable_current_modes(), chance_put_back(), while_training():
+                with _disable_current_modes(), restore_rng_state(), while_training():
                     by_ops = self.by_ops()
                     self.is_for(by_ops)
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
@@ -166,10 +165,9 @@ class _FirstSight:
         return self.by_modules(why, by_ops, began, keep=not hurried)
 
     def is_for(self, step: Step) -> None:
-        """Note what a step takes from what the input holds: it is of that kind then."""
-        if self.kind is not None:
-            ones, flat = self.record.ones, looked_at(step)
-            self.kind = self.like = ones.noted(self.plain, self.kind, self.given, flat)
+        """Note what a step takes from modules and from what the input holds: its kind then."""
+        self.like = guarded(self.record.guards, self.like, self.plain, self.given, step)
+        self.kind = self.kind and self.like
 
     def refusal(self) -> str:
         """Return why there can be no plan of ops, or nothing."""
@@ -333,6 +331,7 @@ class _FirstSight:
             )
             self.refuse(why)
         if isinstance(step, ModuleStep):
+            self.is_for(step)
             if self.kind is not None and not step.sets <= self.record.free:
                 self.record.free |= step.sets
                 self.kind = self.like = self.kind.without(self.record.free)

@@ -31,9 +31,9 @@ from ..run.process import LIMIT
 from .accumulation import planned_for_both
 from .errors import TraceError
 from .host.buffers import StateBuffers
-from .model.kind import Kind
-from .model.kinds import Arguments, attributes_of, kind_of
+from .model.guards import GuardCache, signature_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
+from .model.signature import Arguments, InputSignature
 from .model.step import device_of
 from .model.wrapping import (
     RECORD,
@@ -49,7 +49,7 @@ from .model.wrapping import (
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
-from .planning import Made, Planning, looked_at
+from .planning import Made, Planning, guarded
 from .state.model_state import ModelState, host_buffers_for
 from .target.capacity import limit_budget
 from .target.gpu import gpu_of
@@ -278,10 +278,9 @@ def plan(
         buffers = host_buffers_for(plain_model(model), state)
         held = ModelState(plain_model(model), optimizer, buffers, update)
         planning = replace(planning, state=held)
-    noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.
-    samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
-    found: list[tuple[Kind, Arguments, Made]] = []
+    samples = sorted(_kinds(plain, sample), key=lambda it: -it[0].nbytes)
+    found: list[tuple[InputSignature, Arguments, Made]] = []
     for kind, given in samples:
         with speaking(progress), explained(given):
             made = planned_for_both(planning, plain, given)
@@ -300,7 +299,7 @@ def plan(
     twin = bare(planned_class(type(plain), PlannedForward))
     twin.__dict__.update(plain.__dict__)
     stand_for(twin, model)
-    twin.__dict__[RECORD] = record = _record(plain, planning, found, noted, before, strict=strict)
+    twin.__dict__[RECORD] = record = _record(plain, planning, found, before, strict=strict)
     record.sampled = Sampled.of(twin, found[0][1])
     return twin
 
@@ -314,14 +313,12 @@ def _check_device(device: Device | str | None, model: torch.nn.Module, backend: 
         )
 
 
-def _kinds(
-    model: torch.nn.Module, sample: Any, noted: tuple[frozenset[str], ...]
-) -> list[tuple[Kind, Arguments]]:
-    """Return the samples, each with its kind."""
+def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
+    """Return the samples, each with its kind; what its step reads is not known yet."""
     found = []
     for each in sample if isinstance(sample, list) else [sample]:
         given = call_arguments(each)
-        kind = kind_of(model, *given, noted)
+        kind = signature_of(model, given, ())
         if kind is None:
             raise TraceError(
                 "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
@@ -341,15 +338,14 @@ def _budget_bytes(planning: Planning, made: Made) -> int:
 def _record(
     plain: torch.nn.Module,
     planning: Planning,
-    found: list[tuple[Kind, Arguments, Made]],
-    noted: tuple[frozenset[str], ...],
+    found: list[tuple[InputSignature, Arguments, Made]],
     before: Planned | None,
     *,
     strict: bool,
 ) -> Planned:
     """Return what the planned model carries: what was planned now, and for other inputs before."""
     first = found[0][2]
-    record = Planned(first.backend, {}, first.step, noted, {}, first.trial, planning, strict)
+    record = Planned(first.backend, {}, first.step, {}, first.trial, planning, strict)
     if before is not None:
         # Those that came while training are planned again at sight: the budget may be another.
         asked = [it for it in before.steps if it not in before.at_sight]
@@ -359,10 +355,10 @@ def _record(
         record.told |= {it: before.told[it] for it in asked}
         record.later |= {it: made for it, made in before.later.items() if it in asked_steps}
         record.laid_out_otherwise = before.laid_out_otherwise
-        record.ones = before.ones
+        record.guards = GuardCache(before.guards)
     for sampled, given, made in found:
         plan = made.step.plan
-        kind = record.ones.noted(plain, sampled, given, looked_at(made.step))
+        kind = guarded(record.guards, sampled, plain, given, made.step)
         if isinstance(made.step, ModuleStep):
             record.free |= made.step.sets
             kind = kind.without(record.free)

@@ -21,13 +21,11 @@ from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.replay import Replay
 from .eager.trial import Trial
-from .model.kind import Kind, Name
-from .model.kinds import Arguments, Written
-from .model.recent import Recent
+from .model.guards import GuardCache
+from .model.known_values import is_ones, may_be_known
+from .model.signature import Arguments, CallLayout, InputSignature, Name
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
-from .ones.by_kind import Ones
-from .ones.values import is_ones, may_be_known
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
 from .target.allocator import StepPool
@@ -109,8 +107,6 @@ class Planned(PlannedRecord[Trace]):
         What runs in place of the forward pass, per kind of input.
     latest
         The one that `plan` made last; of several samples, for the largest.
-    noted
-        Per module, the attributes it had when it was planned; others make no other kind of input.
     written
         Per kind of input, how the arguments of its sample were written.
     trial
@@ -141,14 +137,13 @@ class Planned(PlannedRecord[Trace]):
         What a warning was given of, once.
     told_of_hooks
         Whether a warning said that hooks for saved tensors do not see what a plan keeps.
-    recent
-        The kinds of the inputs that came last.
-    ones
-        Per kind of input, the arguments that a look is needed at: whether they are all ones.
+    guards
+        What the steps depend on beside tensors; the kinds of the inputs that came last.
     changes
         Of attributes and arguments, for how many values at first sight a plan was made.
     free
-        Those that change from step to step, whose values are left out; see `Kind.without`.
+        Those that change from step to step, whose values are left out; see
+        `InputSignature.without`.
     sampled
         The model and the form of the sample that `plan` made last.
     pool
@@ -159,17 +154,16 @@ class Planned(PlannedRecord[Trace]):
     """
 
     backend: str
-    steps: dict[Kind, Step]
+    steps: dict[InputSignature, Step]
     latest: Step
-    noted: tuple[frozenset[str], ...]
-    written: dict[Kind, Written]
+    written: dict[InputSignature, CallLayout]
     trial: Trial
     planning: Planning
     strict: bool = False
     laid_out_otherwise: bool = False
-    told: dict[Kind, PlannedKind] = field(default_factory=dict)
-    at_sight: dict[Kind, int] = field(default_factory=dict)
-    safe: list[tuple[Kind, ModuleStep]] = field(default_factory=list)
+    told: dict[InputSignature, PlannedKind] = field(default_factory=dict)
+    at_sight: dict[InputSignature, int] = field(default_factory=dict)
+    safe: list[tuple[InputSignature, ModuleStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
     count: int = 0
     running: Step | None = None
@@ -177,8 +171,7 @@ class Planned(PlannedRecord[Trace]):
     told_of_several: bool = False
     warned: set[str] = field(default_factory=set, repr=False)
     told_of_hooks: bool = False
-    recent: Recent = field(default_factory=Recent, repr=False)
-    ones: Ones = field(default_factory=Ones, repr=False)
+    guards: GuardCache = field(default_factory=GuardCache, repr=False)
     changes: Counter[Name] = field(default_factory=Counter, repr=False)
     free: set[Name] = field(default_factory=set, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
@@ -243,11 +236,13 @@ class Planned(PlannedRecord[Trace]):
         ends, own = self.planning.ends, step.captured.ends
         return bool(step.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
 
-    def known(self, kind: Kind | None) -> Kind | None:
-        """Return a kind as steps are kept for it: with all values, or without those that change."""
-        if kind is None or not self.free or kind in self.steps:
+    def known(self, kind: InputSignature | None) -> InputSignature | None:
+        """Return a kind as a step is kept for it; if none is, without the values that change."""
+        if kind is None or kind in self.steps:
             return kind
-        return kind.without(self.free)
+        free = kind.without(self.free)
+        accepts = (it for like in (kind, free) for it in self.steps if it.accepts(like))
+        return next(accepts, free)
 
     @property
     def state(self) -> StateOnHost | None:
@@ -282,7 +277,7 @@ class Planned(PlannedRecord[Trace]):
         held = {_key(it): it for step in steps for it in step.known}
         return sum(it.untyped_storage().nbytes() for key, it in held.items() if key not in known)
 
-    def make_room(self, newest: Kind) -> None:
+    def make_room(self, newest: InputSignature) -> None:
         """Let kinds go that were not used for longest: too many, or too much is held for them."""
         while len(self.at_sight) > 1 and (len(self.at_sight) > KINDS or self._is_held_too_much()):
             oldest = min(
@@ -290,7 +285,6 @@ class Planned(PlannedRecord[Trace]):
             )
             self.later.pop(self.steps[oldest], None)
             del self.at_sight[oldest], self.told[oldest], self.steps[oldest], self.written[oldest]
-            self.ones.forget(oldest)
 
     def _is_held_too_much(self) -> bool:
         """Whether what is held for other kinds takes one that keeps the budget above it."""

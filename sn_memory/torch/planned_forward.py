@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from ..base.errors import PlanWarning
 from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
 from .eager.replay import Replay
-from .model.guard import OF_CHECKPOINT, saved_tensors_hook, transformed
-from .model.kinds import as_sampled
+from .model.modes import OF_CHECKPOINT, saved_tensors_hook, transformed
+from .model.signature import as_sampled
 from .model.wrapping import RECORD, bare, plain_model
 from .modules.backend import ModuleStep
 from .new_inputs import step_for, without_free_arenas
@@ -46,15 +45,12 @@ class PlannedForward:
             with record.lock, record.all_brought():
                 return plain(self, *args, **kwargs)
         with record.lock:
-            kind, parameters, buffers = record.recent.glance(
+            kind, parameters, buffers = record.guards.lookup(
                 self,  # type: ignore[arg-type]
                 (args, kwargs),
-                record.noted,
-                chain(record.steps, record.ones),
+                record.steps,
             )
-            if kind is not None:
-                kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
-                kind = record.known(kind)
+            kind = record.known(kind)
             step = None if kind is None else record.steps.get(kind)
             if record.is_to_plan(step):
                 step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]

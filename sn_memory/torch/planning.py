@@ -36,14 +36,16 @@ from .errors import (
     fails_on_sample,
 )
 from .large_logits import logits_note
-from .model.guard import outside_saved_tensors_hooks
-from .model.kinds import Arguments, changeable
-from .model.step import chance_put_back, device_of, wanted_bytes
+from .model.guards import GuardCache, every_read, recorded_reads
+from .model.modes import outside_saved_tensors_hooks
+from .model.signature import Arguments, InputSignature, changeable
+from .model.step import device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .target.capacity import planned_settings
 from .target.gpu import gpu_of
+from .trace.fake_step import fake_step
 from .trace.op_seconds import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, resident_storages, trace
@@ -205,7 +207,7 @@ class Planning:
             "modules": self.by_modules,
         }
         try:
-            with chance_put_back():
+            with restore_rng_state():
                 return self.in_trial(backends[name](model, given), name, model, given)
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
@@ -258,7 +260,7 @@ class Planning:
         says whether the first step computes the same.
         """
         later = replace(self, after_first=True)
-        with chance_put_back():
+        with restore_rng_state():
             made = later.in_trial(later.by_graph(model, given), "graph", model, given)
         if not made.trial.compared:
             raise TraceError(
@@ -270,7 +272,7 @@ class Planning:
     def made_compiled(self, model: torch.nn.Module, given: Arguments) -> Made:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
         try:
-            with chance_put_back():
+            with restore_rng_state():
                 return self.in_trial(self.by_compiler(model, given), "compile", model, given)
         except (BudgetError, TraceError) as error:
             warnings.warn(
@@ -512,9 +514,21 @@ def _apart(plain_bytes: int, baseline_bytes: int) -> str:
     )
 
 
-def looked_at(step: Step) -> frozenset[int]:
-    """Return the places of the flat inputs of which it counts whether they are all ones."""
-    return step.trace.captured.looked if step.trace else frozenset()
+def guarded(
+    guards: GuardCache, kind: InputSignature, model: torch.nn.Module, given: Arguments, step: Step
+) -> InputSignature:
+    """Return the kind that a step is for, by what its forward pass read as it was planned."""
+    captured = step.trace and step.trace.captured
+    reads = step.reads if isinstance(step, ModuleStep) else captured and captured.reads
+    if not reads:
+        # torch.compile follows a forward without running it: a step without values is recorded.
+        with recorded_reads(model) as seen:
+            try:
+                fake_step(model, given)
+                reads = seen()
+            except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
+                reads = every_read(model)
+    return guards.add(kind, model, given, reads, captured.looked if captured else ())
 
 
 def smallest_of_trace(traced: Trace) -> Plan:

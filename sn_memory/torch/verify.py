@@ -8,11 +8,10 @@ import torch
 
 from ..base.errors import PlanError
 from ..run.planned import Verification
-from .model.compare import differences
-from .model.kind import Kind
-from .model.kinds import Arguments, kind_of
+from .model.results import differences
 from .model.sharded import here
-from .model.step import Loss, Measured, device_of, put_back, run_step
+from .model.signature import Arguments, InputSignature
+from .model.step import Loss, Measured, device_of, restore_step, run_step
 from .model.wrapping import RECORD, plain_model
 from .planned import Planned
 from .planning import Step
@@ -82,7 +81,7 @@ def verify(
 
     def measured(run: Any, *, count: bool) -> Measured:
         nonlocal written
-        with put_back(model, sample, written=written) as watched:
+        with restore_step(model, sample, written=written) as watched:
             found = run_step(
                 run,
                 model,
@@ -123,9 +122,10 @@ def verify(
     )
 
 
-def _kind_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Kind | None:
-    kind = kind_of(model, *arguments, record.noted)
-    return record.known(kind and record.ones.kind(model, kind, arguments))
+def _kind_of(
+    record: Planned, model: torch.nn.Module, arguments: Arguments
+) -> InputSignature | None:
+    return record.known(record.guards.signature_of(model, arguments))
 
 
 def _step_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Step | None:

@@ -131,7 +131,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.target.scratch",
     ),
     ("sn_memory.torch.model",),
-    ("sn_memory.torch.ones", "sn_memory.torch.chunked_loss"),
+    ("sn_memory.torch.chunked_loss",),
     # Of these rooms the one file that knows what a model is.
     ("sn_memory.torch.target",),
     ("sn_memory.torch.trace",),

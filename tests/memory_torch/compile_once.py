@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from sn_memory.torch import plan, verify
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def main() -> None:
     made = planned.sn_memory.plan
     plain = torch.compile(model, fullgraph=True, dynamic=False)
     for count in (False, True):
-        with put_back(model, sample):
+        with restore_step(model, sample):
             whole = run_step(plain, model, ((sample,), {}), count=count, by_allocator=True)
     print(
         json.dumps(

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sn_memory.torch import plan, trace
 from sn_memory.torch.eager import codegen
-from sn_memory.torch.model.kinds import attributes_of, kind_of
+from sn_memory.torch.model.guards import every_read, signature_of
 
 WIDTH = 32
 
@@ -134,7 +134,8 @@ def kept_bytes(make):
 def test_modules_that_are_alike_are_noted_once():
     sample = torch.randn(64, WIDTH)
     few, many = deep(2), deep(120)
-    for note in (attributes_of, lambda model: kind_of(model, (sample,), {}, attributes_of(model))):
+    given = (sample,), {}
+    for note in (every_read, lambda model: signature_of(model, given, every_read(model))):
         more = kept_bytes(lambda note=note: note(many)) - kept_bytes(lambda note=note: note(few))
         # A reference, and of lists what they hold ahead; a set for each was 2,300 bytes.
         assert more < 472 * 40

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker, estimate
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 from sn_memory.torch.trace.fake import FakeMode
 
 
@@ -105,7 +105,7 @@ NUMBERS_BYTES = 64
 
 
 def measured(model, arguments):
-    with put_back(model, arguments):
+    with restore_step(model, arguments):
         return run_step(model, model, arguments, kernels=True).peak_bytes
 
 

@@ -18,7 +18,7 @@ from sn_memory.base.native import core
 from sn_memory.torch import plan
 from sn_memory.torch.eager import codegen
 from sn_memory.torch.errors import ReplayError
-from sn_memory.torch.model import recent
+from sn_memory.torch.model import guards
 
 SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
@@ -28,10 +28,10 @@ def made_out(monkeypatch, request):
     """How often a kind was made out from all that the modules have."""
     if request.param == "in Python":
         changed = SimpleNamespace(contents=lambda _: None, unchanged=lambda *_: False)
-        monkeypatch.setattr(recent, "core", lambda: changed)
+        monkeypatch.setattr(guards, "core", lambda: changed)
     times = []
-    own = recent.kind_of
-    monkeypatch.setattr(recent, "kind_of", lambda *given: times.append(1) or own(*given))
+    own = guards.signature_of
+    monkeypatch.setattr(guards, "signature_of", lambda *given: times.append(1) or own(*given))
     return times
 
 
@@ -45,10 +45,11 @@ class Rated(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(32, 32)
-        self.rate, self.scales, self.other = 0.5, [2.0], object()
+        self.rate, self.scales, self.unit, self.other = 0.5, [2.0], object(), object()
 
     def forward(self, x):
-        return self.linear(x) * self.rate * self.scales[0]
+        x = self.linear(x) * self.rate * self.scales[0]
+        return x * self.unit if isinstance(self.unit, float) else x
 
 
 class Outer(torch.nn.Module):
@@ -90,7 +91,7 @@ CHANGES = {
     "another module": lambda it: setattr(it, "last", torch.nn.Sigmoid()),
     "no bias": lambda it: setattr(it.inner.linear, "bias", None),
     "a whole number": lambda it: setattr(it.inner, "rate", 1),
-    "an object that is now a number": lambda it: setattr(it.inner, "other", 0.5),
+    "an object that is now a number": lambda it: setattr(it.inner, "unit", 0.5),
 }
 
 
@@ -106,6 +107,15 @@ def test_what_changes_is_seen(change, made_out):
     expected = step(copy.deepcopy(model), x)
     for mine, plain in zip(got, expected, strict=True):
         assert (mine is None and plain is None) or torch.equal(mine, plain)
+
+
+def test_what_no_forward_reads_makes_no_other_kind(made_out):
+    model = Outer()
+    planned, x = plan(model, rows(), "100%", **SETTINGS), rows()
+    expected = step(planned, x)
+    model.inner.other, model.last.note, planned.seen = 0.5, [1], 1
+    assert all(map(torch.equal, step(planned, x), expected))
+    assert len(made_out) == len(planned.sn_memory.kinds) == 1
 
 
 def test_numbers_that_come_and_go_are_not_mistaken(made_out):

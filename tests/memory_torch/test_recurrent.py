@@ -9,7 +9,7 @@ from torch import nn
 
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import estimate, plan, trace, verify
-from sn_memory.torch.model.step import put_back, run_step
+from sn_memory.torch.model.step import restore_step, run_step
 from sn_memory.torch.quirks.recurrent import LAYER, workspace_bytes
 from sn_memory.torch.trace.fake import FakeMode, fake_of
 
@@ -97,7 +97,7 @@ def test_planned_as_it_runs(name, profile):
 @pytest.mark.parametrize("name", MODELS)
 def test_estimated_as_it_runs(name):
     model, sample = MODELS[name](), sample_of(name)
-    with put_back(model, sample):
+    with restore_step(model, sample):
         measured = run_step(model, model, ((sample,), {}), kernels=True).peak_bytes
     assert estimate(model, sample).step_bytes == measured
 
@@ -223,7 +223,7 @@ def test_a_packed_sequence_is_one_argument():
     # A trace cannot be made, as rows of a step depend on values; a step knows those.
     model = nn.LSTM(WIDTH, HIDDEN)
     found = estimate(model, sample)
-    with put_back(model, sample):
+    with restore_step(model, sample):
         measured = run_step(model, model, ((sample,), {})).peak_bytes
     assert found.step_bytes == pytest.approx(measured, rel=0.02)
     assert found.batch is None

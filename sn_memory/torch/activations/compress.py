@@ -16,7 +16,7 @@ from ...activations import Controller
 from ...base.errors import PlanWarning
 from ...base.sizes import parse_bytes
 from ..errors import TraceError
-from ..model.guard import transformed
+from ..model.modes import transformed
 from .saving import Call, Pass, Saved, coverage_of, storages_of, weight_of
 from .treatments import Compressor
 

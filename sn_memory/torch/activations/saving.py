@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...activations import coverage, treatment
 from ...base.sizes import show_bytes
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 from .treatments import (
     Compressor,
     Exact,

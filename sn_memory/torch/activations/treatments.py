@@ -19,7 +19,7 @@ from sn_compress.codecs.registry import codec as named_codec
 
 from ...activations import Controller
 from ..errors import ReplayError
-from ..model.marks import version_of
+from ..model.snapshot import version_of
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""

@@ -28,7 +28,7 @@ from torch._functorch import config as functorch_config
 from ...plan.plan import BudgetError
 from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
-from ..model.guard import is_batched, other_layout, transformed, warn
+from ..model.modes import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
 from ..trace.fake import quiet
 from ..trace.op_seconds import while_training

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.allocations import AllocationTracker
-from ..model.step import chance_put_back
+from ..model.step import restore_rng_state
 from ..target.accelerator import synchronize
 from ..trace.op_seconds import clock_of
 from .partitioner import Run
@@ -94,7 +94,7 @@ def device_of(inputs: Sequence[Any]) -> torch.device:
 @contextmanager
 def _apart() -> Iterator[None]:
     # torch.compile calls a back end under fake tensors.
-    with _disable_current_modes(), chance_put_back(), torch.enable_grad():
+    with _disable_current_modes(), restore_rng_state(), torch.enable_grad():
         yield
 
 

@@ -23,7 +23,7 @@ from ...base.sizes import parse_bytes, show_bytes
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
 from ..eager.trial import NOISE, ROUNDING
-from ..model.compare import Results, differences
+from ..model.results import Results, differences
 from ..model.step import tensors
 from ..target.accelerator import is_apart
 from .backend import CompiledPlan, storage_bytes

@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PlanError
 from ...base.sizes import show_bytes
 from ..errors import ReplayError
-from ..model.guard import other_layout, warn
-from ..model.kind import Kind
-from ..model.kinds import Arguments, kind_of
-from ..model.marks import version_of
+from ..model.modes import other_layout, warn
 from ..model.results import taken_apart
-from ..model.step import chance_put_back, tensors
+from ..model.signature import Arguments, InputSignature
+from ..model.snapshot import version_of
+from ..model.step import restore_rng_state, tensors
 from ..model.wrapping import inner_model, plain_class
 from ..target.accelerator import chance, device_types, set_chance
 from .replay import Gradients, Replay
@@ -51,7 +50,7 @@ class PlainStep:
         self,
         model: torch.nn.Module,
         record: Any,
-        kind: Kind,
+        kind: InputSignature,
         arguments: Arguments,
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
@@ -154,7 +153,7 @@ class PlainStep:
         """Let autocast and random numbers be as in the forward pass, and no transform look on."""
         casts: dict[Any, Any] = dict(self.kind.casts)  # type: ignore[arg-type]
         with ExitStack() as stack:
-            stack.enter_context(chance_put_back() if self.random else nullcontext())
+            stack.enter_context(restore_rng_state() if self.random else nullcontext())
             for device, state in self.random:
                 set_chance(device, state)
             for kind in ("cpu", *device_types()):
@@ -178,9 +177,9 @@ class PlainStep:
                 f"{asked} asked for, and a parameter, buffer or input was changed in place since "
                 "the forward pass. Change it after backward."
             )
-        now = kind_of(self.model, *self.arguments, self.record.noted, loosely=True)
+        now = self.record.guards.signature_of(self.model, self.arguments, loosely=True)
         assert now is not None
-        if now.settings != self.kind.settings:
+        if not self.kind.settings_hold_for(now):
             paths = [path for path, _ in self.model.named_modules()]
             raise ReplayError(
                 f"{asked} asked for, and the model is not as it was in the forward pass: "

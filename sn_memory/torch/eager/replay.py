@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..errors import ReplayError
-from ..model.guard import casting, is_batched, transformed
-from ..model.marks import version_of
+from ..model.modes import casting, is_batched, transformed
+from ..model.snapshot import version_of
 from ..target.allocator import StepPool
 from ..trace.record import Layouts, View
 from ..trace.to_graph import STATE, Named, main_device

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...base.host import smallest_limit
 from ..errors import ReplayError, TraceError, fails_on_sample, first_line, innermost_line
 from ..model.allocations import is_profiled
-from ..model.compare import differences
+from ..model.results import differences
 from ..model.sharded import here, somewhere
-from ..model.step import Measured, around, device_of, put_back, run_step, tensors
+from ..model.step import Measured, around, device_of, restore_step, run_step, tensors
 from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
@@ -156,7 +156,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
         return
     args, kwargs = arguments
     try:
-        with put_back(model, arguments), torch.no_grad():
+        with restore_step(model, arguments), torch.no_grad():
             model(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -173,7 +173,7 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
             "with memory. Pass these."
         )
     args, kwargs = arguments
-    with put_back(model, arguments) as written:
+    with restore_step(model, arguments) as written:
         with torch.no_grad():
             model(*args, **kwargs)
         if written.weights():
@@ -210,7 +210,7 @@ class _Reads(TorchDispatchMode):
 def _reason(model: torch.nn.Module, arguments: Any) -> str:
     """Say what may make a replay round otherwise, as far as it can be seen."""
     args, kwargs = arguments
-    with put_back(model, arguments), torch.no_grad(), _Reads() as reads:
+    with restore_step(model, arguments), torch.no_grad(), _Reads() as reads:
         model(*args, **kwargs)
     if not reads.place:
         return ""
@@ -301,7 +301,7 @@ def _measured(
     forward: Any, model: torch.nn.Module, arguments: Any, *, counted: bool = False
 ) -> Measured:
     named = list(model.named_parameters())
-    with put_back(model, arguments) as written:
+    with restore_step(model, arguments) as written:
         found = run_step(forward, model, arguments, count=counted, kernels=counted)
         # A momentum encoder's are results as buffers are.
         ours = {id(it) for it in written.weights()}

@@ -8,6 +8,7 @@ missed. They are copied with a place for each tensor; a copy of that copy is mad
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import TraceError
-from .marks import Marks
+from .snapshot import StateSnapshot
 
 # What is handed on as it is: values, and what has no tensors of its own.
 _WHOLE = (
@@ -118,7 +119,7 @@ def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
         return taken_apart(results, model)[0]
     except TraceError:
         leaves = tree_leaves(results)
-        inside = {id(it): it for it in Marks([("results", leaves)]).tensors()}
+        inside = {id(it): it for it in StateSnapshot([("results", leaves)]).tensors()}
         return [*leaves, *(it for key, it in inside.items() if key not in {*map(id, leaves)})]
 
 
@@ -159,3 +160,63 @@ def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     if any(it is first and not it.dim() for it in wanted):
         return [it for it in wanted if not it.dim()]
     return wanted
+
+
+# Of two steps
+
+
+# Part of a gradient's share of all gradients that counts as its size at least.
+_SHARE = 0.1
+
+Results = Mapping[str, torch.Tensor | None]
+
+
+def differences(expected: Results, got: Results) -> dict[str, float]:
+    """Return what of two steps is not bit-equal by name, with how far apart it is.
+
+    That is the norm of the difference over the norm expected; for gradients over at least a tenth
+    of what the gradient would be were all gradients equally large, as one that is zero but for
+    rounding (the bias of attention's keys) has an error of the order of 1. Infinite where one is
+    missing, of another type or shape, or NaN in other places.
+    """
+    gradients = [it for name, it in expected.items() if _is_gradient(name) and it is not None]
+    size = math.sqrt(sum(_norm(it) ** 2 for it in gradients))
+    count = sum(it.numel() for it in gradients)
+    found = {}
+    for name in sorted({*expected, *got}):
+        left, right = expected.get(name), got.get(name)
+        if same_bits(left, right):
+            continue
+        share = _SHARE * size * math.sqrt(left.numel() / count) if left is not None and count else 0
+        found[name] = _distance(left, right, share if _is_gradient(name) else 0.0)
+    return found
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two results are equal to the bit, or both absent."""
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(
+        left.detach().contiguous().view(-1).view(torch.uint8) if left.numel() else left,
+        right.detach().contiguous().view(-1).view(torch.uint8) if right.numel() else right,
+    )
+
+
+def _is_gradient(name: str) -> bool:
+    return name.startswith("gradient of ")
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    # Complex numbers count by their two parts.
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(plain.detach().double().nan_to_num().norm())
+
+
+def _distance(left: torch.Tensor | None, right: torch.Tensor | None, least: float) -> float:
+    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
+        return math.inf
+    left, right = left.detach(), right.detach()
+    if not torch.equal(left.isfinite(), right.isfinite()):
+        return math.inf
+    apart, size = _norm(left.double() - right.double()), max(_norm(left), least)
+    return apart / size if size else (math.inf if apart else 0.0)

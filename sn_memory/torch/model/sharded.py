@@ -9,7 +9,7 @@ of torch 2.13.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -134,18 +134,16 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
             group.wait_for_unshard()
     contexts = list({id(it._state_ctx): it._state_ctx for it in states}.values())
     shared = list({id(it._comm_ctx): it._comm_ctx for it in states}.values())
-    before += [_Fields(it, "_training_state") for it in states]
-    before += [_Fields(it, "_training_state", "_partial_reduce_output") for it in groups]
-    before += [
-        _Fields(it, "iter_forward_root", "post_backward_final_callback_queued") for it in contexts
-    ]
+    before += _fields(states, "_training_state")
+    before += _fields(groups, "_training_state", "_partial_reduce_output")
+    before += _fields(contexts, "iter_forward_root", "post_backward_final_callback_queued")
     lists = [it.post_forward_order for it in shared]
     lists += [it._post_forward_indices for it in groups]
     orders = [(it, list(it)) for it in lists]
     begun = [(it, set(it)) for it in (state._modules_to_run_forward for state in states)]
     gathered = [it.is_unsharded for it in groups]
     owned = [it for group in groups for it in group.fsdp_params]
-    sums = [_Fields(it, "unsharded_accumulated_grad") for it in owned]
+    before += _fields(owned, "unsharded_accumulated_grad")
     known = _looked_after(model)
     gradients = [(it, it.grad) for it in known]
     hooks = [(it, it._post_accumulate_grad_hooks) for it in known]
@@ -161,8 +159,8 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
                 group.wait_for_unshard()
             elif group.is_unsharded and not whole:
                 group.reshard()
-        for fields in (*before, *sums):
-            fields.put_back()
+        for holder, name, value in before:
+            setattr(holder, name, value)
         for order, items in orders:
             order[:] = items
         for waiting, modules in begun:
@@ -174,31 +172,20 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
             tensor._post_accumulate_grad_hooks = held
 
 
-class _Fields:
-    """Some attributes of an object as they are now; one that is missing stays as it will be."""
-
-    def __init__(self, holder: Any, *names: str) -> None:
-        self.holder = holder
-        self.values = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
-
-    def put_back(self) -> None:
-        for name, value in self.values.items():
-            setattr(self.holder, name, value)
+def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
+    """Return some attributes of objects as they are now; one that is missing is left out."""
+    return [(it, name, getattr(it, name)) for it in holders for name in names if hasattr(it, name)]
 
 
-def _begun_here(states: list[Any]) -> list[_Fields]:
+def _begun_here(states: list[Any]) -> list[tuple[Any, str, Any]]:
     """Let states that have not run yet begin, the outermost as roots; return what undoes it.
 
     A module around the model that is sharded may want to be the root, once it runs.
     """
     new = [it for it in states if it._is_root is None]
-    held = ("_is_root", "_state_ctx", "_comm_ctx")
-    before = [_Fields(it, *held) for it in new]
-    before += [
-        _Fields(it, "comm_ctx", "post_forward_mesh_info", "_module_fqn")
-        for state in new
-        for it in state._fsdp_param_groups
-    ]
+    groups = [it for state in new for it in state._fsdp_param_groups]
+    before = _fields(new, "_is_root", "_state_ctx", "_comm_ctx")
+    before += _fields(groups, "comm_ctx", "post_forward_mesh_info", "_module_fqn")
     for it in new:
         it._state_ctx, it._comm_ctx = type(it._state_ctx)(), type(it._comm_ctx)()
     for it in new:  # modules come before those inside them

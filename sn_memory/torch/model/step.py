@@ -1,28 +1,27 @@
 """One training step, run and measured; and everything it changes put back afterwards.
 
 Whoever compares (verify) or chooses by measurement (modules) runs steps that must leave no mark:
-parameters, gradients, buffers, attributes and all states of chance are as before.
+parameters, gradients, buffers, attributes and random states are as before.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..target.accelerator import in_use, now
 from ..target.host_resident import working_device
 from .allocations import AllocationTracker, is_profiled
-from .guard import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
-from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks
+from .modes import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
+from .restore import OUTSIDE_TORCH, Generators, ModelSnapshot
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
+from .snapshot import StateSnapshot, Values, WrittenWeights
 from .tracker import Scratch, StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
@@ -157,8 +156,9 @@ def run_step(
             heard=heard,
             scratch=scratch,
         )
+    counting = tracker if count else nullcontext()
     began = now(device)
-    with _counted(tracker, count), kernel_of_max_pool1d():
+    with counting, kernel_of_max_pool1d():
         returned = forward(*args, **kwargs)
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
@@ -167,7 +167,7 @@ def run_step(
     output_gradients = _output_gradients(ends)
     for output_gradient in output_gradients:
         tracker.meet(output_gradient)
-    with _counted(tracker, count), outside_autocast():
+    with counting, outside_autocast():
         torch.autograd.backward(ends, output_gradients)
     seconds = now(device) - began
     results: dict[str, torch.Tensor | None] = {
@@ -187,14 +187,29 @@ def run_step(
 
 
 @contextmanager
-def put_back(
+def restore_rng_state() -> Iterator[None]:
+    """Put the random number generators of torch, Python and NumPy back as they were."""
+    outside = Generators(OUTSIDE_TORCH.values())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for kind in in_use():
+                devices = range(getattr(torch, kind).device_count())
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            yield
+    finally:
+        outside.restore()
+
+
+@contextmanager
+def restore_step(
     model: torch.nn.Module,
     inputs: Any,
     *,
     inputs_too: bool = True,
     written: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[WrittenWeights]:
-    """Put parameters, gradients, buffers, attributes and the states of chance back as they were.
+    """Put parameters, gradients, buffers, attributes and random states back after a real step.
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
     that a forward pass or a hook may write to. Gives who watches for writes into parameters, as a
@@ -212,18 +227,13 @@ def put_back(
         that seconds are the step's own.
     """
     weights, given = list(model.parameters()), tensors(inputs)
-    gradients = [(it, it.grad, it.requires_grad) for it in (*weights, *given) if it.is_leaf]
-    modules = list(model.modules())
-    attributes = [(module, dict(module.__dict__)) for module in modules]
-    of_modules = (it for module in modules for it in kept_by(module))
-    kept = Marks([("arguments", inputs), *of_modules, *kept_by_global_hooks()])
-    held = [*kept.values(), *(it for _, before in attributes for it in before.values())]
+    gradients = [(it, it.grad) for it in (*weights, *given) if it.is_leaf]
     spared = [*weights, *(it for it in given if it.requires_grad or not inputs_too)]
-    generators = Generators(held)
-    values = Values((*model.buffers(), *given, *held), spared)
-    again = Values(written or (), ())
+    inside = StateSnapshot([("arguments", inputs)]).values()
+    before = ModelSnapshot(model, inputs, (*model.buffers(), *given, *inside), spared)
+    overwritten = Values(written or (), ())
     watched = WrittenWeights((weight, part) for weight in weights for part in pieces(weight))
-    with chance_put_back(), shards_put_back(model) as shards, _without_hooks(model, shards):
+    with restore_rng_state(), shards_put_back(model) as shards, _without_hooks(model, shards):
         try:
             with (
                 outside_saved_tensors_hooks(),
@@ -231,15 +241,10 @@ def put_back(
             ):
                 yield watched
         finally:
-            for module, before in attributes:
-                module.__dict__.clear()
-                module.__dict__.update(before)
-            kept.put_back()
-            for leaf, gradient, requires in gradients:
-                leaf.requires_grad_(requires)
+            before.restore()
+            for leaf, gradient in gradients:
                 leaf.grad = gradient
-            for it in (values, again, generators):
-                it.put_back()
+            overwritten.restore()
 
 
 @contextmanager
@@ -272,31 +277,6 @@ def _tell_recurrent(modules: Sequence[torch.nn.Module]) -> None:
     for module in modules:
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-
-
-@contextmanager
-def chance_put_back() -> Iterator[None]:
-    """Put the random number generators of torch, Python and NumPy back as they were."""
-    ours, arrays = random.getstate(), np.random.mtrand._rand.get_state(legacy=False)  # type: ignore[attr-defined]
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            for kind in in_use():
-                devices = range(getattr(torch, kind).device_count())
-                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-            yield
-    finally:
-        random.setstate(ours)
-        np.random.mtrand._rand.set_state(arrays)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _counted(tracker: StorageTracker | AllocationTracker, count: bool) -> Iterator[None]:
-    if not count:
-        yield
-        return
-    with tracker:
-        yield
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:

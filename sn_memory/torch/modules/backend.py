@@ -64,8 +64,8 @@ class ModuleStep:
         # While planning: what units were given, with its version then.
         self.inputs: list[Input] | None = None
         search = Search(self, model, (args, kwargs))
-        # Attributes that the model's forward sets: their values make no other kind of input.
-        self.sets = search.sets
+        # Values of attributes that the forward sets make no other kind of input; those it reads do.
+        self.sets, self.reads = search.sets, search.reads
         if safely:
             self.plan = search.safe(parse_bytes(budget, whole=0))
         else:

@@ -8,7 +8,6 @@ changes then or later, would not do the same when run again; it is told apart.
 
 from __future__ import annotations
 
-import random
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -16,15 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from ..model.marks import Generators, Marks, fingerprint, kept_by, version_of
+from ..model.guards import joined, recorded_reads
+from ..model.restore import Generators, outside_states
 from ..model.sharded import is_elsewhere, most, pieces
-from ..model.step import device_of, put_back, tensors
+from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
+from ..model.step import device_of, restore_step, tensors
 from ..target.accelerator import chance
 
 
@@ -58,7 +58,7 @@ class Behaviour:
 class _Running:
     module: torch.nn.Module
     began: float
-    chance: tuple[Any, str]
+    chance: list[str]
     seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
     weights: list[tuple[torch.Tensor, int]]
@@ -79,8 +79,9 @@ class Probe:
         Whether the pass wrote into what the model is given.
     written
         Parameters that the pass wrote to.
-    sets
-        Attributes that the pass sets or changes, by the place of their module and their name.
+    sets, reads
+        Attributes that the pass sets or changes, by the place of their module and their name; per
+        module, those it read.
     by_chance
         Whether which ops run may depend on random numbers: some were drawn, and values looked at.
 
@@ -114,7 +115,7 @@ class Probe:
         }
         args, kwargs = arguments
         entered = [(it, version_of(it)) for it in tensors(arguments)]
-        with put_back(model, arguments) as written:
+        with restore_step(model, arguments) as written:
             written.heard = self._wrote
             buffers = [
                 (module, name, it, it.clone())
@@ -123,11 +124,13 @@ class Probe:
                 if it is not None
             ]
             attributes = [
-                (module, dict(module.__dict__), Marks(_kept_by(module)))
+                (module, dict(module.__dict__), StateSnapshot(_kept_by(module)))
                 for module in model.modules()
             ]
             begin()
-            self._run(lambda: model(*args, **kwargs))
+            with recorded_reads(model) as reads:
+                self._run(lambda: model(*args, **kwargs))
+            self.reads = reads()
             self.changes_inputs = any(version_of(it) != version for it, version in entered)
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
@@ -169,7 +172,7 @@ class Probe:
                 return tensor if keep else None
 
             own = Generators(it for module in self.model.modules() for _, it in kept_by(module))
-            drawn, python, looks = self._drawn(), _chance(), _Looks()
+            drawn, python, looks = self._drawn(), outside_states(), _Looks()
             try:
                 hooks = saved_tensors_hooks(saved, _needed)
                 with torch.enable_grad(), self._watched(), hooks, looks:
@@ -178,7 +181,7 @@ class Probe:
                 continue
             self._nodes.clear()
             # What Python draws has no op that looks at it.
-            in_python = own.changed() or python != _chance()
+            in_python = own.changed() or python != outside_states()
             by_ops = not all(map(torch.equal, drawn, self._drawn()))
             self.by_chance = in_python or (by_ops and looks.looked)
             return
@@ -206,6 +209,7 @@ class Probe:
         known = {id(it) for it in self.written}
         self.written = [*self.written, *(it for it in other.written if id(it) not in known)]
         self.sets |= other.sets
+        self.reads = joined(self.reads, other.reads)
 
     def agree(self) -> None:
         """Let ranks that share the model's parameters see the same of each module."""
@@ -241,7 +245,7 @@ class Probe:
             inputs = [(it, version_of(it)) for it in plain]
             weights = [(it, version_of(it)) for it in module.parameters()]
             own = {it.untyped_storage()._cdata for whole in plain for it in pieces(whole)}
-            chance, seen = _chance(), fingerprint(_beside_tensors(args, kwargs))
+            chance, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
             began = time.perf_counter()
             self._running.append(_Running(module, began, chance, seen, inputs, weights, own))
 
@@ -261,7 +265,7 @@ class Probe:
             # Parameters that it writes to, as a momentum encoder does, a second run would move on.
             read = (*run.inputs, *run.weights)
             changed = any(version_of(it) != version for it, version in read)
-            if changed or _chance() != run.chance or fingerprint(given) != run.seen:
+            if changed or outside_states() != run.chance or fingerprint(given) != run.seen:
                 found.repeatable = False
             elif run.seen:
                 self._given.append((module, given, run.seen))
@@ -365,8 +369,3 @@ def _needed(kept: torch.Tensor | None) -> torch.Tensor:
     if kept is None:
         raise _Differentiates
     return kept
-
-
-def _chance() -> tuple[Any, str]:
-    legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
-    return random.getstate(), repr(legacy.get_state(legacy=False))

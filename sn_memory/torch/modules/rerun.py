@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..model.guard import OF_CHECKPOINT, saved_tensors_hook
-from ..model.marks import version_of
+from ..model.modes import OF_CHECKPOINT, saved_tensors_hook
+from ..model.snapshot import version_of
 from ..model.step import tensors
 from .state import RunState
 

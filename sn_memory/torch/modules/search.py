@@ -18,9 +18,10 @@ import torch
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..model.marks import Generators, kept_by, version_of
+from ..model.restore import Generators
 from ..model.sharded import most
-from ..model.step import Measured, around, device_of, put_back, run_step
+from ..model.snapshot import kept_by, version_of
+from ..model.step import Measured, around, device_of, restore_step, run_step
 from .probe import Probe
 from .rerun import Input, Unit
 
@@ -82,7 +83,7 @@ class Search:
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
         self.changes_inputs, self.written = probe.changes_inputs, probe.written
-        self.sets = probe.sets
+        self.sets, self.reads = probe.sets, probe.reads
 
     def _look_at_courses(self, probe: Probe) -> None:
         """Let the probe know all modules that some course runs; note the courses, largest first."""
@@ -292,7 +293,7 @@ class Search:
                 self.step.inputs = None
             return outputs
 
-        with put_back(
+        with restore_step(
             self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
         ):
             self._begin(course)

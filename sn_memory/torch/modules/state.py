@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
-from ..model.contents import OF_TORCH
-from ..model.marks import version_of
+from ..model.guards import OF_TORCH
+from ..model.snapshot import version_of
 from ..model.step import tensors
 from ..target.accelerator import chance, is_apart, set_chance
 

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
-from ..model.guard import as_it_was
-from ..model.marks import fingerprint
-from ..model.step import chance_put_back, tensors
+from ..model.restore import restore_model
+from ..model.snapshot import fingerprint
+from ..model.step import restore_rng_state, tensors
 from ..trace.capture import scopes
 from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
@@ -179,7 +179,7 @@ def watch(
             run.last = len(run.ops)
         return it
 
-    with as_it_was(model), chance_put_back(), swapped(model, mode), torch.enable_grad(), mode:
+    with restore_model(model), restore_rng_state(), swapped(model, mode), torch.enable_grad(), mode:
         resident = {
             recorder.give(it, "given").storage
             for it in (*model.parameters(), *model.buffers(), *tensors(arguments))

@@ -25,9 +25,9 @@ from ..errors import ReplayError, TraceError, first_line
 from ..host.buffers import PinnedState, StateBuffers
 from ..host.copies import Wait
 from ..host.files import HostState
-from ..model.kinds import Arguments
 from ..model.results import ends_of, tensors_of
-from ..model.step import apart, chance_put_back, device_of, tensors
+from ..model.signature import Arguments
+from ..model.step import apart, device_of, restore_rng_state, tensors
 from ..target.accelerator import has_streams, is_apart
 from ..target.host_resident import OnDeviceMode
 from ..trace.record import Layouts
@@ -364,7 +364,7 @@ class ModelState:
         args, kwargs = apart(given)
         buffers = [(it, it.detach().clone()) for it in model.buffers()]
         try:
-            with chance_put_back(), self.without_updates(), torch.enable_grad():
+            with restore_rng_state(), self.without_updates(), torch.enable_grad():
                 returned = step.run(model, args, kwargs)
                 ends = ends_of(returned, tensors_of(returned, model))
                 if ends:

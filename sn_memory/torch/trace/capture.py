@@ -27,18 +27,12 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..errors import TraceError, first_line, innermost_line, sample_line
-from ..model.compare import same_bits
-from ..model.guard import (
-    as_it_was,
-    casting,
-    changes_what_it_is_given,
-    kernel_of_max_pool1d,
-    no_chance,
-    outside_autocast,
-)
-from ..model.marks import TRACING_HOOKS, Marks
-from ..model.results import ends_of, taken_apart
-from ..ones.values import is_ones, may_be_known
+from ..model.guards import recorded_reads
+from ..model.known_values import is_ones, may_be_known
+from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
+from ..model.restore import changes_what_it_is_given, forbid_external_rng, restore_model
+from ..model.results import ends_of, same_bits, taken_apart
+from ..model.snapshot import TRACING_HOOKS, StateSnapshot
 from ..target.gpu import Gpu
 from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
 from .rearrange import without_unused
@@ -64,13 +58,14 @@ def capture(
         capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends)
         return _captured(model, args, kwargs, capturing)
 
-    if gpu is not None:
-        return made(frozenset())
-    captured = _assuming_ones(made, tree_leaves((args, kwargs)))
-    if not casting():
-        return captured
-    inside = made(captured.ones, inside=True)
-    return replace(captured, only_outside=_course(inside) != _course(captured))
+    with recorded_reads(model) as reads:
+        if gpu is not None:
+            return replace(made(frozenset()), reads=reads())
+        captured = _assuming_ones(made, tree_leaves((args, kwargs)))
+        if casting():
+            inside = made(captured.ones, inside=True)
+            captured = replace(captured, only_outside=_course(inside) != _course(captured))
+        return replace(captured, reads=reads())
 
 
 def _course(captured: Captured) -> list[Any]:
@@ -88,7 +83,7 @@ def _captured(
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
             "made from."
         )
-    with as_it_was(model, (args, kwargs)), no_chance(), quiet():
+    with restore_model(model, (args, kwargs)), forbid_external_rng(), quiet():
         try:
             return capturing().run(args, kwargs)
         except TraceError:
@@ -149,7 +144,7 @@ class _Capture:
         given_as = [self.with_values(it) if at in self.ones else it for at, it in enumerate(inputs)]
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
-        given = Marks([("arguments", (args, kwargs))])
+        given = StateSnapshot([("arguments", (args, kwargs))])
         with (
             torch.enable_grad(),
             self.mode,

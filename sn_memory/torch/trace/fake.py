@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..errors import TraceError
-from ..model.marks import written_to
-from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
+from ..model.known_values import COMPUTED, MOST_KNOWN, may_be_known
+from ..model.snapshot import written_to
 from ..quirks import grouped, recurrent
 from ..target.backward import Walk
 from ..target.host_resident import working_device

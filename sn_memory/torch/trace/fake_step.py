@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...base.errors import PlanWarning
 from ..chunked_loss import chunked_scratch, is_chunked_loss
-from ..model.guard import as_it_was
-from ..model.marks import WrittenWeights
+from ..model.restore import restore_model
 from ..model.results import ends_of, tensors_of
 from ..model.sharded import here
-from ..model.step import Measured, chance_put_back, device_of, run_step, tensors
+from ..model.snapshot import WrittenWeights
+from ..model.step import Measured, device_of, restore_rng_state, run_step, tensors
 from ..model.tracker import Scratch, StorageTracker
 from ..target.gpu import Gpu
 from ..target.scratch import form_of, gpu_scratch_bytes
@@ -57,8 +57,8 @@ def fake_step(
     weights = WrittenWeights((it, it) for it in model.parameters())
     with (
         op_times(device_of(model)),  # what `scratch` measures is saved once
-        as_it_was(model),
-        chance_put_back(),
+        restore_model(model),
+        restore_rng_state(),
         weights,
         swapped(model, mode),
         mode,
@@ -91,7 +91,7 @@ def fake_step_on(
     earlier = [it.grad is not None for it in model.parameters()]
     mode = FakeMode(gpu.walk)
     arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
-    with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
+    with restore_model(model), restore_rng_state(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
         there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         leaves = {id(it): it for it in there if it.requires_grad}

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import TraceError
-from ..model.marks import written_to
 from ..model.results import Form
+from ..model.snapshot import written_to
 from ..target.host_resident import asked_for_device
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
@@ -231,6 +231,8 @@ class Captured:
         the model returns one.
     of_others
         Places among `gradients` that are None, as only the other outputs depend on them.
+    reads
+        Per module, the attributes that were read.
     """
 
     recording: Recording
@@ -251,6 +253,7 @@ class Captured:
     looked: frozenset[int] = frozenset()
     ends: tuple[bool, ...] = ()
     of_others: tuple[int, ...] = ()
+    reads: tuple[frozenset[str], ...] = ()
 
     @property
     def summed(self) -> dict[int, int]:

@@ -25,7 +25,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..model.step import chance_put_back, device_of
+from ..model.step import device_of, restore_rng_state
 from ..model.wrapping import check_model, check_optimizer
 from ..target.gpu import Gpu, gpu_of
 from ..target.scratch import gpu_scratch_bytes
@@ -120,7 +120,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-@chance_put_back()
+@restore_rng_state()
 def trace(
     model: torch.nn.Module,
     sample: Any,

@@ -7,7 +7,6 @@ an object it was given (a cache), or register a hook in its first run; a hook ma
 from __future__ import annotations
 
 import logging
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -24,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
-_OPAQUE = (
+OPAQUE = (
     *(type(None), bool, int, float, complex, str, bytes, type, Enum, ModuleType, logging.Logger),
     *(torch.Tensor, torch.nn.Module, FunctionType, MethodType, BuiltinFunctionType),
 )
@@ -42,7 +40,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 )
 # Of these, the numbers of those that are there while a thread traces a model; others run then, too.
 TRACING_HOOKS: set[int] = set()
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class _Held:
         )
 
 
-class Marks:
+class StateSnapshot:
     """What some values hold, at every depth, when this is made.
 
     Parameters
@@ -96,7 +94,7 @@ class Marks:
         """Return the tensors that were held."""
         return [it for it in self.values() if isinstance(it, torch.Tensor)]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let all hold what they held."""
         for _, holder, before in self._before:
             if not _held(holder).same(before):
@@ -114,7 +112,7 @@ class Values:
             if isinstance(it, torch.Tensor) and id(it) not in spared
         }
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let the tensors have these values."""
         for tensor, value in self._before.values():
             # Beside autograd: a version that counts up would look like a change.
@@ -186,60 +184,17 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """Return the tensors that a call writes into, by its schema."""
     if not func._schema.is_mutable:
         return []
-    values = [
-        args[place] if place < len(args) else kwargs.get(it.name)
-        for place, it in enumerate(func._schema.arguments)
+    written = written_arguments(func, args, kwargs)
+    return [it for it in tree_leaves(written) if isinstance(it, torch.Tensor)]
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a call writes into, in the order of its schema."""
+    return [
+        args[at] if at < len(args) else kwargs.get(it.name)
+        for at, it in enumerate(func._schema.arguments)
         if it.alias_info is not None and it.alias_info.is_write
     ]
-    return [it for it in tree_leaves(values) if isinstance(it, torch.Tensor)]
-
-
-class Generators:
-    """The states of random number generators among some values, when this is made."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        found = {id(it): it for it in values if isinstance(it, _GENERATORS)}
-        self._before = [(it, _state(it)) for it in found.values()]
-
-    def changed(self) -> bool:
-        """Whether one of them was drawn from."""
-        # The text of a tensor leaves values out.
-        return any(
-            not torch.equal(_state(it), state)
-            if isinstance(it, torch.Generator)
-            else repr(_state(it)) != repr(state)
-            for it, state in self._before
-        )
-
-    def seed(self, number: int) -> None:
-        """Let each draw as one that was made with this seed."""
-        for it, _ in self._before:
-            if isinstance(it, torch.Generator):
-                it.manual_seed(number)
-            elif isinstance(it, np.random.Generator):
-                it.bit_generator.state = type(it.bit_generator)(number).state
-            else:
-                it.seed(number)
-
-    def put_back(self) -> None:
-        """Let them go on from where they were."""
-        for it, state in self._before:
-            if isinstance(it, torch.Generator):
-                it.set_state(state)
-            elif isinstance(it, np.random.Generator):
-                it.bit_generator.state = state
-            elif isinstance(it, np.random.RandomState):
-                it.set_state(state)
-            else:
-                it.setstate(state)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
 
 
 def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -285,7 +240,7 @@ def _print_of(value: Any) -> Hashable:
 
 def _holders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     """Yield what can be changed, outermost first: lists, sets, mappings, objects."""
-    if isinstance(value, _OPAQUE) or id(value) in seen or depth == 0:
+    if isinstance(value, OPAQUE) or id(value) in seen or depth == 0:
         return
     seen.add(id(value))
     inside: Iterable[Any] = ()
@@ -306,10 +261,11 @@ def _held(holder: Any) -> _Held:
         items = tuple(it for pair in dict.items(holder) for it in pair)
     elif isinstance(holder, _GROUPS):
         items = tuple(holder)
-    return _Held(items, _attributes(holder))
+    return _Held(items, attributes_held(holder))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_held(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of the model's own, in slots as well."""
     if type(value).__module__.partition(".")[0] in _THEIRS:
         # Of no forward: an op of torch, for one, keeps where it is dispatched to.
         return {}
@@ -360,7 +316,7 @@ def _fill(holder: Any, before: _Held) -> None:
     elif isinstance(holder, list | deque):
         holder.clear()
         holder.extend(before.items)
-    for name in _attributes(holder).keys() - before.attributes.keys():
+    for name in attributes_held(holder).keys() - before.attributes.keys():
         object.__delattr__(holder, name)
     for name, value in before.attributes.items():
         object.__setattr__(holder, name, value)

@@ -1,0 +1,563 @@
+"""Guards: what a trace read of the modules, compared before each planned step.
+
+A dropout rate that is changed between steps is in the recorded calls with its old value, and so is
+a number in a list, a function that a module was given, a field of its configuration. So names that
+a forward reads are recorded while it is traced (`recorded_reads`); what these hold is part of the
+signature of the input (`signature_of`), and a step is for signatures whose reads hold.
+
+To evaluate all reads takes some microseconds a module, and hardly ever has any of it changed. So
+`GuardCache` keeps what was read as it was: compiled code compares the dictionaries that modules and
+objects have, by addresses, and Python only what lies in no dictionary. A U-Net's 55 modules have
+1,100 attributes, and to take each in hand in Python cost 0.2 ms of a step of 27.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, zip_longest
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...base.native import core
+from .known_values import is_ones
+from .modes import casting
+from .sharded import is_elsewhere
+from .signature import (
+    Arguments,
+    InputSignature,
+    Settings,
+    form_of_leaf,
+    forms_of,
+    is_hashable,
+    leaves_of,
+    plain,
+)
+from .snapshot import GLOBAL_HOOKS, HOOKS, OPAQUE, SLOTS, TRACING_HOOKS, attributes_held
+
+# Per module, the names that count of it; of modules beyond the last, all.
+Reads = tuple[frozenset[str], ...]
+
+# torch's own notes in a module: tensors, modules, hooks, and of what kind these are.
+OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
+# What calls a module, of which an instance may have another; other methods of all do not count.
+_CALLED = frozenset({"forward", "_call_impl", "_compiled_call_impl"})
+_NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
+_WANTED = attrgetter("requires_grad")
+
+
+# What a forward reads
+
+
+# Per recording, the names read so far by the identity of a module.
+_RECORDINGS: list[dict[int, set[str]]] = []
+_RECORDING = threading.Lock()
+# Code that asks a module for its whole dictionary, and reads none of its settings.
+_NO_READERS = (
+    str(Path(torch.nn.modules.module.__file__)),
+    str(Path(__file__).resolve().parents[2]),
+)
+
+
+def _reading(module: Any, name: str) -> Any:
+    """Stand in for `object.__getattribute__` of modules while some forward is recorded."""
+    for recording in _RECORDINGS:
+        names = recording.get(id(module))
+        if names is None:
+            continue
+        if name != "__dict__":
+            names.add(name)
+        elif not sys._getframe(1).f_code.co_filename.startswith(_NO_READERS):
+            names |= every_name(module)
+    return object.__getattribute__(module, name)
+
+
+@contextmanager
+def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
+    """Record which attributes of a model's modules are read inside; gives what returns them."""
+    modules = list(model.modules())
+    recording: dict[int, set[str]] = {id(module): set() for module in modules}
+    kind: Any = torch.nn.Module
+    with _RECORDING:
+        _RECORDINGS.append(recording)
+        kind.__getattribute__ = _reading
+    try:
+        yield lambda: _once(_counted(recording[id(module)]) for module in modules)
+    finally:
+        with _RECORDING:
+            # By identity: dictionaries that are equal may be of two recordings.
+            _RECORDINGS[:] = [it for it in _RECORDINGS if it is not recording]
+            if not _RECORDINGS:
+                del kind.__getattribute__
+
+
+def _counted(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(
+        name
+        for name in (*names, "training")
+        if name not in _NOT_COUNTED and not name.startswith(("__", "_flat_weight"))
+    )
+
+
+def _once(reads: Iterable[frozenset[str]]) -> Reads:
+    # Most modules are like others, and share one set with these.
+    alike: dict[frozenset[str], frozenset[str]] = {}
+    return tuple(
+        # What others put on the outermost to call runs around its own forward.
+        alike.setdefault(names, names) if place else names - _CALLED
+        for place, names in enumerate(reads)
+    )
+
+
+def every_name(module: torch.nn.Module) -> frozenset[str]:
+    """Return all names that a forward may read of a module, beside those of every module."""
+    own = object.__getattribute__(module, "__dict__")
+    return _counted({*own, *dir(type(module))})
+
+
+def every_read(model: torch.nn.Module) -> Reads:
+    """Return what counts where no forward could be recorded: everything that is there now."""
+    return _once(map(every_name, model.modules()))
+
+
+def joined(reads: Reads, others: Reads) -> Reads:
+    """Return what either read; the same object where the others add nothing."""
+    both = zip_longest(reads, others, fillvalue=frozenset[str]())
+    found = _once(mine | theirs for mine, theirs in both)
+    return reads if found == reads else found
+
+
+# What it finds there
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Types that say all they are by their text.
+_BY_TEXT = (range, slice)
+_CONTAINERS = (Mapping, list, tuple, Set, deque)
+# Containers are followed six deep, and objects, which count twice, three: a configuration has two.
+_ROOM = 6
+
+
+class _Same:
+    """Equal to what stands for the same object; tensors and objects are not kept alive by it."""
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        self._value: Callable[[], Any]
+        try:
+            self._value = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        mine = self._value()
+        return isinstance(other, _Same) and mine is not None and mine is other._value()
+
+
+def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hashable:
+    """Return what a value holds, as something that can be compared.
+
+    Containers and objects are looked into; tensors, modules and functions count by identity.
+
+    watch : told of all that would have to change for this to change
+    """
+    if isinstance(value, _PLAIN):
+        found: Hashable = plain(value)
+    elif isinstance(value, _BY_TEXT):
+        found = type(value), repr(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        found = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
+    elif not isinstance(value, _CONTAINERS):
+        found = _of_object(value, watch, room)
+    elif room <= 0:
+        found = type(value), id(value), len(value)
+    elif isinstance(value, Mapping):
+        pairs = [
+            (contents(key, watch, room - 1), contents(it, watch, room - 1))
+            for key, it in value.items()
+        ]
+        found = type(value), tuple(pairs)
+    else:
+        items = [contents(it, watch, room - 1) for it in value]
+        found = type(value), frozenset(items) if isinstance(value, Set) else tuple(items)
+    if watch is not None:
+        watch.add(value, found)
+    return found
+
+
+def _of_object(value: Any, watch: _Watch | None, room: int) -> Hashable:
+    attributes = attributes_held(value) if room > 0 and not isinstance(value, OPAQUE) else {}
+    held = tuple((name, contents(it, watch, room - 2)) for name, it in attributes.items())
+    return (_Same(value), held) if held else _Same(value)
+
+
+class _Watch:
+    """What some values are made of, to tell quickly whether any of it has changed."""
+
+    def __init__(self) -> None:
+        # Compared by the addresses of what they hold.
+        self.dicts: list[dict[Any, Any]] = []
+        self._containers: list[tuple[Any, list[int]]] = []
+        # What lies in no dictionary: arrays, objects with slots.
+        self._others: list[tuple[Any, Hashable]] = []
+        self._objects: list[tuple[Any, dict[str, Any]]] = []
+        self._of_classes: dict[tuple[type, str], Any] = {}
+        # An address is another object's only once its own is gone: so numbers are kept, and of
+        # tensors and objects it is noted when one goes.
+        self._kept: list[Any] = []
+        self._references: list[Any] = []
+        self._gone: list[Any] = []
+
+    def add(self, value: Any, found: Hashable) -> None:
+        """Watch a value of which this was found, but for what is in it: that is added as well."""
+        if type(value) is dict:
+            self.dicts.append(value)
+        elif isinstance(value, _PLAIN + _BY_TEXT):
+            self._kept.append(value)
+        elif isinstance(value, Mapping | np.ndarray):
+            self._others.append((value, found))
+        elif isinstance(value, _CONTAINERS):
+            self._containers.append((value, [*map(id, value)]))
+        else:
+            self.identity(value)
+            if isinstance(found, tuple) and type(held := getattr(value, "__dict__", None)) is dict:
+                self.dicts.append(held)
+                self._objects.append((value, held))
+            slotted = any("__slots__" in kind.__dict__ for kind in type(value).__mro__)
+            if isinstance(found, tuple) and slotted:
+                self._others.append((value, found))
+
+    def identity(self, value: Any) -> None:
+        """Watch that a value is still there."""
+        try:
+            self._references.append(weakref.ref(value, self._gone.append))
+        except TypeError:
+            self._kept.append(value)
+
+    def of_class(self, kind: type, name: str, value: Any) -> None:
+        """Watch an attribute that a class has."""
+        self._of_classes[kind, name] = value
+
+    def begin(self) -> None:
+        """Note what dictionaries hold; when all were named."""
+        self._known = core().contents(self.dicts)
+
+    def holds(self) -> bool:
+        """Whether nothing is known to have changed."""
+        return (
+            not self._gone
+            and bool(self._known)
+            and core().unchanged(self._known, self.dicts)
+            and all([*map(id, it)] == addresses for it, addresses in self._containers)
+            and all(contents(it) == found for it, found in self._others)
+            and all(value.__dict__ is held for value, held in self._objects)
+            and all(
+                getattr(kind, name, None) is value
+                for (kind, name), value in self._of_classes.items()
+            )
+        )
+
+
+def hooks(module: torch.nn.Module) -> tuple[int, ...]:
+    """Return the numbers of a module's hooks; torch gives none twice.
+
+    Those that transformers registers when a model is first asked for hidden states are left out:
+    they do nothing but while it collects some, and then other outputs were asked for.
+    """
+    return tuple(
+        number
+        for slot in HOOKS
+        for number, hook in getattr(module, slot).items()
+        if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+    )
+
+
+def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashable:
+    """Return what a module has by a name, itself or of its class; None if only the class knows."""
+    if name in module.__dict__:
+        return contents(module.__dict__[name], watch)
+    kind = type(module)
+    value = next((it.__dict__[name] for it in kind.__mro__ if name in it.__dict__), None)
+    if value is None or not isinstance(value, _PLAIN):
+        return None
+    if watch is not None:
+        watch.of_class(kind, name, value)
+    return "of its class", plain(value)
+
+
+def settings_of(
+    model: torch.nn.Module, reads: Reads, watch: _Watch | None = None
+) -> tuple[Settings, ...]:
+    """Return per module what of it counts: class, hooks, and what the names hold that were read.
+
+    Classes of modules and hooks are part of what was recorded, but for those of the outermost: a
+    planned one has another, and hooks and a forward that others put on it run around its own.
+    Hooks of all modules count once, with the outermost.
+    """
+    # Copied at once: other threads trace meanwhile, and set hooks of this package's own.
+    of_all = [number for it in GLOBAL_HOOKS for number in tuple(it)]
+    found = []
+    for place, module in enumerate(model.modules()):
+        names = reads[place] if place < len(reads) else every_name(module)
+        if place:
+            held: list[tuple[str, Any]]
+            held = [("its class", type(module)), ("its hooks", hooks(module))]
+        else:
+            numbers = tuple(it for it in of_all if it not in TRACING_HOOKS)
+            held = [("hooks of all modules", numbers)]
+        found.append(frozenset((*held, *((it, _held_by(module, it, watch)) for it in names))))
+    # Of the many modules that are alike, what they hold is kept once.
+    alike: dict[Settings, Settings] = {}
+    return tuple(alike.setdefault(it, it) for it in found)
+
+
+def signature_of(
+    model: torch.nn.Module,
+    given: Arguments,
+    settings: tuple[Settings, ...],
+    *,
+    loosely: bool = False,
+) -> InputSignature | None:
+    """Return the signature of an input; None if an argument cannot be compared.
+
+    Parameters
+    ----------
+    model, given
+        The plain or the planned model, and what its forward is given.
+    settings
+        What counts of the modules.
+    loosely
+        Of what cannot be compared, take the type: enough for the bytes a step holds.
+    """
+    found = InputSignature(
+        forms_of(model, given, loosely=loosely),
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in casting()),
+        tuple(it.requires_grad for it in model.parameters()),
+        any(map(is_elsewhere, model.parameters())),
+        settings,
+    )
+    return found if is_hashable(found) else None
+
+
+def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:
+    return [at for at, name in enumerate(signature.leaf_names()) if name in value_guards]
+
+
+def _ones(places: list[int], model: torch.nn.Module, given: Arguments) -> tuple[int, ...]:
+    leaves = leaves_of(model, given) if places else []
+    return tuple(at for at in places if is_ones(leaves[at]))
+
+
+# At each step
+
+
+# The signature, None if an argument cannot be compared; the model's parameters, and its buffers.
+Lookup = tuple[InputSignature | None, list[torch.nn.Parameter], list[torch.Tensor]]
+# So many inputs of other forms are known.
+_INPUTS = 256
+
+
+class GuardCache:
+    """What steps depend on, and the signatures of the inputs since any of that last changed.
+
+    Attributes
+    ----------
+    reads
+        What the steps read of modules.
+    value_guards
+        Arguments, each with the place in it, of which steps depend on whether they are all ones.
+        One that counts for one signature counts for all: a shape that came masked first is told
+        from ones of that shape, which the model computes otherwise.
+    """
+
+    def __init__(self, before: GuardCache | None = None) -> None:
+        self.reads: Reads = before.reads if before else ()
+        self.value_guards: set[tuple[str, int]] = {*before.value_guards} if before else set()
+        self._model: _ModelWatch | None = None
+        # Per form of arguments the leaves to look at; with which of them are ones, the signature.
+        self._places: dict[Hashable, list[int]] = {}
+        self._signatures: dict[tuple[Hashable, tuple[int, ...]], InputSignature] = {}
+
+    def add(
+        self,
+        signature: InputSignature,
+        model: torch.nn.Module,
+        given: Arguments,
+        reads: Reads,
+        looked_at: Iterable[int],
+    ) -> InputSignature:
+        """Return the signature that a step is for, and compare what it depends on from now on.
+
+        Parameters
+        ----------
+        signature, model, given
+            What the step was planned for.
+        reads
+            What it read of modules.
+        looked_at
+            Places among the flat arguments of which it counts whether they are all ones.
+        """
+        self.reads = joined(self.reads, reads)
+        flat = tree_leaves(given)
+        wanted = {id(flat[place]) for place in looked_at}
+        names = zip(signature.leaf_names(), leaves_of(model, given), strict=True)
+        names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
+        if not names_of_wanted <= self.value_guards:
+            self.value_guards |= names_of_wanted
+            self._places.clear()
+        found = replace(signature, settings=settings_of(model, reads), free=())
+        return self._with_ones(found.without(signature.free), model, given)
+
+    def signature_of(
+        self, model: torch.nn.Module, given: Arguments, *, loosely: bool = False
+    ) -> InputSignature | None:
+        """Return the signature of an input, by all that steps depend on; see `signature_of`."""
+        found = signature_of(model, given, settings_of(model, self.reads), loosely=loosely)
+        return found and self._with_ones(found, model, given)
+
+    def _with_ones(
+        self, signature: InputSignature, model: torch.nn.Module, given: Arguments
+    ) -> InputSignature:
+        ones = _ones(_looked_at(signature, self.value_guards), model, given)
+        return replace(signature, ones=ones) if ones != signature.ones else signature
+
+    def lookup(
+        self, model: torch.nn.Module, given: Arguments, known: Mapping[InputSignature, Any]
+    ) -> Lookup:
+        """Return the signature of an input, and the tensors that the model has.
+
+        known : signatures of which one is returned as it stands here if it accepts this input
+        """
+        before, form = self._model, _form(*given)
+        tensors = before.tensors(model, self.reads) if before else None
+        if before is None or tensors is None:
+            self._model = now = _ModelWatch(model, self.reads)
+            tensors = now.tensors_of()
+            if before is None or before.state != now.state:
+                self._places.clear()
+            before = now
+        if len(self._places) == _INPUTS:
+            self._places.clear()
+        if not self._places:
+            self._signatures.clear()
+        elif form in self._places:
+            key = form, _ones(self._places[form], model, given)
+            found = self._signatures.get(key)
+            if found is not None:
+                if found not in known:
+                    found = self._signatures[key] = _accepting(known, found)
+                return found, *tensors
+        signature = signature_of(model, given, before.settings)
+        if signature is not None:
+            signature = _accepting(known, self._with_ones(signature, model, given))
+            if form is not None:
+                self._places[form] = _looked_at(signature, self.value_guards)
+                self._signatures[form, signature.ones] = signature
+        return signature, *tensors
+
+
+def _accepting(known: Iterable[InputSignature], signature: InputSignature) -> InputSignature:
+    """Return the known signature that accepts another; if none does, that itself."""
+    return next((it for it in known if it.accepts(signature)), signature)
+
+
+class _ModelWatch:
+    """What counts of a model's modules, as it was.
+
+    The model itself is not held, only what is in it: it holds who holds this.
+    """
+
+    def __init__(self, model: torch.nn.Module, reads: Reads) -> None:
+        self._reads = reads
+        self._watch = watch = _Watch()
+        self.settings = settings_of(model, reads, watch)
+        inside = list(model.modules())[1:]
+        slots = [getattr(it, slot) for it in (model, *inside) for slot in SLOTS]
+        # Of each module most of the three are empty, and stay so while there are as many.
+        self._full = [*filter(None, slots)]
+        held = self._held()
+        for it in held:
+            watch.identity(it)
+        # Hooks of the outermost module run around its forward, and its other attributes are what
+        # trainers note on it: only what was read of it is compared.
+        watch.dicts += [it.__dict__ for it in inside]
+        watch.dicts += slots
+        watch.dicts += [*GLOBAL_HOOKS, *(getattr(it, slot) for it in inside for slot in HOOKS)]
+        self._own_names = [*reads[0]] if reads else []
+        self._own = self._addresses(model)
+        watch.begin()
+        place = {id(it): at for at, it in reversed([*enumerate(held)])}
+        self._parameters = _places(place[id(it)] for it in model.parameters())
+        self._buffers = _places(place[id(it)] for it in model.buffers())
+        self._wanted = [it.requires_grad for it in model.parameters()]
+        self.state = (self.settings, self._wanted, [*map(is_elsewhere, model.parameters())])
+
+    def tensors(self, model: torch.nn.Module, reads: Reads) -> tuple[list[Any], list[Any]] | None:
+        """Return all parameters and buffers, if all is as it was and the same counts."""
+        if self._reads is not reads or self._addresses(model) != self._own:
+            return None
+        if not self._watch.holds():
+            return None
+        found = self.tensors_of()
+        return found if [*map(_WANTED, found[0])] == self._wanted else None
+
+    def tensors_of(self) -> tuple[list[Any], list[Any]]:
+        """Return all parameters and buffers, where modules hold as many as they held."""
+        held = self._held()
+        return self._parameters(held), self._buffers(held)
+
+    def _addresses(self, model: torch.nn.Module) -> list[int]:
+        return [*map(id, map(model.__dict__.get, self._own_names))]
+
+    def _held(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._full))]
+
+
+def _places(places: Iterable[int]) -> Callable[[list[Any]], list[Any]]:
+    """Return what takes the items at some places of a list."""
+    wanted = [*places]
+    if len(wanted) < 2:
+        return lambda held: [held[at] for at in wanted]
+    getter = itemgetter(*wanted)
+    return lambda held: [*getter(held)]
+
+
+_LEAVES = {bool, int, float, str, type(None)}
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """Return the form of arguments as they are written; None for one of another class."""
+    casts = casting()
+    forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
+    first: dict[int, int] = {}
+    waiting: list[Any] = [args, *kwargs.values()]
+    for it in waiting:
+        kind = type(it)
+        if isinstance(it, torch.Tensor):
+            forms.append(form_of_leaf(it, first, len(forms)))
+        elif kind in _LEAVES:
+            forms.append(plain(it))
+        elif kind is list or kind is tuple:
+            forms.append((kind, len(it)))
+            waiting += it
+        elif kind is dict:
+            forms.append((kind, *it))
+            waiting += it.values()
+        else:
+            return None
+    return tuple(forms)

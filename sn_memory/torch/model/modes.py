@@ -1,0 +1,119 @@
+"""What is on around a model where it is called: autocast, transforms, hooks for saved tensors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ...base.errors import PlanWarning
+from ..target.accelerator import device_types
+
+# The hooks of torch's checkpoint, of a first and of a second run.
+OF_CHECKPOINT = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def casting() -> list[str]:
+    """Return the kinds of devices for which autocast is on."""
+    return [kind for kind in ("cpu", *device_types()) if torch.is_autocast_enabled(kind)]
+
+
+# Of `is_grads_batched=True`, whose vmap is older than torch.func's and is no transform to torch.
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode AD looks at what runs here."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a gradient stands for several, as with `is_grads_batched=True`."""
+    return bool(torch._C._dispatch_keys(tensor).has(_BATCHED))
+
+
+def warn(text: str) -> None:
+    """Warn where the user's code called a model, or for a backward pass."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlanWarning, stacklevel=level + 1)
+
+
+def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
+    """Return what to say of a gradient that lies otherwise than with these strides, or nothing.
+
+    One that is a number expanded, as `sum` hands it over, has no layout of its own.
+    """
+    pairs = zip(gradient.size(), gradient.stride(), like, strict=True)
+    steps = [(have, want) for size, have, want in pairs if size != 1]
+    if all(have == want for have, want in steps) or not all(have for have, _ in steps):
+        return ""
+    return (
+        f"the gradient of an output of shape {tuple(gradient.shape)} comes with strides "
+        f"{gradient.stride()}, and planned was {tuple(like)}, which the output has. It is copied, "
+        "so kernels that sum in the order of memory may round otherwise than without the plan. "
+        "For equal bits let the model return its output in the layout of the gradient, as "
+        "out.contiguous() has it."
+    )
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Where a backward pass runs, as torch advises: outside of the `with` of the forward pass."""
+    with ExitStack() as stack:
+        for kind in casting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def saved_tensors_hook() -> Callable[..., Any] | None:
+    """Return what packs saved tensors here, if the caller has put hooks around."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+@contextmanager
+def outside_saved_tensors_hooks() -> Iterator[None]:
+    """Where hooks of the caller's, a checkpoint's among them, do not see what autograd saves.
+
+    A step that is only traced or measured is none of theirs: they would count it, or be given
+    tensors without values.
+    """
+    autograd = torch._C._autograd
+    taken = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def kernel_of_max_pool1d() -> Iterator[None]:
+    """Lay results of `max_pool1d` out as its kernel of the CPU does where nothing wants a gradient.
+
+    torch takes that kernel only where no mode sees ops; all others see max_pool2d, which lays a
+    transposed input's result out by channels. A mode for functions is no way to see the call:
+    attention takes another way where one is on.
+    """
+    own = torch.max_pool1d
+
+    def max_pool1d(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = own(*args, **kwargs)
+        plain = result.requires_grad or result.device.type != "cpu"
+        return result if plain else result.contiguous()
+
+    torch.max_pool1d = max_pool1d
+    try:
+        yield
+    finally:
+        torch.max_pool1d = own

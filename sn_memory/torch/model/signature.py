@@ -1,0 +1,394 @@
+"""The signature of an input: what a planned step depends on beside the values of tensors.
+
+A plan is for the calls that were traced, so an input of another shape, a mode or a rate changes
+them. How a call is written does not: the same argument by place or by name, in whatever order, or a
+default spelled out. What of the modules counts is what a trace read; see `guards.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from .snapshot import StateSnapshot
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# How arguments are written: how many by place, and the names of the rest.
+CallLayout = tuple[int, tuple[str, ...]]
+# An attribute, by the place of its module among all, and its name; or a whole argument, at OF_CALL.
+Name = tuple[int, str]
+OF_CALL = -1
+# Of one module: what counts of it, by name.
+Settings = frozenset[tuple[str, Hashable]]
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class InputSignature:
+    """The signature of an input; one whose settings hold for another takes the same plan.
+
+    Parameters
+    ----------
+    arguments
+        Name of each argument that is not left at its default, and its form: how it is nested, and
+        of each tensor in it size, strides, offset, type, whether it requires a gradient, and
+        which inputs are the same tensor and the same memory.
+    casts
+        Device type and dtype, where autocast is on.
+    wanted
+        Per parameter, whether it requires a gradient.
+    sharded
+        Whether some parameter lies on several ranks, as where FSDP2 has sharded a module.
+    settings
+        Per module, its class, its hooks, and the attributes that a trace read, with their contents.
+    ones
+        Places, among the leaves of the arguments, of inputs that are all ones, where the step was
+        planned for that (a mask that masks nothing); see `guards.GuardCache`.
+    free
+        Attributes and arguments whose values are left out, as they change from step to step: only
+        what runs the model's own forward may be planned for such a signature.
+    """
+
+    arguments: tuple[tuple[str, Any], ...]
+    casts: tuple[Hashable, ...]
+    wanted: tuple[bool, ...]
+    sharded: bool
+    settings: tuple[Settings, ...]
+    ones: tuple[int, ...] = ()
+    free: tuple[Name, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # It is looked up in each step, and has an item for each module.
+        held = (self.arguments, self.casts, self.wanted, self.sharded, self.settings)
+        return hash((*held, self.ones, self.free))
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether there is anything to differentiate by."""
+        leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
+        return any(self.wanted) or any(_is_tensor(leaf) and leaf[4] for leaf in leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors among the arguments."""
+        leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
+        return sum(prod(it[0]) * it[3].itemsize for it in leaves if _is_tensor(it))
+
+    def shapes(self) -> str:
+        """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
+        shown, ones = [], self._names_of_ones()
+        for name, (_, leaves) in self.arguments:
+            sizes = [str(it[0]) for it in leaves if _is_tensor(it)]
+            more = " and more" if len(sizes) > 3 else ""
+            if sizes:
+                held = " of ones" if name in ones else ""
+                shown.append(f"{name} {' and '.join(sizes[:3])}{more}{held}")
+        return ", ".join(shown) or "no tensor"
+
+    def leaf_names(self) -> list[tuple[str, int]]:
+        """Return, for each leaf of the arguments, the argument and the place in it."""
+        return [(name, at) for name, (_, leaves) in self.arguments for at in range(len(leaves))]
+
+    def _names_of_ones(self) -> set[str]:
+        names = self.leaf_names()
+        return {names[at][0] for at in self.ones}
+
+    def without(self, free: Iterable[Name]) -> InputSignature:
+        """Return the signature without the values of some attributes and arguments."""
+        free = tuple(sorted({*free, *self.free}))
+        if free == self.free:
+            return self
+        names = set(free)
+        arguments = tuple(
+            (name, (spec, tuple(it if _is_tensor(it) else (object, "any") for it in leaves)))
+            if (OF_CALL, name) in names
+            else (name, (spec, leaves))
+            for name, (spec, leaves) in self.arguments
+            # One that is no tensor may as well be left at its default.
+            if (OF_CALL, name) not in names or any(map(_is_tensor, leaves))
+        )
+        settings = list(self.settings)
+        for place in {place for place, _ in free if 0 <= place < len(settings)}:
+            settings[place] = frozenset(it for it in settings[place] if (place, it[0]) not in names)
+        return replace(self, arguments=arguments, settings=tuple(settings), free=free)
+
+    def changed_since(self, other: InputSignature) -> set[Name]:
+        """Return the attributes and arguments that have another value, sizes of tensors apart."""
+        mine, theirs = dict(self.arguments), dict(other.arguments)
+        changed = {
+            (OF_CALL, name)
+            for name in mine.keys() | theirs.keys()
+            if _differ(mine.get(name), theirs.get(name))
+        }
+        for place, (now, then) in enumerate(zip(self.settings, other.settings, strict=False)):
+            changed |= {(place, name) for name in _changed_settings(now, then)}
+        return changed
+
+    def settings_hold_for(self, other: InputSignature) -> bool:
+        """Whether modules are as for this one in another, which may count more of them."""
+        return len(self.settings) == len(other.settings) and all(
+            mine is theirs or mine <= theirs
+            for mine, theirs in zip(self.settings, other.settings, strict=True)
+        )
+
+    def accepts(self, other: InputSignature) -> bool:
+        """Whether a step planned for this one is right for an input of another."""
+        same = (self.arguments, self.ones, self.free) == (other.arguments, other.ones, other.free)
+        return same and self._same_modes(other) and self.settings_hold_for(other)
+
+    def _same_modes(self, other: InputSignature) -> bool:
+        mine = (self.casts, self.wanted, self.sharded)
+        return mine == (other.casts, other.wanted, other.sharded)
+
+    def covers(self, other: InputSignature) -> bool:
+        """Whether another has the same modes and arguments, and no tensor larger."""
+        return (
+            set(self.ones) <= set(other.ones)
+            and self.free == other.free
+            and len(self.arguments) == len(other.arguments)
+            and self._same_modes(other)
+            and self.settings_hold_for(other)
+            and all(
+                name == its and spec == their_spec and all(map(_holds, leaves, theirs))
+                for (name, (spec, leaves)), (its, (their_spec, theirs)) in zip(
+                    self.arguments, other.arguments, strict=True
+                )
+            )
+        )
+
+    def unlike(self, planned: InputSignature, paths: list[str]) -> list[str]:
+        """What makes it another than one that was planned; `paths` names the modules."""
+        mine, theirs = dict(self.arguments), dict(planned.arguments)
+        unlike = [f"{name} was not given then" for name in mine.keys() - theirs.keys()]
+        unlike += [f"{name} is missing" for name in theirs.keys() - mine.keys()]
+        unlike += [
+            f"{name} is {_shown(form, theirs[name])}, and was {_shown(theirs[name], form)}"
+            for name, form in self.arguments
+            if name in theirs and theirs[name] != form
+        ]
+        if self.arguments != planned.arguments and not unlike:
+            unlike.append("the inputs come in another order or share memory otherwise")
+        mine_of, theirs_of = self._names_of_ones(), planned._names_of_ones()
+        # Of another shape it may not be known yet.
+        alike = {name for name, form in self.arguments if theirs.get(name) == form}
+        unlike += [f"{name} is all ones" for name in sorted(alike & mine_of - theirs_of)]
+        unlike += [f"{name} is not all ones" for name in sorted(alike & theirs_of - mine_of)]
+        if self.casts != planned.casts:
+            unlike.append("autocast is otherwise")
+        if self.wanted != planned.wanted:
+            unlike.append("other parameters require gradients")
+        if not planned.settings_hold_for(self):
+            names = {
+                f"{path}.{name}" if path else name
+                for path, now, then in zip(paths, self.settings, planned.settings, strict=False)
+                for name in _changed_settings(now, then)
+            }
+            told = ", ".join(sorted(names)[:4]) or "other modules"
+            unlike.append(f"modes and numbers in its modules are otherwise ({told})")
+        return unlike
+
+
+def _changed_settings(now: Settings, then: Settings) -> set[str]:
+    """Return the names of which both say something else."""
+    return set() if now is then else dict(now - then).keys() & dict(then - now).keys()
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and isinstance(leaf[0], tuple)
+
+
+def _differ(form: Any, other: Any) -> bool:
+    """Whether an argument's forms differ in more than tensors; None where it is at its default."""
+    if form is None or other is None:
+        return form is not other and not any(map(_is_tensor, (form or other)[1]))
+    if form[0] != other[0]:
+        return False
+    pairs = zip(form[1], other[1], strict=True)
+    return any(mine != its and not (_is_tensor(mine) and _is_tensor(its)) for mine, its in pairs)
+
+
+def _holds(leaf: Any, other: Any) -> bool:
+    """Whether a tensor's form is that of another, and as large or larger; all else is equal."""
+    if not (_is_tensor(leaf) and _is_tensor(other)):
+        return bool(leaf == other)
+    same = len(leaf[0]) == len(other[0]) and leaf[3:] == other[3:]
+    return same and all(mine >= its for mine, its in zip(leaf[0], other[0], strict=True))
+
+
+def _shown(form: Any, other: Any) -> str:
+    """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
+    told = [_leaf(it) for it in form[1]]
+    if told == [_leaf(it) for it in other[1]]:
+        told = [_leaf(it, whole=True) for it in form[1]]
+    return " and ".join(told[:3]) + (" and more" if len(told) > 3 else "")
+
+
+def _leaf(leaf: Any, *, whole: bool = False) -> str:
+    if not _is_tensor(leaf):
+        return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
+    size, stride, offset, dtype, wanted, same, shared = leaf
+    told = f"{str(dtype).removeprefix('torch.')} of shape {size}"
+    if whole:
+        told += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
+        told += f"{same}, memory of input {shared})"
+    return told
+
+
+def plain(value: Any) -> Hashable:
+    """Return a plain value with its type: True, 1 and 1.0 are equal in Python, as 0.0 and -0.0."""
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
+    """Return what of a leaf among the arguments is part of the signature.
+
+    Parameters
+    ----------
+    leaf
+        The leaf.
+    first
+        Per tensor and per memory that was seen, the place where it was first; added to here.
+    place
+        The leaf's own.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return plain(leaf)
+    # Which inputs are the same tensor, or share memory, is part of the trace.
+    same = first.setdefault(id(leaf), place)
+    shared = first.setdefault(_memory(leaf), place)
+    form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+    return (*form, leaf.requires_grad, same, shared)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    # Negative, so that it is no id; tensors without memory (meta) share nothing.
+    return -(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else -id(tensor)
+
+
+def forms_of(
+    model: torch.nn.Module, given: Arguments, *, loosely: bool = False
+) -> tuple[tuple[str, Any], ...]:
+    """Return the forms of the arguments, by name.
+
+    loosely : of what cannot be compared, take the type: enough for the bytes a step holds
+    """
+    first: dict[int, int] = {}
+    arguments, count = [], 0
+    for name, value in _named(type(model).forward, *given):
+        flat, spec = tree_flatten(value)
+        leaves = []
+        for leaf in flat:
+            form = form_of_leaf(leaf, first, count)
+            leaves.append(type(leaf) if loosely and not is_hashable(form) else form)
+            count += 1
+        arguments.append((name, (str(spec), tuple(leaves))))
+    return tuple(arguments)
+
+
+def leaves_of(model: torch.nn.Module, given: Arguments) -> list[Any]:
+    """Return what the arguments are made of, in the order in which the signature has it."""
+    named = _named(type(model).forward, *given)
+    return [leaf for _, value in named for leaf in tree_leaves(value)]
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether a value can be compared as a key."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return the types of objects among arguments that could change and have the same signature.
+
+    They are compared by identity, and what is in them is a constant of what was recorded.
+    """
+    return [
+        type(leaf).__name__
+        for leaf in tree_leaves((args, kwargs))
+        if not isinstance(leaf, torch.Tensor)
+        # One that is hashed by its identity is the same however it changes.
+        and (object.__hash__ is type(leaf).__hash__ or StateSnapshot([("", leaf)]).tensors())  # type: ignore[comparison-overlap]
+        and StateSnapshot([("", leaf)])
+    ]
+
+
+def as_sampled(model: torch.nn.Module, sample: CallLayout, given: Arguments) -> Arguments:
+    """Return what is given, written as the sample was: the same by place, the same by name.
+
+    Both have one signature, so that an argument which one of them leaves out is at its default.
+    """
+    places, names = sample
+    if (len(given[0]), tuple(given[1])) == sample:
+        return given
+    signature = _signature(type(model).forward)
+    if signature is None:
+        return given
+    bound = signature.bind(None, *given[0], **given[1])
+    bound.apply_defaults()
+    by_place: list[Any] = []
+    by_name: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        form = signature.parameters[name].kind
+        if form is inspect.Parameter.VAR_POSITIONAL:
+            by_place += value
+        elif form is inspect.Parameter.VAR_KEYWORD:
+            by_name |= value
+        else:
+            by_name[name] = value
+            if form is not inspect.Parameter.KEYWORD_ONLY:
+                by_place.append(value)
+    return tuple(by_place[:places]), {name: by_name[name] for name in names}
+
+
+def _named(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each argument that is not at its default, in the forward's order.
+
+    What goes into `**kwargs` keeps its order, which a forward may go by.
+    """
+    signature = _signature(forward)
+    bound = None
+    if signature is not None:
+        # Where it does not fit, the forward itself will say what is wrong with the call.
+        with suppress(TypeError):
+            bound = signature.bind(None, *args, **kwargs)
+    if signature is None or bound is None:
+        yield from ((f"argument {place}", value) for place, value in enumerate(args))
+        yield from kwargs.items()
+        return
+    for name, value in list(bound.arguments.items())[1:]:
+        parameter = signature.parameters[name]
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}[{place}]", it) for place, it in enumerate(value))
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        elif not _is(value, parameter.default):
+            yield name, value
+
+
+@lru_cache(maxsize=256)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))

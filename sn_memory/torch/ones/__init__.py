@@ -1,1 +1,0 @@
-"""Inputs of ones, as masks that mask nothing: told apart."""
