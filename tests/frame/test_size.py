@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: trace": (("torch/trace",), 3853, 2300),
     "torch: eager": (("torch/eager",), 2469, 1500),
     "torch: host": (("torch/state",), 1841, 1300),
-    "torch: compile": (("torch/compile",), 1255, 700),
+    "torch: compile": (("torch/compile",), 1258, 700),
     "torch: policy": (("torch/policy",), 1351, 750),
     "torch: modules": (("torch/modules",), 1128, 550),
     "torch: activations": (("torch/activations", "torch/compress"), 1724, 1200),
