@@ -63,10 +63,13 @@ class CompiledPlan(MeasuredPlan):
     setting: tuple[float, str] | None = None
 
     def __repr__(self) -> str:
+        text = super().__repr__()
+        if not self.baseline_seconds:
+            text = text.rpartition("\n")[0]  # no step was timed
         if self.setting is None:
-            return f"{super().__repr__()}\ntorch's own partition"
+            return f"{text}\ntorch's own partition"
         share, solver = self.setting
-        return f"{super().__repr__()}\nactivation_memory_budget={share:g}, solver {solver}"
+        return f"{text}\nactivation_memory_budget={share:g}, solver {solver}"
 
 
 @dataclass(frozen=True)
