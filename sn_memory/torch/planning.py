@@ -339,7 +339,13 @@ class Planning:
             key=None if known else key,
         )
         with outside_saved_tensors_hooks():
-            return CompiledStep(model, *given, settings)
+            try:
+                return CompiledStep(model, *given, settings)
+            except TraceError:
+                if self.trial:
+                    # Where the model itself fails on the sample, that is what to say.
+                    runs_on(model, given)
+                raise
 
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""

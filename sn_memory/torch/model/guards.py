@@ -50,8 +50,9 @@ Reads = tuple[frozenset[str], ...]
 
 # torch's own notes in a module: tensors, modules, hooks, and of what kind these are.
 OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
-# What calls a module, of which an instance may have another; other methods of all do not count.
-_CALLED = frozenset({"forward", "_call_impl", "_compiled_call_impl"})
+# What calls a module, of which an instance may have another; other methods of all do not count, and
+# neither does `compile` of a module: it computes the same.
+_CALLED = frozenset({"forward", "_call_impl"})
 _NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
 _WANTED = attrgetter("requires_grad")
 
@@ -74,6 +75,11 @@ def _reading(module: Any, name: str) -> Any:
     for recording in _RECORDINGS:
         names = recording.get(id(module))
         if names is None:
+            # A module inside may hold the model that was planned, of which this is another form:
+            # both share their modules.
+            own = object.__getattribute__(module, "__dict__").get("_modules")
+            names = recording.get(id(own))
+        if names is None:
             continue
         if name != "__dict__":
             names.add(name)
@@ -87,6 +93,7 @@ def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
     """Record which attributes of a model's modules are read inside; gives what returns them."""
     modules = list(model.modules())
     recording: dict[int, set[str]] = {id(module): set() for module in modules}
+    recording[id(model.__dict__["_modules"])] = recording[id(model)]
     kind: Any = torch.nn.Module
     with _RECORDING:
         _RECORDINGS.append(recording)
@@ -415,13 +422,18 @@ class GuardCache:
         self.reads = joined(self.reads, reads)
         flat = tree_leaves(given)
         wanted = {id(flat[place]) for place in looked_at}
-        names = zip(signature.leaf_names(), leaves_of(model, given), strict=True)
+        # One whose values were left out has fewer leaves than the input.
+        whole = signature_of(model, given, (), loosely=True)
+        assert whole is not None
+        if signature.free:
+            signature = replace(signature, arguments=whole.arguments)
+        names = zip(whole.leaf_names(), leaves_of(model, given), strict=True)
         names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
         if not names_of_wanted <= self.value_guards:
             self.value_guards |= names_of_wanted
             self._places.clear()
         found = replace(signature, settings=settings_of(model, reads), free=())
-        return self._with_ones(found.without(signature.free), model, given)
+        return self._with_ones(found, model, given).without(signature.free)
 
     def signature_of(
         self, model: torch.nn.Module, given: Arguments, *, loosely: bool = False
