@@ -31,7 +31,7 @@ BATCH, SIDE, WIDTH = 16, 112, 16
 GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 50257}
 Step = Callable[[], float]
 # A model, its sample, and what there is to say of it.
-Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
+PlanningResult = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 def load() -> None:
@@ -154,7 +154,7 @@ class _Classified(nn.Module):
         return nn.functional.cross_entropy(y, labels)
 
 
-def _resnet(asked: dict[str, Any], held: sn_memory.torch.HostState | None) -> Made:
+def _resnet(asked: dict[str, Any], held: sn_memory.torch.HostState | None) -> PlanningResult:
     """Of SuperNeurons' rule: 6, 32, n, 6 blocks of three layers, and two more."""
     third, width, side = asked["size"], asked.get("width", WIDTH), asked.get("side", SIDE)
     # One that lies on disk is made there: it may not fit in memory.
@@ -171,7 +171,7 @@ def _resnet(asked: dict[str, Any], held: sn_memory.torch.HostState | None) -> Ma
     return model, (images, labels), {"depth": 3 * (44 + third) + 2, "images": BATCH}
 
 
-def _gpt2(asked: dict[str, Any], held: None) -> Made:
+def _gpt2(asked: dict[str, Any], held: None) -> PlanningResult:
     """Hugging Face's GPT-2, batch 1, the loss over all tokens and the whole vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -10,7 +10,7 @@ from typing import Any
 from sn_compress.gossip.mixing import spectral_gap
 from sn_compress.gossip.simulate import Curve, simulate, table
 from sn_compress.gossip.topology import NAMES, Topology, topology
-from sn_memory.base.progress import say, speaking
+from sn_memory.base.progress import progress_output, report_progress
 
 from ..command import Answer, add_command, picture_file
 
@@ -48,7 +48,7 @@ def add_gossip(commands: Any) -> None:
 
 def _gossip(args: argparse.Namespace) -> Answer:
     graph = topology(args.topology, args.ranks, rotate=args.rotate, seed=args.seed)
-    with speaking(not args.quiet):
+    with progress_output(not args.quiet):
         curves = simulate(
             graph,
             steps=args.steps,
@@ -56,7 +56,7 @@ def _gossip(args: argparse.Namespace) -> Answer:
             momentum=args.momentum,
             noise=args.noise,
             seed=args.seed,
-            progress=lambda step: say("steps", step, args.steps),
+            progress=lambda step: report_progress("steps", step, args.steps),
         )
     text = f"{_headline(graph, args)}\n{table(curves)}"
     if args.png:

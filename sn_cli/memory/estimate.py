@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import Any
 
 from sn_memory import PlanError
-from sn_memory.base.progress import speaking
+from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
 from sn_memory.run.fit import save_fits
 
 from ..command import Answer, add_command, picture_file
-from .naming import MODEL_HELP, Given, Named, read_model
+from .naming import MODEL_HELP, Given, GraphBinding, read_model
 
 _BY_NAME = "sn_memory.torch.by_name"
 _OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "adafactor")
@@ -83,7 +83,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
     length = options.sequence[0] if options.sequence else None
     given = _given(named, options, options.batch[0], length)
     optimizer = _optimizer(options, given)
-    with speaking(not options.quiet):
+    with progress_output(not options.quiet):
         found = given.rim.estimate(given.model, given.sample, optimizer=optimizer)
     data: dict[str, Any] = {
         f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
@@ -103,7 +103,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
     return Answer(f"{found}\n{said}", data, yes=fits)
 
 
-def _on_device(named: Named, options: argparse.Namespace) -> Answer:
+def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
     if options.budget is not None:
         raise PlanError("got --budget with --device, whose room it is; leave one of them out.")
     first = named.at(batch=options.batch[0], sequence=(options.sequence or [None])[0])
@@ -131,7 +131,7 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
         given = _given(named, options, batch, length)
         return given.model, given.sample
 
-    with speaking(not options.quiet):
+    with progress_output(not options.quiet):
         fits = [
             rim.fit(
                 make,
@@ -157,7 +157,9 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
     )
 
 
-def _given(named: Named, options: argparse.Namespace, batch: int, length: int | None) -> Given:
+def _given(
+    named: GraphBinding, options: argparse.Namespace, batch: int, length: int | None
+) -> Given:
     """Return the model and a sample of a batch, which is resized if its function takes none."""
     given = named.at(batch=batch, sequence=length)
     if given.rim.__name__ != "sn_memory.torch":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sn_memory.base.progress import speaking
+from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import show_bytes
 from sn_memory.graph.liveness import peak
 
@@ -32,7 +32,7 @@ def add_export(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> Answer:
     given = read_model(options.model).at()
-    with speaking(not options.quiet):
+    with progress_output(not options.quiet):
         traced = given.rim.trace(
             given.model,
             given.sample,

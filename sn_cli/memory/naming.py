@@ -45,7 +45,7 @@ class Given(NamedTuple):
     rim: ModuleType
 
 
-class Named:
+class GraphBinding:
     """A model by its name.
 
     Parameters
@@ -81,7 +81,7 @@ class Named:
         )
 
 
-def read_model(named: str) -> Named:
+def read_model(named: str) -> GraphBinding:
     """Find what a name stands for; PlanError says what is wrong with it."""
     if named.endswith(".json"):
         return _of_configuration(named)
@@ -98,7 +98,7 @@ def read_model(named: str) -> Named:
             "returns (model, sample)."
         )
     taken = frozenset(inspect.signature(make).parameters) & {"batch", "sequence"}
-    return Named(f"{name} of {path}", make, frozenset(taken))
+    return GraphBinding(f"{name} of {path}", make, frozenset(taken))
 
 
 def _names_of_script(path: str) -> dict[str, Any]:
@@ -129,6 +129,6 @@ def _names_of_module(path: str) -> dict[str, Any]:
         sys.path.remove("")
 
 
-def _of_configuration(path: str) -> Named:
+def _of_configuration(path: str) -> GraphBinding:
     make = import_module("sn_memory.torch.by_name").language_model(path)
-    return Named(path, make, frozenset({"batch", "sequence"}))
+    return GraphBinding(path, make, frozenset({"batch", "sequence"}))

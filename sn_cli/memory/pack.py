@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from sn_memory import arrange, check_packing
-from sn_memory.base.progress import speaking
+from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.pool.csv import read_csv, write_csv
 
@@ -35,7 +35,7 @@ def add_pack(commands: Any) -> None:
 def _pack(options: argparse.Namespace) -> Answer:
     file = read_csv(options.buffers)
     capacity = None if options.capacity is None else parse_bytes(options.capacity)
-    with speaking(not options.quiet):
+    with progress_output(not options.quiet):
         packing = arrange(file.buffers, capacity, time_limit_s=options.time_limit)
     check_packing(file.buffers, packing.offsets, capacity)
     if options.output is not None:

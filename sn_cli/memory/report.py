@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from sn_memory import Graph, Plan, PlanError
-from sn_memory.base.progress import say, speaking
+from sn_memory.base.progress import progress_output, report_progress
 from sn_memory.plan import policies
 from sn_memory.report.report import Report, report
 
@@ -36,7 +36,7 @@ def add_report(commands: Any) -> None:
 def _report(options: argparse.Namespace) -> Answer:
     names = _names(options.against)
     graph, plan = read_graph(options.graph), Plan.from_json(options.plan)
-    with speaking(not options.quiet):
+    with progress_output(not options.quiet):
         others = _planned(graph, plan, names)
     try:
         made = report(graph, plan, others=others)
@@ -52,7 +52,7 @@ def _report(options: argparse.Namespace) -> Answer:
 def _planned(graph: Graph, plan: Plan, names: list[str]) -> list[Plan]:
     others = []
     for number, name in enumerate(names):
-        say("planners", number, len(names), name)
+        report_progress("planners", number, len(names), name)
         others.append(policies.policy(name)(graph, budget_bytes=plan.budget_bytes))
     return others
 

@@ -44,7 +44,7 @@ class Progress:
 
 
 # What callers pass: None for a terminal only, False, True, or what takes the records.
-Wanted = bool | Callable[[Progress], object] | None
+ProgressOption = bool | Callable[[Progress], object] | None
 
 
 # What takes the records, None where nobody listens; and when planning began.
@@ -53,7 +53,7 @@ _LISTENER: ContextVar[tuple[Callable[[Progress], object] | None, float]] = Conte
 )
 
 
-def say(stage: str, done: float, total: float, note: str = "") -> None:
+def report_progress(stage: str, done: float, total: float, note: str = "") -> None:
     """Say how far planning is; the parameters are those of Progress."""
     show, began = _LISTENER.get()
     if show is not None:
@@ -66,8 +66,8 @@ def is_heard() -> bool:
 
 
 @contextmanager
-def speaking(wanted: Wanted) -> Iterator[None]:
-    """Let `say` be heard in the way that is wanted, by all that is called inside.
+def progress_output(wanted: ProgressOption) -> Iterator[None]:
+    """Let `report_progress` be heard in the way that is wanted, by all that is called inside.
 
     Raises TypeError for what is neither a bool, None nor callable.
     """

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from ..base.clock import stage
 from ..base.errors import PlanWarning
-from ..base.progress import say
+from ..base.progress import report_progress
 
 if sys.platform != "win32":
     import fcntl
@@ -206,7 +206,7 @@ def while_time_lasts(works: Mapping[K, Callable[[], V]]) -> dict[K, V]:
         for key, work in works.items():
             if time.perf_counter() > end:
                 break
-            say("time ops", len(found), len(works))
+            report_progress("time ops", len(found), len(works))
             found[key] = work()
     if len(found) < len(works):
         warnings.warn(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..base.clock import counting, now, stage
 from ..base.errors import PlanError
-from ..base.progress import Wanted, say, speaking
+from ..base.progress import ProgressOption, progress_output, report_progress
 from ..base.sizes import parse_bytes, show_bytes
 from ..graph.graph import Graph
 from ..graph.holes import holes
@@ -47,7 +47,7 @@ def plan_graph(
     techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
     deterministic: bool = False,
-    progress: Wanted = False,
+    progress: ProgressOption = False,
     from_sqrt_n: bool = True,
 ) -> Plan:
     """Plan a graph within a budget.
@@ -113,7 +113,7 @@ def plan_front(
     techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
     deterministic: bool = False,
-    progress: Wanted = False,
+    progress: ProgressOption = False,
     from_sqrt_n: bool = True,
 ) -> list[Plan]:
     """Plan a graph for several budgets; the plans are monotone in the budget, in time and in peak.
@@ -127,7 +127,7 @@ def plan_front(
         raise PlanError(f"got time_limit_s {time_limit_s!r}, expected a number above 0.")
     whole = unplanned_bytes(graph)
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
-    spoken = nullcontext() if progress is False else speaking(progress)
+    spoken = nullcontext() if progress is False else progress_output(progress)
     with stage() as left_s, counting(deterministic), spoken:
         if not deterministic:
             # Inside a longer piece of work no more than is left of its seconds.
@@ -260,7 +260,7 @@ class Auto:
         own = self.search.archive.best(budget_bytes)
         if not self.from_sqrt_n or (own is not None and own.origin == "keep"):
             return
-        say("search", now() - self.search.began, self.limit_s, "sqrt_n")
+        report_progress("search", now() - self.search.began, self.limit_s, "sqrt_n")
         plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
         if self.allowed(plan):
             self.plans.append(plan)

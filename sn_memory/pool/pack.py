@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..base.clock import counting, now, spend
 from ..base.errors import CapacityError, PackError
-from ..base.progress import say
+from ..base.progress import report_progress
 from .problem import Ints, Problem, read_problem
 from .search import RULES, UNIT, Rule, Searcher, Verdict, first_fit, order_by
 
@@ -181,7 +181,7 @@ class _Part:
         at_first = self._runs
         while effort > 0 and now() < deadline:
             note = f"{self.height} bytes, at least {self.bound}"
-            say("pack", now() - self.began, deadline - self.began, note)
+            report_progress("pack", now() - self.began, deadline - self.began, note)
             rule = list(Rule)[self._runs % len(Rule)]
             search = self._searcher.start(
                 capacity, rule, _ranks(self.problem, self._runs // len(Rule)), self._weights

@@ -105,7 +105,7 @@ P = TypeVar("P", bound=Part)
 S = TypeVar("S", bound=Step)
 
 
-def fewest_again(
+def min_recompute(
     parts: Sequence[P],
     smallest: S,
     measured: Callable[[Sequence[P]], S],

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from ..base.progress import say
+from ..base.progress import report_progress
 from ..base.sizes import show_bytes
 from ..cost.blocks import Reserved, Rows, Settings
 from ..cost.caching import AllocatorSettings
@@ -140,7 +140,9 @@ def within_reserved(
             over = found.peak_bytes - budget_bytes
             if over <= 0:
                 break
-            say("search", number, ROUNDS, f"reserved bytes are {show_bytes(over)} above the budget")
+            report_progress(
+                "search", number, ROUNDS, f"reserved bytes are {show_bytes(over)} above the budget"
+            )
             if most < budget_bytes:
                 # What is over is no measure where the last of several regions is half of them.
                 target = min(target, most * (15 - number) // 16)

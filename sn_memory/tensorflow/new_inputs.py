@@ -54,8 +54,8 @@ def step_for(model: Any, record: Planned, call: Call) -> Step | None:
     if isinstance(step, Program) and changed(step.settings, settings_of(model)):
         step = None
     if step is not None:
-        if kind in record.at_sight:
-            record.at_sight[kind] = record.count
+        if kind in record.planned_online:
+            record.planned_online[kind] = record.count
         return step
     if record.backend == "layers" or record.options is None:
         return record.layers

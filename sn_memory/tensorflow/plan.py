@@ -20,7 +20,7 @@ from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.host import return_freed
 from ..base.native import core
-from ..base.progress import Wanted, say, speaking
+from ..base.progress import ProgressOption, progress_output, report_progress
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError
@@ -57,7 +57,7 @@ def plan(
     optimizer: Any = None,
     time_limit_s: float = 60.0,
     deterministic: bool = False,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     strict: bool = False,
     state: Any = None,
 ) -> Any:
@@ -172,7 +172,7 @@ def plan(
             )
             return planner.twin(backend)
 
-    with speaking(progress):
+    with progress_output(progress):
         if isinstance(sample, list):
             return _for_several(planned, model, sample, budget)
         return planned(model, sample, budget)
@@ -238,7 +238,7 @@ class _ModelPlanner:
     def by_graph(self, *, all_counted: bool) -> Any:
         then = settings_of(self.plain)
         with _as_trace_error():
-            say("trace", 0, 1)
+            report_progress("trace", 0, 1)
             traced = trace(
                 self.plain,
                 self.sample,
@@ -256,7 +256,7 @@ class _ModelPlanner:
             record, key = Planned("graph", traced, made), traced.structure["key"]
             record.take_over(self.model.__dict__.get(RECORD))
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
-            say("trial", 0, 1)
+            report_progress("trial", 0, 1)
             if main_device() == "CPU:0":
                 return_freed(made.peak_bytes)
             return self.tried(
@@ -330,7 +330,7 @@ def plan_step(
     device: Device | str | None = None,
     time_limit_s: float = 60.0,
     deterministic: bool = False,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
 ) -> PlannedStep:
     """Return a training step that keeps a budget of bytes and does the same.
 
@@ -385,8 +385,8 @@ def plan_step(
         )
     if isinstance(step, PlannedStep):
         step = step.plain
-    with speaking(progress), sharing(time_limit_s):
-        say("trace", 0, 1)
+    with progress_output(progress), sharing(time_limit_s):
+        report_progress("trace", 0, 1)
         traced = trace(step, sample, profile=profile, device=device)
         made = options.plan(traced.graph, budget, time_limit_s)
     _warn_of_uncounted(traced, stacklevel=3)

@@ -109,7 +109,7 @@ class Planned(PlannedRecord[Trace]):
     sample: tuple[Any, ...] = ()
     told: dict[Hashable, PlannedKind] = field(default_factory=dict)
     # Of the kinds, those that came while training, with the number of the last trace of each.
-    at_sight: dict[Hashable, int] = field(default_factory=dict)
+    planned_online: dict[Hashable, int] = field(default_factory=dict)
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
@@ -145,7 +145,7 @@ class Planned(PlannedRecord[Trace]):
     def take_over(self, before: Planned | None) -> None:
         """Keep what was planned for other inputs when it was asked for; the rest is made again."""
         if before is not None:
-            asked = [kind for kind in before.steps if kind not in before.at_sight]
+            asked = [kind for kind in before.steps if kind not in before.planned_online]
             self.steps |= {kind: before.steps[kind] for kind in asked}
             self.told |= {kind: before.told[kind] for kind in asked}
             self.layers = before.layers
@@ -169,15 +169,15 @@ class Planned(PlannedRecord[Trace]):
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
         if seconds is not None:
-            self.at_sight[kind] = self.count
-            while len(self.at_sight) > KINDS:
-                self.forget(min(self.at_sight, key=lambda it: self.at_sight[it]))
+            self.planned_online[kind] = self.count
+            while len(self.planned_online) > KINDS:
+                self.forget(min(self.planned_online, key=lambda it: self.planned_online[it]))
 
     def forget(self, kind: Hashable) -> None:
         """Let a kind of input go."""
         self.steps.pop(kind, None)
         self.told.pop(kind, None)
-        self.at_sight.pop(kind, None)
+        self.planned_online.pop(kind, None)
 
 
 class PlannedStep:

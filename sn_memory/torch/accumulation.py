@@ -30,11 +30,13 @@ from .model.step import device_of, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .modules.backend import ModuleStep
 from .planned import Planned
-from .planning import EARLIER, Made, Planning, Step
+from .planning import EARLIER, PlanningResult, PlanOptions, Step
 from .trace.op_seconds import op_times, while_training
 
 
-def planned_for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> Made:
+def planned_for_both(
+    planning: PlanOptions, model: torch.nn.Module, given: Arguments
+) -> PlanningResult:
     """Plan for gradients that are there; and within the same bytes for none, which is faster.
 
     The step for none is `made.first`; it is None where only the other is to be had.
@@ -43,7 +45,7 @@ def planned_for_both(planning: Planning, model: torch.nn.Module, given: Argument
         return _for_both(planning, model, given)
 
 
-def _for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> Made:
+def _for_both(planning: PlanOptions, model: torch.nn.Module, given: Arguments) -> PlanningResult:
     made = planning.made(model, given)
     if not planning.accumulate or isinstance(planning.planner, Plan):
         return made
@@ -138,7 +140,7 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
     if isinstance(step, ModuleStep):
         need, line = step.plan.peak_bytes + held, "budget"
     else:
-        if any(record.steps[it] is step for it in record.at_sight):
+        if any(record.steps[it] is step for it in record.planned_online):
             # As it was planned itself: nothing is timed, and the search is short.
             speeds = None if step.trace is None else step.trace.graph.device
             planning = planning.at_once(budget_bytes, speeds)
@@ -175,7 +177,7 @@ def _counts_them(step: Step) -> bool:
 
 
 def _planned_with(
-    planning: Planning,
+    planning: PlanOptions,
     budget_bytes: int,
     step: Step,
     plain: torch.nn.Module,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..base.errors import GraphError
-from ..base.progress import say
+from ..base.progress import report_progress
 from ..check.replay import check_plan
 from ..cost.devices import named
 from ..graph.batches import Batches
@@ -322,4 +322,4 @@ class _Asked:
 
     def _say(self, what: str) -> None:
         of = "" if self.length is None else f"sequence {self.length}: "
-        say("fit", 0, 1, f"{of}{what}")
+        report_progress("fit", 0, 1, f"{of}{what}")

@@ -35,9 +35,9 @@ from .model.signature import OF_CALL, Arguments, InputSignature, Name
 from .model.step import apart, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .modules.backend import ModuleStep
-from .on_paper import OnPaper
+from .on_paper import EstimateOnlyStep
 from .planned import Planned
-from .planning import Planning, Step, guarded, smallest_of_trace
+from .planning import PlanOptions, Step, guarded, smallest_of_trace
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
 from .trace.trace import Trace, resident_storages
@@ -79,7 +79,7 @@ def step_for(
     """
     if of_first_fsdp(model):
         raise first_fsdp_refused()
-    if isinstance(record.latest, OnPaper):
+    if isinstance(record.latest, EstimateOnlyStep):
         raise record.latest.refusal()
     plain = inner_model(model)
     like = kind or record.guards.signature_of(plain, given, loosely=True)
@@ -247,7 +247,7 @@ class _FirstSight:
             step.layouts = {}
         return step
 
-    def compiled(self, planning: Planning) -> Step:
+    def compiled(self, planning: PlanOptions) -> Step:
         """Return a compiled step, with what keeps the budget for other inputs if it does here."""
         known = {
             step.plan.setting: None
@@ -381,7 +381,7 @@ class _FirstSight:
             record.later.pop(record.steps.get(kind), None)  # type: ignore[arg-type]
             record.steps[kind] = step
             record.written[kind] = (len(self.given[0]), tuple(self.given[1]))
-            record.at_sight[kind] = record.count
+            record.planned_online[kind] = record.count
             record.make_room(kind)
         return step
 

@@ -11,10 +11,10 @@ from .errors import ReplayError
 from .trace.trace import Trace
 
 
-class OnPaper:
+class EstimateOnlyStep:
     """The step of a model that was planned for another device than it is on."""
 
-    beside_bytes = 0
+    resident_bytes = 0
 
     def __init__(self, trace: Trace, plan: Plan, device: str) -> None:
         self.trace, self.plan, self.device = trace, plan, device

@@ -18,7 +18,7 @@ import torch
 from ..base.errors import PlanWarning
 from ..base.host import return_freed
 from ..base.native import core
-from ..base.progress import Wanted, speaking
+from ..base.progress import ProgressOption, progress_output
 from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
 from ..graph.hosted import UPDATES
@@ -32,24 +32,24 @@ from .accumulation import planned_for_both
 from .errors import TraceError
 from .host.buffers import StateBuffers
 from .model.guards import GuardCache, signature_of
-from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
+from .model.sharded import first_fsdp_refused, of_first_fsdp, register_fsdp_alias
 from .model.signature import Arguments, InputSignature
 from .model.step import device_of
 from .model.wrapping import (
     RECORD,
     as_written,
-    bare,
     check_model,
     check_optimizer,
     explained,
     is_compiled,
     plain_model,
     planned_class,
+    uninitialized,
 )
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
-from .planning import Made, Planning, guarded
+from .planning import PlanningResult, PlanOptions, guarded
 from .state.model_state import ModelState, host_buffers_for
 from .target.capacity import limit_budget
 from .target.gpu import gpu_of
@@ -87,7 +87,7 @@ def plan(
     update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     **removed: Any,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
@@ -223,7 +223,7 @@ def plan(
     speeds(device)  # a name that is none is said before anything is done
     return_freed()
     _check_update(update, state=state is not None, accumulate=accumulate, backend=backend)
-    planning = Planning(
+    planning = PlanOptions(
         budget=budget,
         planner=planner,
         techniques=tuple(techniques),
@@ -280,9 +280,9 @@ def plan(
         planning = replace(planning, state=held)
     # The largest first: of several samples the budget is of it.
     samples = sorted(_kinds(plain, sample), key=lambda it: -it[0].nbytes)
-    found: list[tuple[InputSignature, Arguments, Made]] = []
+    found: list[tuple[InputSignature, Arguments, PlanningResult]] = []
     for kind, given in samples:
-        with speaking(progress), explained(given):
+        with progress_output(progress), explained(given):
             made = planned_for_both(planning, plain, given)
         found.append((kind, given, made))
         planning = replace(planning, after_first=made.after_first or planning.after_first)
@@ -296,9 +296,9 @@ def plan(
             )
         what = f"{type(plain).__name__} planned by {made.backend}"
         log.info("%s: %s", what, summary(made.step.plan))
-    twin = bare(planned_class(type(plain), PlannedForward))
+    twin = uninitialized(planned_class(type(plain), PlannedForward))
     twin.__dict__.update(plain.__dict__)
-    stand_for(twin, model)
+    register_fsdp_alias(twin, model)
     twin.__dict__[RECORD] = record = _record(plain, planning, found, before, strict=strict)
     record.sampled = Sampled.of(twin, found[0][1])
     return twin
@@ -330,15 +330,15 @@ def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Ar
     return found
 
 
-def _budget_bytes(planning: Planning, made: Made) -> int:
+def _budget_bytes(planning: PlanOptions, made: PlanningResult) -> int:
     """Return the budget in bytes: percent are of the first sample's own step."""
     return parse_bytes(planning.budget, whole=made.step.plan.baseline_peak_bytes)
 
 
 def _record(
     plain: torch.nn.Module,
-    planning: Planning,
-    found: list[tuple[InputSignature, Arguments, Made]],
+    planning: PlanOptions,
+    found: list[tuple[InputSignature, Arguments, PlanningResult]],
     before: Planned | None,
     *,
     strict: bool,
@@ -348,7 +348,7 @@ def _record(
     record = Planned(first.backend, {}, first.step, {}, first.trial, planning, strict)
     if before is not None:
         # Those that came while training are planned again at sight: the budget may be another.
-        asked = [it for it in before.steps if it not in before.at_sight]
+        asked = [it for it in before.steps if it not in before.planned_online]
         record.steps |= {it: before.steps[it] for it in asked}
         asked_steps = set(record.steps.values())
         record.written |= {it: before.written[it] for it in asked}
@@ -397,7 +397,7 @@ def _check_update(update: str, *, state: bool, accumulate: bool, backend: str) -
         )
 
 
-def _check_state(planning: Planning) -> None:
+def _check_state(planning: PlanOptions) -> None:
     """Raise ValueError for settings that do not go with state on the host."""
     techniques = set(planning.techniques) - {"keep", "recompute"}
     refused = {

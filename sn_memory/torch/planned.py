@@ -26,7 +26,7 @@ from .model.known_values import is_ones, may_be_known
 from .model.signature import Arguments, CallLayout, InputSignature, Name
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
-from .planning import Planning, StateOnHost, Step
+from .planning import PlanOptions, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
 from .target.allocator import StepPool
 from .trace.trace import Given, Trace
@@ -119,7 +119,7 @@ class Planned(PlannedRecord[Trace]):
         Whether kernels were seen to lay results out otherwise than traced.
     told
         Per kind of input, how it was planned; see `kinds`.
-    at_sight
+    planned_online
         Of the kinds, those that came while training, with the number of the last step of each.
     safe
         Choices of modules that were measured on an input, each with its kind.
@@ -158,11 +158,11 @@ class Planned(PlannedRecord[Trace]):
     latest: Step
     written: dict[InputSignature, CallLayout]
     trial: Trial
-    planning: Planning
+    planning: PlanOptions
     strict: bool = False
     laid_out_otherwise: bool = False
     told: dict[InputSignature, PlannedKind] = field(default_factory=dict)
-    at_sight: dict[InputSignature, int] = field(default_factory=dict)
+    planned_online: dict[InputSignature, int] = field(default_factory=dict)
     safe: list[tuple[InputSignature, ModuleStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
     count: int = 0
@@ -279,12 +279,20 @@ class Planned(PlannedRecord[Trace]):
 
     def make_room(self, newest: InputSignature) -> None:
         """Let kinds go that were not used for longest: too many, or too much is held for them."""
-        while len(self.at_sight) > 1 and (len(self.at_sight) > KINDS or self._is_held_too_much()):
+        while len(self.planned_online) > 1 and (
+            len(self.planned_online) > KINDS or self._is_held_too_much()
+        ):
             oldest = min(
-                (it for it in self.at_sight if it != newest), key=lambda it: self.at_sight[it]
+                (it for it in self.planned_online if it != newest),
+                key=lambda it: self.planned_online[it],
             )
             self.later.pop(self.steps[oldest], None)
-            del self.at_sight[oldest], self.told[oldest], self.steps[oldest], self.written[oldest]
+            del (
+                self.planned_online[oldest],
+                self.told[oldest],
+                self.steps[oldest],
+                self.written[oldest],
+            )
 
     def _is_held_too_much(self) -> bool:
         """Whether what is held for other kinds takes one that keeps the budget above it."""

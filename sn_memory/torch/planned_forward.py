@@ -19,7 +19,7 @@ from .eager.higher_derivatives import PlainStep, without_plan
 from .eager.replay import Replay
 from .model.modes import OF_CHECKPOINT, saved_tensors_hook, transformed
 from .model.signature import as_sampled
-from .model.wrapping import RECORD, bare, plain_model
+from .model.wrapping import RECORD, plain_model, uninitialized
 from .modules.backend import ModuleStep
 from .new_inputs import step_for, without_free_arenas
 from .planned import Planned
@@ -59,8 +59,8 @@ class PlannedForward:
                     return plain(self, *args, **kwargs)
             record.count += 1
             if kind is not None:
-                if kind in record.at_sight:
-                    record.at_sight[kind] = record.count
+                if kind in record.planned_online:
+                    record.planned_online[kind] = record.count
                 sample = record.written.get(kind)
                 if sample is not None:
                     args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class PlannedForward:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]
-        return bare, (type(plain),), dict(plain.__dict__)
+        return uninitialized, (type(plain),), dict(plain.__dict__)
 
 
 def _warn_of_hooks(name: str, step: Step, pack: Callable[..., Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from ..base.errors import PlanWarning
 from ..base.host import return_freed
-from ..base.progress import say
+from ..base.progress import report_progress
 from ..base.sizes import parse_bytes, show_bytes
 from ..check.replay import carry_out, check_plan
 from ..graph.graph import Graph
@@ -42,7 +42,7 @@ from .model.signature import Arguments, InputSignature, changeable
 from .model.step import device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .modules.backend import ModuleStep
-from .on_paper import OnPaper
+from .on_paper import EstimateOnlyStep
 from .target.capacity import planned_settings
 from .target.gpu import gpu_of
 from .trace.fake_step import fake_step
@@ -78,7 +78,7 @@ class Step(Protocol):
         """Tensors it holds that lie on the host."""
 
     @property
-    def beside_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """What is resident and no part of the step: the optimizer's state."""
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ class StateOnHost(Protocol):
     def with_inputs(self, given: Arguments) -> Arguments:
         """Return arguments with their tensors of the host on the device that the model works on."""
 
-    def rehearsed(
+    def dry_run(
         self,
         replay: Replay,
         model: torch.nn.Module,
@@ -120,7 +120,7 @@ class StateOnHost(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class PlanningResult:
     """A step that was planned.
 
     Parameters
@@ -148,7 +148,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Planning:
+class PlanOptions:
     """How to plan a model for an input; the parameters are those of `plan`.
 
     `share` is the budget as it was asked for, if that was a percentage. `plan_graph` is the one of
@@ -179,7 +179,7 @@ class Planning:
     # Where the backward pass begins, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
 
-    def at_once(self, budget_bytes: int, device: Device | None) -> Planning:
+    def at_once(self, budget_bytes: int, device: Device | None) -> PlanOptions:
         """Return how to plan while training: a short search, no op timed, no trial.
 
         device : the speeds that the plans before were made with
@@ -196,7 +196,7 @@ class Planning:
             from_sqrt_n=False,
         )
 
-    def made(self, model: torch.nn.Module, given: Arguments) -> Made:
+    def made(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Plan the plain model for an input; as `plan` tells."""
         if self.backend == "auto" and self.was_compiled:
             return self.made_compiled(model, given)
@@ -253,7 +253,7 @@ class Planning:
         """Whether a first forward pass may set what it keeps: a trial compares then."""
         return self.trial and self.state is None and not self.after_first
 
-    def made_after_first(self, model: torch.nn.Module, given: Arguments) -> Made:
+    def made_after_first(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Plan by graph what steps do after the first, which sets what it keeps.
 
         Classes of transformers write into their configuration then, or install hooks. The trial
@@ -269,7 +269,7 @@ class Planning:
             )
         return replace(made, after_first=True)
 
-    def made_compiled(self, model: torch.nn.Module, given: Arguments) -> Made:
+    def made_compiled(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
         try:
             with restore_rng_state():
@@ -315,7 +315,7 @@ class Planning:
                 overlap=self.overlap,
                 accumulate=self.accumulate,
             )
-            return OnPaper(traced, (planned or self.planned_trace)(traced), self.device)
+            return EstimateOnlyStep(traced, (planned or self.planned_trace)(traced), self.device)
         return self.replay(model, given, layouts or {}, planned or self.planned_trace, self.profile)
 
     def by_compiler(
@@ -332,7 +332,7 @@ class Planning:
             self.budget,
             timed=self.profile and not self.deterministic,
             recompute="recompute" in self.techniques,
-            beside_bytes=sum(it.bytes for it in resident_storages(model, self.optimizer)),
+            resident_bytes=sum(it.bytes for it in resident_storages(model, self.optimizer)),
             # All that are new come at the end, when the graph returns, beside those.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
             known=known,
@@ -428,7 +428,7 @@ class Planning:
         profile: bool,
     ) -> Replay:
         """Return a step that replays what is traced with such layouts, planned so."""
-        say("trace", 0, 1)
+        report_progress("trace", 0, 1)
 
         def traced_now() -> Trace:
             return trace(
@@ -461,29 +461,33 @@ class Planning:
         made = planned(traced)
         return Replay(traced, made)
 
-    def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
+    def in_trial(
+        self, step: Step, backend: str, model: torch.nn.Module, given: Arguments
+    ) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
-        if device_of(model).type == "cpu" and not isinstance(step, OnPaper):
+        if device_of(model).type == "cpu" and not isinstance(step, EstimateOnlyStep):
             return_freed(step.plan.peak_bytes)
         if self.trial and self.state is not None and isinstance(step, Replay):
-            say("trial", 0, 1)
+            report_progress("trial", 0, 1)
             before = step
-            step = self.state.rehearsed(
+            step = self.state.dry_run(
                 step,
                 model,
                 given,
                 lambda seen: self.replay(model, given, seen, self.planned_trace, self.profile),
             )
             remark = "with its state on the host the planned step ran alone"
-            return Made(step, backend, Trial(False, {}, remark=remark), step is not before)
+            return PlanningResult(
+                step, backend, Trial(False, {}, remark=remark), step is not before
+            )
         if self.trial and isinstance(step, CompiledStep):
             runs_on(model, given)
-        if not self.trial or isinstance(step, CompiledStep | OnPaper):
+        if not self.trial or isinstance(step, CompiledStep | EstimateOnlyStep):
             remark = "no trial was asked for, or compiled, or planned for another device"
-            return Made(step, backend, Trial(False, {}, remark=remark))
+            return PlanningResult(step, backend, Trial(False, {}, remark=remark))
 
         def found() -> Trial:
-            say("trial", 0, 1)
+            report_progress("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
             # Beside an optimizer's state and earlier gradients the step itself is not all of it.
             counted = self.profile and self.optimizer is None and not self.accumulate
@@ -506,7 +510,7 @@ class Planning:
         note = _apart(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
         if note and isinstance(step, Replay):
             step.plan = replace(step.plan, notes=(*step.plan.notes, note))
-        return Made(step, backend, result, otherwise)
+        return PlanningResult(step, backend, result, otherwise)
 
 
 def _apart(plain_bytes: int, baseline_bytes: int) -> str:

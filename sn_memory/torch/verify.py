@@ -110,8 +110,8 @@ def verify(
     plain_s = min(measured(plain, count=False).seconds for _ in range(2))
     return Verification(
         predicted_peak_bytes=step.plan.peak_bytes,
-        measured_peak_bytes=got.peak_bytes + step.beside_bytes,
-        unplanned_peak_bytes=expected.peak_bytes + step.beside_bytes,
+        measured_peak_bytes=got.peak_bytes + step.resident_bytes,
+        unplanned_peak_bytes=expected.peak_bytes + step.resident_bytes,
         peak_op=got.peak_op,
         predicted_s=step.plan.seconds,
         measured_s=planned_s,

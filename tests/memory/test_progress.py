@@ -9,7 +9,7 @@ import pytest
 from random_graphs import training_chain
 
 from sn_memory import Progress, plan_graph
-from sn_memory.base.progress import _Lines, say, speaking
+from sn_memory.base.progress import _Lines, progress_output, report_progress
 
 
 class Screen(io.StringIO):
@@ -30,14 +30,14 @@ def screen(request):
 
 def some():
     for done in range(3):
-        say("time ops", done, 3)
-    say("search", 0.5, 60.0, "greedy: best 1 s a step")
+        report_progress("time ops", done, 3)
+    report_progress("search", 0.5, 60.0, "greedy: best 1 s a step")
 
 
 @pytest.mark.parametrize("wanted", [None, False, True])
 def test_who_is_told(screen, wanted, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
-    with speaking(wanted):
+    with progress_output(wanted):
         some()
     some()  # outside, nobody listens
     told = wanted or (wanted is None and screen.terminal)
@@ -49,7 +49,7 @@ def test_who_is_told(screen, wanted, monkeypatch):
 
 def test_a_file_gets_lines_and_a_terminal_a_bar(screen, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
-    with speaking(True):
+    with progress_output(True):
         some()
     text = screen.getvalue()
     assert ("\r" in text) is screen.terminal
@@ -82,7 +82,7 @@ def test_without_tqdm_a_terminal_gets_lines_and_the_reason(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     screen = Screen(terminal=True)
     monkeypatch.setattr(sys, "stderr", screen)
-    with speaking(None):
+    with progress_output(None):
         some()
     first, *others = screen.getvalue().splitlines()
     assert first.startswith("sn_memory: tqdm is not installed")
@@ -93,7 +93,7 @@ def test_without_tqdm_a_terminal_gets_lines_and_the_reason(monkeypatch):
 def test_programs_get_records(screen, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     told = []
-    with speaking(told.append):
+    with progress_output(told.append):
         some()
     assert not screen.getvalue()
     assert all(isinstance(it, Progress) for it in told)

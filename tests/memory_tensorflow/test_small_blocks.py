@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
-from sn_memory.run.measured_choice import fewest_again
+from sn_memory.run.measured_choice import min_recompute
 from sn_memory.tensorflow.model import model_step
 from sn_memory.tensorflow.modules import backend
 from sn_memory.tensorflow.trace.small_blocks import small_bytes
@@ -97,7 +97,7 @@ def test_a_step_in_which_nothing_runs_again_is_no_choice():
         tried.append(len(again))
         return backend._Measured(1, "")
 
-    chosen, _ = fewest_again(
+    chosen, _ = min_recompute(
         parts, backend._Measured(2, ""), measured, budget_bytes=2, baseline_bytes=3, how=""
     )
     assert len(chosen) == 1

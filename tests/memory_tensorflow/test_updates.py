@@ -180,10 +180,10 @@ def test_what_reads_for_itself_is_not_run_again(way):
     assert [found.behaviour[it].repeatable for it in chain.items] == [True, False] * 3
     planned = in_section(model, 1, 2)
     with pytest.raises(rim.TraceError, match=r"reads .* tf\.Variable"):
-        gradients(Named(planned))
+        gradients(GraphBinding(planned))
 
 
-class Named:
+class GraphBinding:
     """A model of one output as one of named outputs."""
 
     def __init__(self, model):

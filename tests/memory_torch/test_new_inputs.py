@@ -69,9 +69,9 @@ def quiet():
 def searched(monkeypatch):
     """The searches for plans while training."""
     found = []
-    own = planning.Planning.planned
+    own = planning.PlanOptions.planned
     monkeypatch.setattr(
-        planning.Planning, "planned", lambda it, graph: found.append(graph) or own(it, graph)
+        planning.PlanOptions, "planned", lambda it, graph: found.append(graph) or own(it, graph)
     )
     return found
 

@@ -82,7 +82,7 @@ def test_a_change_in_place_is_an_error(change, what):
         gradients(planned, between=change)
 
 
-class Named(Block):
+class GraphBinding(Block):
     def forward(self, x, *, shift):
         return super().forward(x + shift)
 
@@ -92,7 +92,7 @@ class Shifted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Named() for _ in range(4))
+        self.blocks = nn.ModuleList(GraphBinding() for _ in range(4))
         self.shift = torch.zeros(32)
 
     def forward(self, x):

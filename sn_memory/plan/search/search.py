@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 from ...base.clock import now
-from ...base.progress import is_heard, say
+from ...base.progress import is_heard, report_progress
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
@@ -148,7 +148,7 @@ class Search:
         else:
             note = f"{origin}: best {best.seconds:.4g} s a step"
             note += f" ({best.seconds / natural - 1:+.1%})" if natural else ""
-        say("search", now() - self.began, self.deadline - self.began, note)
+        report_progress("search", now() - self.began, self.deadline - self.began, note)
 
     def solve(self, budget_bytes: int) -> Candidate | None:
         """Look for a fast candidate within a budget, by all ways; return the best."""
@@ -350,7 +350,7 @@ class Search:
         """The blocks of the graph and their table, made at first need."""
         ops = len(self.shape.graph.ops)
         note = f"tables for the blocks of {ops} ops, which takes the square of their number"
-        say("search", now() - self.began, self.deadline - self.began, note)
+        report_progress("search", now() - self.began, self.deadline - self.began, note)
         half = now() + (self.deadline - now()) / 2
         most = self.archive.items[0].peak_bytes
         return Chain(self.shape, most, deadline=half, end=self.deadline)

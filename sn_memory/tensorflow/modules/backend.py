@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...base.sizes import parse_bytes
-from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
+from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
 from ..errors import TraceError
 from ..guards import opaque, tensors_in
 from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
@@ -379,7 +379,7 @@ class _Search:
             best = self.measured(sections)
         chosen = sections
         if not self.safely or (counts and best.peak_bytes <= budget_bytes):
-            chosen, best = fewest_again(
+            chosen, best = min_recompute(
                 sections,
                 best,
                 lambda again: self.measured(again, budget_bytes),

@@ -84,7 +84,7 @@ class Settings:
         Whether steps are timed.
     recompute
         Whether anything may be computed again.
-    beside_bytes
+    resident_bytes
         What is resident and no part of the step: the optimizer's state.
     earlier_bytes
         Gradients that are there when a step begins.
@@ -97,7 +97,7 @@ class Settings:
     budget: float | str
     timed: bool
     recompute: bool
-    beside_bytes: int = 0
+    resident_bytes: int = 0
     earlier_bytes: int = 0
     known: tuple[tuple[float, str], ...] = ()
     key: str | None = None
@@ -185,9 +185,9 @@ class CompiledStep:
         return []
 
     @property
-    def beside_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """The optimizer's state."""
-        return self.settings.beside_bytes
+        return self.settings.resident_bytes
 
     @property
     def accumulate(self) -> bool:
@@ -252,7 +252,7 @@ class CompiledStep:
         partitioner: Any = importlib.import_module(".partitioner", __package__)
         settings = self.settings
         unused = self.known_tensor_bytes - storage_bytes(tensors(inputs))
-        resident = max(0, unused) + settings.beside_bytes + settings.earlier_bytes
+        resident = max(0, unused) + settings.resident_bytes + settings.earlier_bytes
         path = None if settings.key is None else _path(module, inputs, settings, resident)
         kept = _read(path)
         if kept is None:

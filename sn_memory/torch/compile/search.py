@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ...base.clock import counts_work, stage
-from ...base.progress import say
+from ...base.progress import report_progress
 from ...base.sizes import parse_bytes, show_bytes
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
@@ -118,7 +118,7 @@ class Search:
     def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Request) -> None:
         self.module, self.inputs, self.request = module, inputs, request
         self.recorder = JointRecorder()
-        say("compile", 0, 1)
+        report_progress("compile", 0, 1)
         with stage():
             run = compile_step(module, inputs, self.recorder)
         self.plain: Candidate | None = None
@@ -172,7 +172,7 @@ class Search:
         kept.sort(key=lambda it: (-it.saved_bytes, it.step.peak_bytes))
         chosen, seconds = kept[0], (0.0, 0.0)
         if self.request.timed and not counts_work():
-            say("time steps", 0, 1)
+            report_progress("time steps", 0, 1)
             with stage():
                 runs = [self.plain.run, *(it.run for it in kept)]
                 plain_s, *took = step_seconds(runs, self.inputs, rounds=ROUNDS)
@@ -253,7 +253,7 @@ class Search:
         saved = self._partitions[setting].saved()
         key, least = tuple(saved), self.known_bytes + sum(saved.values())
         if key not in self._by_saved and least <= allowed:
-            say("compile", len(self._by_saved), len(self._by_saved) + 1)
+            report_progress("compile", len(self._by_saved), len(self._by_saved) + 1)
             with stage():
                 self._by_saved[key] = self._measured(setting)
         return self._by_saved.get(key)

@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..target.accelerator import chance, set_chance
+from ..target.accelerator import rng_state, set_rng_state
 from .instructions import FreeStorage, Instruction, Memory, RunCall, ViewLoad
 
 Function = Callable[[Memory], None]
@@ -45,8 +45,8 @@ class Names:
         self.values: dict[str, Any] = {
             "view": torch.as_strided,
             "leaves": tree_leaves,
-            "chance": chance,
-            "set_chance": set_chance,
+            "chance": rng_state,
+            "set_chance": set_rng_state,
         }
         self._known: dict[int, str] = {}
         self.lock = Lock()

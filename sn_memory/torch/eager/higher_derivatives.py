@@ -22,12 +22,12 @@ from ...base.errors import PlanError
 from ...base.sizes import show_bytes
 from ..errors import ReplayError
 from ..model.modes import other_layout, warn
-from ..model.results import taken_apart
+from ..model.results import flatten_outputs
 from ..model.signature import Arguments, InputSignature
 from ..model.snapshot import version_of
 from ..model.step import restore_rng_state, tensors
 from ..model.wrapping import inner_model, plain_class
-from ..target.accelerator import chance, device_types, set_chance
+from ..target.accelerator import device_types, rng_state, set_rng_state
 from .replay import Gradients, Replay
 
 
@@ -58,7 +58,7 @@ class PlainStep:
     ) -> None:
         self.model, self.record, self.kind, self.arguments = model, record, kind, arguments
         self.parameters, self.buffers, self.step = parameters, buffers, step
-        self.random = [(device, chance(device)) for device in step.drawn_on]
+        self.random = [(device, rng_state(device)) for device in step.drawn_on]
         self.versions: list[int] = []
 
     def forward_ended(self) -> None:
@@ -143,7 +143,7 @@ class PlainStep:
         with self.record.lock, self._as_then():
             returned = functional_call(model, dict(zip(names, given, strict=True)), args, kwargs)
         outputs = [
-            it for it in taken_apart(returned, self.model)[0] if isinstance(it, torch.Tensor)
+            it for it in flatten_outputs(returned, self.model)[0] if isinstance(it, torch.Tensor)
         ]
         differentiable = zip(outputs, self.step.differentiable, strict=True)
         return [out for out, has_gradient in differentiable if has_gradient]
@@ -155,7 +155,7 @@ class PlainStep:
         with ExitStack() as stack:
             stack.enter_context(restore_rng_state() if self.random else nullcontext())
             for device, state in self.random:
-                set_chance(device, state)
+                set_rng_state(device, state)
             for kind in ("cpu", *device_types()):
                 if kind in casts or torch.is_autocast_enabled(kind):
                     on = torch.autocast(kind, casts.get(kind), enabled=kind in casts)

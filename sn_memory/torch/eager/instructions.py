@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import ReplayError
 from ..host.copies import OffloadBuffers, Wait, no_wait
 from ..quirks.recurrent import LAYER, in_training
-from ..target.accelerator import chance, set_chance
+from ..target.accelerator import rng_state, set_rng_state
 from ..trace.op_seconds import carried_out
 from ..trace.record import Call, Layouts, View, form_of, layout_key
 from ..trace.to_graph import statistics
@@ -293,13 +293,13 @@ class RunCall:
         # Else it would hold what the call may be the last to need.
         del flat
         if self.replayed and self.again:
-            now = chance(self.device)
-            set_chance(self.device, memory.rng_states[self.number])
+            now = rng_state(self.device)
+            set_rng_state(self.device, memory.rng_states[self.number])
             result = self.target(*args, **kwargs)
-            set_chance(self.device, now)
+            set_rng_state(self.device, now)
         else:
             if self.replayed:
-                memory.rng_states[self.number] = chance(self.device)
+                memory.rng_states[self.number] = rng_state(self.device)
             result = self.target(*args, **kwargs)
         if not self.results:
             return

@@ -20,7 +20,7 @@ from ..errors import ReplayError
 from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, Captured, View, form_of
-from ..trace.to_graph import Named, main_device
+from ..trace.to_graph import GraphBinding, main_device
 from .codegen import Names, Row
 from .instructions import (
     FreeStorage,
@@ -84,7 +84,11 @@ class Program:
     """
 
     def __init__(
-        self, named: Named, captured: Captured, plan: Plan, update_ops: UpdateOps | None = None
+        self,
+        named: GraphBinding,
+        captured: Captured,
+        plan: Plan,
+        update_ops: UpdateOps | None = None,
     ) -> None:
         builder = _Builder(named, captured, plan, update_ops)
         self.storages = len(captured.recording.nbytes)
@@ -135,7 +139,7 @@ class _Builder:
     """Makes the instructions of a plan, following what is held at each action."""
 
     def __init__(
-        self, named: Named, captured: Captured, plan: Plan, update_ops: UpdateOps | None
+        self, named: GraphBinding, captured: Captured, plan: Plan, update_ops: UpdateOps | None
     ) -> None:
         self.named, self.captured, self.plan, self.update_ops = named, captured, plan, update_ops
         self.fetched = frozenset[int]() if update_ops is None else update_ops.fetched
@@ -398,7 +402,7 @@ class _Builder:
 
 
 def _host_copies(
-    named: Named, captured: Captured, plan: Plan
+    named: GraphBinding, captured: Captured, plan: Plan
 ) -> tuple[list[HostCopy], dict[int, int]]:
     """Return the host copies of a plan, and per action that is part of one, which."""
     copies: list[HostCopy] = []
@@ -422,7 +426,7 @@ def _host_copies(
     return copies, at
 
 
-def _live_bytes(named: Named, plan: Plan) -> Ints:
+def _live_bytes(named: GraphBinding, plan: Plan) -> Ints:
     """Bytes on the device at each action of a plan, with all its host copies made."""
     graph = named.graph
     names = [it.name for it in graph.storages]

@@ -26,7 +26,7 @@ from ..model.modes import casting, is_batched, transformed
 from ..model.snapshot import version_of
 from ..target.allocator import StepPool
 from ..trace.record import Layouts, View
-from ..trace.to_graph import STATE, Named, main_device
+from ..trace.to_graph import STATE, GraphBinding, main_device
 from ..trace.trace import Trace
 from .instructions import Memory, UpdateOps
 from .program import Program, Section
@@ -75,7 +75,7 @@ class Replay:
         # Tensors that belong to nobody, which the trace holds.
         self.known = list(captured.recording.constants.values())
         # The optimizer's state.
-        self.beside_bytes = trace.beside_bytes
+        self.resident_bytes = trace.resident_bytes
         # The peak of a backward pass whose gradients are added to those of another.
         self.adding_peak_bytes = self.program.adding_peak_bytes
         # Of a trial: how kernels lay their results out, where that is not as traced.
@@ -449,7 +449,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]]
     return alike
 
 
-def _waiting_bytes(named: Named, plan: Plan) -> tuple[int, int]:
+def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
     """Bytes that a forward pass holds until its backward pass: all, and inputs and outputs of it.
 
     Those on the host count as well: copies that the peak of one pass has room for are not made.

@@ -406,7 +406,7 @@ class GuardCache:
         model: torch.nn.Module,
         given: Arguments,
         reads: Reads,
-        looked_at: Iterable[int],
+        value_places: Iterable[int],
     ) -> InputSignature:
         """Return the signature that a step is for, and compare what it depends on from now on.
 
@@ -416,12 +416,12 @@ class GuardCache:
             What the step was planned for.
         reads
             What it read of modules.
-        looked_at
+        value_places
             Places among the flat arguments of which it counts whether they are all ones.
         """
         self.reads = joined(self.reads, reads)
         flat = tree_leaves(given)
-        wanted = {id(flat[place]) for place in looked_at}
+        wanted = {id(flat[place]) for place in value_places}
         # One whose values were left out has fewer leaves than the input.
         whole = signature_of(model, given, (), loosely=True)
         assert whole is not None

@@ -71,7 +71,7 @@ class _Place:
     """Stands for a tensor in an object."""
 
 
-def taken_apart(results: Any, model: torch.nn.Module) -> tuple[list[Any], Form]:
+def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Form]:
     """Return the leaves of what a forward pass returned, and how they make it up.
 
     Tensors in objects are the last leaves, each once; the objects' own leaves are a Shell.
@@ -116,7 +116,7 @@ def taken_apart(results: Any, model: torch.nn.Module) -> tuple[list[Any], Form]:
 def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
     """Return the leaves of what a forward pass returned, with all tensors in it as far as seen."""
     try:
-        return taken_apart(results, model)[0]
+        return flatten_outputs(results, model)[0]
     except TraceError:
         leaves = tree_leaves(results)
         inside = {id(it): it for it in StateSnapshot([("results", leaves)]).tensors()}

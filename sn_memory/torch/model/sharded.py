@@ -86,7 +86,7 @@ def first_fsdp_refused() -> TraceError:
     )
 
 
-def stand_for(twin: torch.nn.Module, model: torch.nn.Module) -> None:
+def register_fsdp_alias(twin: torch.nn.Module, model: torch.nn.Module) -> None:
     """Let FSDP2 know a module that shares all that another has, and stands in its place."""
     found = sys.modules.get(_STATE)
     state = found and found._get_module_fsdp_state(model)

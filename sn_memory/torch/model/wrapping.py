@@ -20,7 +20,7 @@ from torch._C._dynamo import eval_frame
 
 from ...base.errors import PlanWarning
 from ..errors import SampleError, TraceError
-from .sharded import stand_for
+from .sharded import register_fsdp_alias
 from .step import tensors
 
 RECORD = "sn_memory"
@@ -70,7 +70,7 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
     return type(kind.__name__, (mixin, kind), members)
 
 
-def bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
+def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
     """Return an instance without attributes."""
     made: torch.nn.Module = object.__new__(kind)
     return made
@@ -86,14 +86,14 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return a planned model as it was before; any other as it is."""
     if RECORD not in model.__dict__:
         return model
-    plain = bare(plain_class(type(model)))
+    plain = uninitialized(plain_class(type(model)))
     for key, it in model.__dict__.items():
         if isinstance(it, MethodType) and it.__self__ is model:
             # A forward that others have put on the instance, as accelerate does for autocast.
             it = MethodType(it.__func__, plain)
         if key != RECORD:
             plain.__dict__[key] = it
-    stand_for(plain, model)
+    register_fsdp_alias(plain, model)
     return plain
 
 
@@ -125,10 +125,10 @@ def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, 
     if type(model).__name__ == "OptimizedModule":
         model = model.__dict__["_modules"]["_orig_mod"]
     if model.__dict__.get("_compiled_call_impl") is not None:
-        plain = bare(type(model))
+        plain = uninitialized(type(model))
         plain.__dict__.update(model.__dict__)
         plain.__dict__["_compiled_call_impl"] = None
-        stand_for(plain, model)
+        register_fsdp_alias(plain, model)
         model = plain
     return model, True
 

@@ -57,7 +57,7 @@ class ModuleStep:
         accumulate: bool = False,
         safely: bool = False,
     ) -> None:
-        self.beside_bytes, self.accumulate = resident_bytes, accumulate
+        self.resident_bytes, self.accumulate = resident_bytes, accumulate
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward
         self._again: dict[str, Unit] = {}

@@ -25,7 +25,7 @@ from ..model.restore import Generators, outside_states
 from ..model.sharded import is_elsewhere, most, pieces
 from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
 from ..model.step import device_of, restore_step, tensors
-from ..target.accelerator import chance
+from ..target.accelerator import rng_state
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Behaviour:
 class _Running:
     module: torch.nn.Module
     began: float
-    chance: list[str]
+    rng_state: list[str]
     seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
     weights: list[tuple[torch.Tensor, int]]
@@ -194,7 +194,7 @@ class Probe:
 
     def _drawn(self) -> list[torch.Tensor]:
         """Return the states of torch's random number generators, of the host and the device."""
-        return [torch.get_rng_state(), chance(device_of(self.model)).clone()]
+        return [torch.get_rng_state(), rng_state(device_of(self.model)).clone()]
 
     def join(self, other: Probe) -> None:
         """Count what each module does at most in this pass and in another."""
@@ -245,9 +245,9 @@ class Probe:
             inputs = [(it, version_of(it)) for it in plain]
             weights = [(it, version_of(it)) for it in module.parameters()]
             own = {it.untyped_storage()._cdata for whole in plain for it in pieces(whole)}
-            chance, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
+            rng_state, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
             began = time.perf_counter()
-            self._running.append(_Running(module, began, chance, seen, inputs, weights, own))
+            self._running.append(_Running(module, began, rng_state, seen, inputs, weights, own))
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
@@ -265,7 +265,7 @@ class Probe:
             # Parameters that it writes to, as a momentum encoder does, a second run would move on.
             read = (*run.inputs, *run.weights)
             changed = any(version_of(it) != version for it, version in read)
-            if changed or outside_states() != run.chance or fingerprint(given) != run.seen:
+            if changed or outside_states() != run.rng_state or fingerprint(given) != run.seen:
                 found.repeatable = False
             elif run.seen:
                 self._given.append((module, given, run.seen))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...base.sizes import parse_bytes
-from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
+from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
 from ..model.restore import Generators
 from ..model.sharded import most
 from ..model.snapshot import kept_by, version_of
@@ -39,7 +39,7 @@ class Chosen(Protocol):
     """What runs a model with chosen modules run again."""
 
     inputs: list[Input] | None
-    beside_bytes: int
+    resident_bytes: int
     accumulate: bool
 
     def choose(self, units: Sequence[Unit]) -> None: ...
@@ -125,7 +125,7 @@ class Search:
         # The smallest of those that ranks sharing parameters were given.
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         units, best = self.cut(baseline, budget_bytes)
-        again, best = fewest_again(
+        again, best = min_recompute(
             units,
             best,
             self.measured,
@@ -305,5 +305,7 @@ class Search:
                 kernels=device_of(self.model).type == "cpu",
             )
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
-        peak, seconds = most(self.model, [found.peak_bytes + self.step.beside_bytes, found.seconds])
+        peak, seconds = most(
+            self.model, [found.peak_bytes + self.step.resident_bytes, found.seconds]
+        )
         return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)

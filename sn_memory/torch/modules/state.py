@@ -18,7 +18,7 @@ from ..errors import ReplayError
 from ..model.guards import OF_TORCH
 from ..model.snapshot import version_of
 from ..model.step import tensors
-from ..target.accelerator import chance, is_apart, set_chance
+from ..target.accelerator import is_apart, rng_state, set_rng_state
 
 _SLOTS = tuple(
     name
@@ -54,7 +54,7 @@ class RunState:
         self._name = name
         inputs = tensors(arguments)
         devices = {torch.device("cpu"), *(it.device for it in inputs if is_apart(it.device))}
-        self._random = {device: chance(device) for device in devices}
+        self._random = {device: rng_state(device) for device in devices}
         self._held = [_Held(it, sharded) for it in module.modules()]
         self._compares = changed is None
         if changed is None:
@@ -78,7 +78,7 @@ class RunState:
     def end(self) -> None:
         """Forget random numbers and buffers that the run left alone, and what it sets itself."""
         for device, state in list(self._random.items()):
-            if torch.equal(state, chance(device)):
+            if torch.equal(state, rng_state(device)):
                 del self._random[device]
         for held in self._held:
             held.forget_changed()
@@ -107,11 +107,11 @@ class RunState:
                     "Change it after backward(), and call the optimizer's step after that too."
                 )
         now = [_Held(held.module, held.sharded) for held in self._held]
-        random = {device: chance(device) for device in self._random}
+        random = {device: rng_state(device) for device in self._random}
         after = [buffer.clone() for buffer in self.changed]
         try:
             for device, state in self._random.items():
-                set_chance(device, state)
+                set_rng_state(device, state)
             for held in self._held:
                 held.put()
             for module, name, buffer, copy in self._copies:
@@ -120,7 +120,7 @@ class RunState:
             yield
         finally:
             for device, state in random.items():
-                set_chance(device, state)
+                set_rng_state(device, state)
             for held in now:
                 held.put()
             for buffer, value in zip(self.changed, after, strict=True):

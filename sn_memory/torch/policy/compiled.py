@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...base.progress import say
+from ...base.progress import report_progress
 from .choose import Chooser, Found
 from .predict import Selection
 
@@ -67,7 +67,7 @@ class CompiledPeaks:
     def of(self, selection: Selection) -> int:
         """Return the peak with a selection; it is compiled and run for it."""
         self.measured += 1
-        say("compile", self.measured, self.measured + 1)
+        report_progress("compile", self.measured, self.measured + 1)
         made = self.wrapped(shell(self.model), selection)
         # Not before it is asked for: torch.compile takes seconds to import.
         dry_run: Any = importlib.import_module(".dry_run", __package__)

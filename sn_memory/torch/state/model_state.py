@@ -31,7 +31,7 @@ from ..model.step import apart, device_of, restore_rng_state, tensors
 from ..target.accelerator import has_streams, is_apart
 from ..target.host_resident import OnDeviceMode
 from ..trace.record import Layouts
-from ..trace.to_graph import Named
+from ..trace.to_graph import GraphBinding
 from ..trace.trace import Trace
 from .optimizer import StateUnits, UsedGradient, replace_step, step_without
 from .parameter import Fetched, ParameterState
@@ -216,7 +216,7 @@ class ModelState:
         numbers = dict(traced.named.storage_of)
         for storage in found.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
-        named = Named(found.graph, traced.named.call_of, numbers, traced.named.random_states)
+        named = GraphBinding(found.graph, traced.named.call_of, numbers, traced.named.random_states)
         ops = StateOps(self.parameters, named, traced, begin=self.begin, end=self.end)
         return Replay(replace(traced, named=named), plan, ops)
 
@@ -316,7 +316,7 @@ class ModelState:
             if state.place != "device":
                 state.move_state()
 
-    def rehearsed(
+    def dry_run(
         self,
         replay: Replay,
         model: torch.nn.Module,

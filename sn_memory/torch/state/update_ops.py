@@ -8,7 +8,7 @@ from typing import Any
 from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, STORE_GRADIENT, UPDATE
 from ..eager.instructions import Instruction, Memory, ViewLoad
 from ..trace.record import View
-from ..trace.to_graph import Named
+from ..trace.to_graph import GraphBinding
 from ..trace.trace import Trace
 from .parameter import ParameterState
 
@@ -32,7 +32,7 @@ class StateOps:
     def __init__(
         self,
         parameters: Mapping[str, ParameterState],
-        named: Named,
+        named: GraphBinding,
         traced: Trace,
         *,
         begin: Callable[[], None],

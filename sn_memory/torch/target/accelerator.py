@@ -55,7 +55,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def chance(device: torch.device) -> torch.Tensor:
+def rng_state(device: torch.device) -> torch.Tensor:
     """Return the state of a device's random number generator."""
     if is_apart(device):
         state: torch.Tensor = module_of(device).get_rng_state(device)
@@ -64,7 +64,7 @@ def chance(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state().detach()
 
 
-def set_chance(device: torch.device, state: torch.Tensor) -> None:
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the state of a device's random number generator."""
     if is_apart(device):
         module_of(device).set_rng_state(state, device)

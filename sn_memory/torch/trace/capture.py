@@ -31,7 +31,7 @@ from ..model.guards import recorded_reads
 from ..model.known_values import is_ones, may_be_known
 from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
 from ..model.restore import changes_what_it_is_given, forbid_external_rng, restore_model
-from ..model.results import ends_of, same_bits, taken_apart
+from ..model.results import ends_of, flatten_outputs, same_bits
 from ..model.snapshot import TRACING_HOOKS, StateSnapshot
 from ..target.gpu import Gpu
 from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
@@ -154,7 +154,7 @@ class _Capture:
         ):
             with nullcontext() if self.gpu is None else self.gpu.forward():
                 returned = self.model.forward(*args, **kwargs)
-            outputs, output_form = taken_apart(returned, self.model)
+            outputs, output_form = flatten_outputs(returned, self.model)
             begins = set(map(id, ends_of(returned, outputs)))
             is_end = [id(out) in begins for out in outputs]
             del returned

@@ -21,7 +21,7 @@ STATE = "random state"
 
 
 @dataclass(frozen=True)
-class Named:
+class GraphBinding:
     """The graph of a capture, and what its names stand for.
 
     Parameters
@@ -55,7 +55,7 @@ def to_graph(
     ways: Sequence[tuple[Workspace, ...]] | None = None,
     random_state_bytes: int = 0,
     unplanned_peak_bytes: int | None = None,
-) -> Named:
+) -> GraphBinding:
     """Return the graph of a capture.
 
     Parameters
@@ -113,7 +113,7 @@ def to_graph(
         allocator=allocator,
         unplanned_peak_bytes=unplanned_peak_bytes,
     )
-    return Named(
+    return GraphBinding(
         graph,
         {op: at for at, op in enumerate(ops)},
         {text: number for number, text in names.items()},

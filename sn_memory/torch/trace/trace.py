@@ -51,7 +51,7 @@ from .rearrange import (
     split_conv_backward,
 )
 from .record import Captured, Layouts, Recording, View
-from .to_graph import Named, to_graph
+from .to_graph import GraphBinding, to_graph
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Trace:
         What is estimated, or counted otherwise than the GPU that was named would run it.
     """
 
-    named: Named
+    named: GraphBinding
     captured: Captured
     layouts: Layouts | None = None
     notes: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Trace:
         return self.named.graph
 
     @property
-    def beside_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Resident bytes that are no part of the step: the optimizer's state."""
         return sum(it.bytes for it in self.graph.storages if it.name == OPTIMIZER)
 
