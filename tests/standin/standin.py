@@ -83,10 +83,10 @@ class Module(ModuleType):
         torch.ops.standin.seed(seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.ops.standin.rng_state()
+        return torch.ops.standin.chance()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.ops.standin.set_rng_state(state)
+        torch.ops.standin.set_chance(state)
 
     def memory_allocated(self, device: Any = None) -> int:
         return torch.ops.standin.allocated()
