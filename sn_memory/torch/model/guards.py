@@ -422,12 +422,10 @@ class GuardCache:
         self.reads = joined(self.reads, reads)
         flat = tree_leaves(given)
         wanted = {id(flat[place]) for place in value_places}
-        # One whose values were left out has fewer leaves than the input.
-        whole = signature_of(model, given, (), loosely=True)
-        assert whole is not None
         if signature.free:
-            signature = replace(signature, arguments=whole.arguments)
-        names = zip(whole.leaf_names(), leaves_of(model, given), strict=True)
+            # One whose values were left out has fewer leaves than the input.
+            signature = replace(signature, arguments=forms_of(model, given, loosely=True))
+        names = zip(signature.leaf_names(), leaves_of(model, given), strict=True)
         names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
         if not names_of_wanted <= self.value_guards:
             self.value_guards |= names_of_wanted
