@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import in_use, now
 from ..target.host_resident import working_device
 from .allocations import AllocationTracker, is_profiled
@@ -257,26 +258,19 @@ def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
             for name, own in parameters.items():
                 if own is not None and id(own) not in spared:
                     module._parameters[name] = stand_ins.setdefault(id(own), _stand_in(own))
-        _tell_recurrent(modules)
+        refresh_flat_weights(modules)
         yield
     finally:
         for module, parameters in before:
             module._parameters.clear()
             module._parameters.update(parameters)
-        _tell_recurrent(modules)
+        refresh_flat_weights(modules)
 
 
 def _stand_in(own: torch.nn.Parameter) -> torch.nn.Parameter:
     made = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
     made.__dict__.update(own.__dict__)
     return made
-
-
-def _tell_recurrent(modules: Sequence[torch.nn.Module]) -> None:
-    """Let recurrent layers, which keep a list of their own, see the parameters they have."""
-    for module in modules:
-        if isinstance(module, torch.nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:

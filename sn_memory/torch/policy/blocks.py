@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,3 @@ def _inside(path: str, other: str) -> bool:
 
 def _runs(module: torch.nn.Module) -> bool:
     return not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
-
-
-def modules_of(model: torch.nn.Module, paths: Iterable[str]) -> list[torch.nn.Module]:
-    """Return the modules at these paths."""
-    return [model.get_submodule(path) for path in paths]

@@ -8,8 +8,7 @@ itself is run, hooks and second runs included, and what is live is counted as in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,14 +145,6 @@ def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     return gradient.stride() == leaf.stride() and (
         gradient.untyped_storage().nbytes() == gradient.nbytes
     )
-
-
-@contextmanager
-def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
-    """Let a model compute without values inside; gives the arguments as it takes them then."""
-    mode = FakeMode()
-    with swapped(model, mode), torch.enable_grad(), mode:
-        yield tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
 
 
 @dataclass(frozen=True)
