@@ -1,6 +1,6 @@
 """What docs/graph_format.md says of a plan, once more: by names, with Python's own numbers.
 
-Shares nothing with `sn_memory/check/replay.py` but the records. It says whether a plan can be
+Shares nothing with `sn_memory/check.py` but the records. It says whether a plan can be
 carried out, and what peak and seconds it has then; not why not.
 """
 

@@ -14,9 +14,9 @@ from mutants import damaged_text
 from runner import Target, main
 
 from sn_memory import CapacityError, PackError
-from sn_memory.check.packing import check_packing
-from sn_memory.pool.csv import read_csv
+from sn_memory.check import check_packing
 from sn_memory.pool.pack import arrange
+from sn_memory.pool.problem import read_csv
 
 Row = tuple[int, ...]
 LIMIT_S = 1.0

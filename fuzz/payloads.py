@@ -19,7 +19,7 @@ import numpy as np
 from runner import Target, main
 
 from sn_compress import Payload, PayloadError
-from sn_compress.codecs.gather import mean_of_gathered
+from sn_compress.codecs.base import mean_of_gathered
 
 
 @cache

@@ -21,14 +21,11 @@ import torch
 from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
-from sn_compress.codecs.auto.auto import AutoCodec
+from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
-from sn_compress.sums.session import SharedExchange
-from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch.ddp import CompressionState
-from sn_compress.torch.gossip import GossipOptimizer
-from sn_compress.torch.gossip.loaders import ring_shuffle
+from sn_compress.torch.gossip import GossipOptimizer, ring_shuffle
 
 SHAPE = (37, 21)
 N = SHAPE[0] * SHAPE[1]
@@ -101,7 +98,7 @@ def _run(rounds: Any) -> None:
         pass
 
 
-def _step(own: SharedExchange) -> None:
+def _step(own: AllReduceExchange) -> None:
     for name, shape in (("w", SHAPE), ("v", (300,)), ("e", (64, 16))):
         values = _gradient(int(np.prod(shape)))
         if name == "e":
@@ -112,8 +109,8 @@ def _step(own: SharedExchange) -> None:
             _run(own.exchange(name, values, ranks=1, rank=0))
 
 
-def _shared() -> SharedExchange:
-    own = SharedExchange(ratio=8, warmup=1, every=3, min_elements=100)
+def _shared() -> AllReduceExchange:
+    own = AllReduceExchange(ratio=8, warmup=1, every=3, min_elements=100)
     own.takes("small", (10,))
     for _ in range(2):
         _step(own)
@@ -131,13 +128,6 @@ def _step_all(own: Any) -> None:
     for _ in range(2):
         _step(own.shared)
     own.feedback.encode("w", _gradient())
-
-
-def _traced() -> Traced:
-    own = Traced(LOW_RANK.settings, threads=1)
-    for _ in range(2):
-        _step(own.shared)
-    return own
 
 
 def _differences() -> Differences:
@@ -178,11 +168,8 @@ def _ring() -> Ring:
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "fft": lambda: _feedback(lambda: FFTCodec(theta=0.9, block=64)),
     "whole": lambda: _feedback(lambda: FFTCodec(theta=0.9, block=None)),
-    "lowrank": lambda: _feedback(lambda: codec("lowrank", shape=SHAPE, rank=2)),
-    "auto": lambda: _feedback(lambda: AutoCodec(ratio=8, shape=SHAPE)),
-    "powersgd": lambda: _feedback(lambda: codec("powersgd", shape=SHAPE, rank=2)),
-    "dgc": lambda: _feedback(lambda: codec("dgc", theta=0.9)),
-    "demo": lambda: _feedback(lambda: codec("demo", shape=SHAPE, topk=8, edge=7)),
+    "axes": lambda: _feedback(lambda: codec("axes", shape=SHAPE, axes=(0,))),
+    "topk": lambda: _feedback(lambda: codec("topk", theta=0.9)),
     "qsgd": lambda: _feedback(lambda: codec("qsgd")),
     "onebit": lambda: _feedback(lambda: codec("onebit")),
     "fp16": lambda: _feedback(lambda: codec("fp16")),
@@ -195,12 +182,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         lambda own: [{**_saved_by_ddp(own), "rank": rank, "ranks": 2} for rank in range(2)],
         lambda own, s: own.load_state_dict(s),
         _step_all,
-    ),
-    "traced": lambda: Subject(
-        _traced,
-        lambda own: own.state_dict(),
-        lambda own, s: own.load_state_dict(s),
-        lambda own: _step(own.shared),
     ),
     "differences": lambda: Subject(
         _differences,
@@ -231,13 +212,13 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 
 
 def _saved_by_ddp(own: CompressionState) -> Any:
-    from sn_compress.codecs import saving
+    from sn_compress.codecs import registry
 
     state = {
-        "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.scale,
+        "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.transaction.scale,
         "feedback": own.feedback.state_dict(), "shared": own.shared.state_dict(),
     }  # fmt: skip
-    return saving.each(np.ndarray, torch.from_numpy, state)
+    return registry.each(np.ndarray, torch.from_numpy, state)
 
 
 @cache

@@ -10,46 +10,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._backends import backends as backends
-    from .base.errors import CompressError as CompressError
-    from .base.errors import MissingExtra as MissingExtra
-    from .base.errors import PayloadError as PayloadError
-    from .base.errors import SaturationWarning as SaturationWarning
-    from .base.errors import UncalledWarning as UncalledWarning
     from .codecs.base import Codec as Codec
     from .codecs.base import Payload as Payload
-    from .codecs.frequency.fft import FFTCodec as FFTCodec
+    from .codecs.fft import FFTCodec as FFTCodec
+    from .codecs.registry import backends as backends
     from .codecs.registry import codec as codec
     from .codecs.registry import presets as presets
     from .compression import AutoCompression as AutoCompression
     from .compression import FFTCompression as FFTCompression
     from .compression import LowRankCompression as LowRankCompression
     from .engine.feedback import ErrorFeedback as ErrorFeedback
-    from .ops.records.quantize import RangeFloat as RangeFloat
+    from .errors import CompressError as CompressError
+    from .errors import MissingExtra as MissingExtra
+    from .errors import PayloadError as PayloadError
+    from .errors import SaturationWarning as SaturationWarning
+    from .errors import UncalledWarning as UncalledWarning
+    from .ops.quantize import RangeFloat as RangeFloat
     from .prediction.cost import Link as Link
+    from .prediction.predict import measure_rates as measure_rates
     from .prediction.predict import predict as predict
-    from .prediction.rates import measure_rates as measure_rates
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AutoCompression": ".compression",
     "Codec": ".codecs.base",
-    "CompressError": ".base.errors",
+    "CompressError": ".errors",
     "ErrorFeedback": ".engine.feedback",
-    "FFTCodec": ".codecs.frequency.fft",
+    "FFTCodec": ".codecs.fft",
     "FFTCompression": ".compression",
     "Link": ".prediction.cost",
     "LowRankCompression": ".compression",
-    "MissingExtra": ".base.errors",
+    "MissingExtra": ".errors",
     "Payload": ".codecs.base",
-    "PayloadError": ".base.errors",
-    "RangeFloat": ".ops.records.quantize",
-    "SaturationWarning": ".base.errors",
-    "UncalledWarning": ".base.errors",
-    "backends": "._backends",
+    "PayloadError": ".errors",
+    "RangeFloat": ".ops.quantize",
+    "SaturationWarning": ".errors",
+    "UncalledWarning": ".errors",
+    "backends": ".codecs.registry",
     "codec": ".codecs.registry",
-    "measure_rates": ".prediction.rates",
+    "measure_rates": ".prediction.predict",
     "predict": ".prediction.predict",
     "presets": ".codecs.registry",
 }

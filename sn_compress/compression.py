@@ -5,7 +5,7 @@ functions, `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)`, ca
 object is passed. What is returned gets all-reduced, and nothing says which parameter it belongs
 to. So `compress` sends what it makes by collectives of its own and gives Horovod one zero to
 reduce; the rim finds out the parameter from its caller
-(`docs/decisions/0004-finding-the-parameter.md`).
+(`docs/decisions/0009`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Self, Unpack, cast
 
-from .base.errors import CompressError, MissingExtra
+from .errors import CompressError, MissingExtra
 from .settings import AutoSettings, FFTSettings, LowRankSettings, Settings
 
 _RIMS = {
@@ -62,6 +62,9 @@ class Compression(metaclass=_Shown):
         0 for none (default 100). If they differ, CompressError on every rank
     wait_s : seconds to wait for other ranks (default 1800), then CompressError (optimizers of
         torch). docs/horovod.md has those of Horovod itself
+    hierarchy : "auto" (the default): with several nodes of several ranks each, gradients are summed
+        inside a node, and exchanged compressed between nodes only; None: all ranks exchange with
+        all others. In torch's DistributedDataParallel so far
     """
 
     settings: ClassVar[Settings]
@@ -69,10 +72,10 @@ class Compression(metaclass=_Shown):
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """Always CompressError: the class itself is passed."""
-        said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise CompressError(
-            f"{cls.__name__}({said}) makes no object; expected the class itself. Pass "
-            f"{cls.__name__}, or {cls.__name__}.using({said or '...'})."
+            f"{cls.__name__}({text}) cannot be instantiated; expected the class itself. Pass "
+            f"{cls.__name__}, or {cls.__name__}.using({text or '...'})."
         )
 
     @classmethod
@@ -112,7 +115,7 @@ class Compression(metaclass=_Shown):
         GPU the codec is only started in that time.
         Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
         these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
-        Of AutoCompression, as measured last: tuned, 1 when it is decided; tuned_tensors, those that
+        Of AutoCompression: tuned, 1 when it is decided; tuned_tensors, those that
         are compressed since; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
         """
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
@@ -194,7 +197,7 @@ class FFTCompression(Compression):
         dropped (default 0.9), may be a schedule of sn_compress.schedule. span is 64 by default,
         and None with another transform, or a block that is None or shorter
     scatter : by way of owners, where that brings a rank fewer bytes (default True); False: always
-        gathered. TensorFlow's eager steps and elastic runs always gather
+        gathered
     mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True,
         scatter=False and feedback=False first, as published
     threads : of the codec; by default as many as the framework uses
@@ -234,13 +237,13 @@ class LowRankCompression(Compression):
 
 
 class AutoCompression(Compression):
-    """LowRankCompression for the tensors where it pays, by measurement; plain for the others.
+    """LowRankCompression where it pays, by measurement; else plain.
 
     A convolution may also travel by directions of single frequencies of its kernels, where these
     catch more of its gradient in as many bytes.
 
-    Link and codec are measured in the first steps, a model chooses for every tensor, and unless a
-    step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. In
+    Link and codec are measured in the first steps, a model chooses for all tensors together, and
+    unless a step is then faster by the clock, all goes on plain; docs/cost.md says how. In
     TensorFlow it is for a step inside a tf.function and for Keras; elsewhere CompressError.
 
     Settings are those of LowRankCompression.

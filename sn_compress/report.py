@@ -15,7 +15,7 @@ WAYS = ("low_rank", "rows", "frequencies", "whole", "plain")
 
 
 @dataclass(frozen=True)
-class Ran:
+class TensorTraffic:
     """What a graph has sent of one tensor in each of some steps; `dense` and `sent` in bytes."""
 
     name: str
@@ -27,7 +27,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Told:
+class PayloadStats:
     """What payloads of one tensor tell: see Payload. None where they do not know it."""
 
     nbytes: int
@@ -36,12 +36,14 @@ class Told:
     error: float | None
 
     @classmethod
-    def of(cls, payloads: Sequence[Payload]) -> Told:
+    def of(cls, payloads: Sequence[Payload]) -> PayloadStats:
         """Of some, at least one, together."""
-        energies, errors = ([getattr(it, name) for it in payloads] for name in ("energy", "error"))
+        energies, errors = (
+            [getattr(payload, name) for payload in payloads] for name in ("energy", "error")
+        )
         return cls(
-            sum(it.nbytes for it in payloads),
-            sum(it.saturated for it in payloads),
+            sum(payload.nbytes for payload in payloads),
+            sum(payload.saturated for payload in payloads),
             None if None in energies else math.fsum(energies),
             None if None in errors else math.fsum(errors),
         )
@@ -76,7 +78,6 @@ class Traffic:
         self._bytes: dict[str, tuple[int, int, int, bool]] = {}
         self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
         self._sent: set[str] = set()  # in the step still open
-        self._before = 0  # tensors in the one before
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
         self._now = _Sums()  # of the step still open
@@ -113,25 +114,10 @@ class Traffic:
         """Count what is no gradient: what ranks agree on and compare, and what a tuner measures."""
         self._beside += nbytes
 
-    def finish_step(self) -> None:
-        """Count the rest of the open step as it was in the one before."""
-        for name, (elements, dense, nbytes, compressed) in self._bytes.items():
-            if name not in self._sent:
-                self._count(name, elements, nbytes, compressed=compressed, dense=dense)
-
-    def plain_steps(self, steps: int) -> None:
-        """Count steps in which all tensors of the last one travelled uncompressed again."""
-        if steps:
-            self._close_step()
-            self._sent.clear()
-            self._steps += steps
-            self._dense_sum += steps * sum(dense for _, dense, _, _ in self._bytes.values())
-            self._sent_sum += steps * sum(nbytes for _, _, nbytes, _ in self._bytes.values())
-
     def ran(
         self,
         steps: int,
-        tensors: Sequence[Ran],
+        tensors: Sequence[TensorTraffic],
         relative: tuple[float, float],
         saturated: int = 0,
     ) -> bool:
@@ -141,27 +127,31 @@ class Traffic:
         relative : the sum of their relative errors, and of how many steps
         saturated : values that were clipped
         """
-        if not any(it.steps for it in tensors):
+        if not any(tensor.steps for tensor in tensors):
             return False
         first = saturated > 0 and self._saturated == 0
         self._saturated += saturated
         self._close_step()
         self._sent.clear()
         self._steps += steps
-        self._before = len(tensors)
         self._settled.add(
             _Sums(
                 steps,
-                sum(it.steps * it.dense for it in tensors),
-                sum(it.steps * it.sent for it in tensors),
-                any(it.way != "plain" for it in tensors),
+                sum(tensor.steps * tensor.dense for tensor in tensors),
+                sum(tensor.steps * tensor.sent for tensor in tensors),
+                any(tensor.way != "plain" for tensor in tensors),
             )
         )
-        for it in tensors:
-            self._dense_sum += it.steps * it.dense
-            self._sent_sum += it.steps * it.sent
-            self._bytes[it.name] = it.elements, it.dense, it.sent, it.way != "plain"
-            self._ways[it.name] = it.way
+        for tensor in tensors:
+            self._dense_sum += tensor.steps * tensor.dense
+            self._sent_sum += tensor.steps * tensor.sent
+            self._bytes[tensor.name] = (
+                tensor.elements,
+                tensor.dense,
+                tensor.sent,
+                tensor.way != "plain",
+            )
+            self._ways[tensor.name] = tensor.way
         self._relative_sum += relative[0]
         self._relative_count += round(relative[1])
         return first
@@ -171,12 +161,7 @@ class Traffic:
         """Counted so far."""
         return self._steps
 
-    @property
-    def tensors(self) -> tuple[int, int]:
-        """In the step before, and so far in the one still open."""
-        return self._before, len(self._sent)
-
-    def payload(self, name: str | None, elements: int, told: Told) -> bool:
+    def payload(self, name: str | None, elements: int, told: PayloadStats) -> bool:
         """Count the payloads of a tensor; True when values saturated first."""
         self._count(name, elements, told.nbytes, compressed=True)
         self._ways[name or ""] = "frequencies"
@@ -215,7 +200,6 @@ class Traffic:
             self._close_step()
             self._say()
             self._steps += 1
-            self._before = len(self._sent) or self._before  # empty after `plain_steps`
             self._sent.clear()
         self._sent.add(key)
         self._dense_sum += dense

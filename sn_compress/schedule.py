@@ -1,8 +1,8 @@
 """Theta over time: how much is dropped at each step.
 
-Every rank must use the same theta at the same step, so a schedule is a function of the step, or of
-numbers all ranks share. Values move on a ladder of few rungs: a payload's size follows from theta,
-and a size that changes every step would be negotiated anew every step.
+Every rank must use the same theta at the same step, so a schedule is a function of the step. Values
+move on a ladder of few rungs: a payload's size follows from theta, and a size that changes every
+step would be negotiated anew every step.
 
 `docs/convergence.md` has the condition under which dropping without error feedback converges.
 """
@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
-from .base.errors import CompressError
-from .base.saved import count, reading
+from .errors import CompressError
 
 _RUNGS_PER_HALVING = 4
 _LEAST_KEPT = 2**-10  # the lowest rung that a falling learning rate leads to
@@ -27,20 +26,6 @@ class Schedule(Protocol):
 
     def theta(self, step: int) -> float:
         """Fraction of coefficients dropped at this step (0 is the first), in [0, 1)."""
-
-
-@runtime_checkable
-class Learner(Schedule, Protocol):
-    """A schedule that sees what steps have lost; see EnergyBudget."""
-
-    def observe(self, energy: float, error: float) -> None:
-        """What one step encoded and lost, squared norms summed over ranks and tensors."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it has learned, as plain numbers."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned."""
 
 
 def on_ladder(theta: float) -> float:
@@ -175,94 +160,6 @@ class Annealed:
         rate = _fraction(self, self.rate, min(step, self.steps - 1))
         kept = self._highest * rate**self.power  # type: ignore[attr-defined]
         return on_ladder(1 - min(1.0, max(kept, _LEAST_KEPT)))
-
-
-class EnergyBudget:
-    """Drop as much as loses a given fraction of the energy, by the exact error of the encoder.
-
-    By Parseval the encoder knows what it lost (`Payload.error` and `.energy`). Sum both over
-    ranks and tensors, hand the sums to `observe` on every rank, and theta moves by one rung
-    towards the target every `every` steps.
-
-    Parameters
-    ----------
-    lost : target of error over energy, in (0, 1)
-    start, low, high : theta at first and its limits
-    """
-
-    def __init__(
-        self,
-        *,
-        lost: float,
-        start: float = 0.9,
-        low: float = 0.0,
-        high: float = 0.999,
-        every: int = 50,
-    ) -> None:
-        for theta in (start, low, high):
-            _check_theta(theta)
-        if not 0 < lost < 1 or every < 1 or not low <= start <= high:
-            raise CompressError(
-                f"EnergyBudget: lost={lost!r}, every={every!r}, start={start!r} within {low} to "
-                f"{high}; expected a fraction, a number of steps, and a start inside the limits"
-            )
-        self.lost, self.low, self.high, self.every = lost, low, high, every
-        self._start = start
-        self._theta = on_ladder(start)
-        self._energy = self._error = 0.0
-        self._seen = 0
-
-    def __repr__(self) -> str:
-        # What it was made with: ranks compare settings by it, and so do runs.
-        return (
-            f"EnergyBudget(lost={self.lost!r}, start={self._start!r}, low={self.low!r}, "
-            f"high={self.high!r}, every={self.every!r})"
-        )
-
-    def theta(self, step: int) -> float:
-        return self._theta
-
-    def state_dict(self) -> dict[str, float]:
-        """What it has learned, to go on from."""
-        return {
-            "theta": self._theta, "energy": self._energy, "error": self._error, "seen": self._seen,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what state_dict returned; CompressError, and no change, if it is not that."""
-        with reading("what a schedule has learned"):
-            theta, energy, error = (float(state[key]) for key in ("theta", "energy", "error"))
-            seen = count(state["seen"], "number of steps")
-            _check_theta(theta)
-            if not (0 <= energy < math.inf and 0 <= error < math.inf):
-                raise CompressError(f"a saved energy is {energy!r}, error {error!r}; expected >= 0")
-        self._theta, self._energy, self._error, self._seen = theta, energy, error, seen
-
-    def observe(self, energy: float, error: float) -> None:
-        """What one step encoded and lost, summed over the ranks; non-finite steps are left out."""
-        if not (math.isfinite(energy) and math.isfinite(error)):
-            return
-        self._energy += energy
-        self._error += error
-        self._seen += 1
-        if self._seen < self.every or self._energy == 0:
-            return
-        rung = 2 ** (1 / _RUNGS_PER_HALVING)
-        keep = 1 - self._theta
-        keep = keep * rung if self._error > self.lost * self._energy else keep / rung
-        self._theta = min(self.high, max(self.low, on_ladder(1 - min(1.0, keep))))
-        self._energy = self._error = 0.0
-        self._seen = 0
-
-
-def learner(schedule: Schedule, step: int) -> Learner | None:
-    """The part of a schedule that has to see what a step lost; None if it has none by then."""
-    while isinstance(schedule, Warmup):
-        if step < schedule.steps:
-            return None
-        warmup: Warmup = schedule
-        schedule, step = warmup.then, step - warmup.steps
-    return schedule if isinstance(schedule, Learner) else None
 
 
 def stays(schedule: Schedule, step: int) -> bool:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from .base._waiting import WAIT_S
-from .base.agreement import said_of
-from .base.errors import CompressError
-from .codecs.frequency.fft import PAPER, FFTCodec
-from .schedule import Constant, Schedule
-from .sums.limits import check_settings, is_large
+import scipy
+
+from .allreduce.allocate import check_settings, is_large
+from .codecs.base import VERSION
+from .codecs.fft import PAPER, FFTCodec
+from .consistency import WAIT_S, fingerprint_of
+from .errors import CompressError
+from .saved import count, reading
+from .schedule import Constant, Schedule, stays
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -26,6 +29,7 @@ class _OfAll(TypedDict, total=False):
     min_elements: int
     check_every: int
     wait_s: float
+    hierarchy: Literal["auto"] | None
 
 
 class FFTSettings(_OfAll, total=False):
@@ -95,6 +99,7 @@ class Settings:
     overlap: bool = False
     check_every: int = 100
     wait_s: float = WAIT_S
+    hierarchy: Literal["auto"] | None = "auto"
 
     @property
     def exchange(self) -> Literal["gather", "shared"]:
@@ -184,12 +189,16 @@ class Settings:
         return isinstance(self.theta, float | int | Constant)
 
     def schedule(self) -> Schedule:
-        """Theta over time, for one optimizer: a schedule may learn."""
-        return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
+        """Theta over time."""
+        return Constant(self.theta) if isinstance(self.theta, float | int) else self.theta
 
-    def said(self) -> list[tuple[str, str]]:
+    def fingerprint(self) -> list[tuple[str, str]]:
         """Those that all ranks have to have alike, as `agreement` compares them."""
-        return said_of(self, but=("threads", "wait_s"))
+        fingerprint = fingerprint_of(self, but=("threads", "wait_s"))
+        if self.exchange == "gather" and self.codec(1).version > VERSION:
+            # The last bits of an FFT over a whole vector are the library's.
+            fingerprint.append(("version of SciPy", scipy.__version__))
+        return fingerprint
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape is worth compressing."""
@@ -206,7 +215,7 @@ class Settings:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What a SharedExchange is made with, by keyword."""
+        """What an AllReduceExchange is made with, by keyword."""
         chosen = {name: getattr(self, name) for name in _SHARED}
         return {**chosen, "frequencies": self.compression == "AutoCompression"}
 
@@ -252,3 +261,86 @@ _CODEC = (
 _AS_PUBLISHED = {
     **PAPER, "bits": 8, "mantissa": 3, "scatter": False, "feedback": False,
 }  # fmt: skip
+
+
+_FOR_GOOD = 2**62  # steps
+_AHEAD = 2**12  # steps looked ahead for another theta
+
+
+class ThetaInTime:
+    """The codec of each step."""
+
+    def __init__(self, settings: Settings, threads: int) -> None:
+        self._settings, self._threads = settings, threads
+        self._schedule = settings.schedule()
+        self.steps = 0  # begun so far
+        self._codecs: dict[float, FFTCodec] = {}
+
+    def refuse_unnamed(self) -> None:
+        """Raise CompressError if theta changes: for a gradient whose steps nothing counts."""
+        if not self._settings.fixed:
+            raise CompressError(
+                f"got a gradient without a name, but theta={self._settings.theta!r} depends on the "
+                "step, which is counted by name. Use DistributedOptimizer, pass name=, or a number "
+                "as theta."
+            )
+
+    def steady_steps(self) -> int:
+        """Steps from the next one on that have one theta.
+
+        At most 2**12 where a schedule could change later.
+        """
+        if stays(self._schedule, self.steps):
+            return _FOR_GOOD
+        own = self._schedule.theta(self.steps)
+        for ahead in range(_AHEAD):
+            try:
+                if self._schedule.theta(self.steps + ahead) != own:
+                    return ahead
+            except Exception:  # noqa: BLE001 - of a step that may never come; raised when it does
+                return ahead
+        return _AHEAD
+
+    @property
+    def next_codec(self) -> FFTCodec:
+        """The codec of the next step, which is not counted yet."""
+        return self.codec_at(self._schedule.theta(self.steps))
+
+    def begin_step(self) -> float:
+        """Theta of the step that begins."""
+        step, self.steps = self.steps, self.steps + 1
+        return self._schedule.theta(step)
+
+    def codec_at(self, theta: float) -> FFTCodec:
+        """The codec at a theta."""
+        if theta not in self._codecs:
+            self._codecs[theta] = self._settings.codec_of(theta, self._threads)
+        return self._codecs[theta]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is, {} if theta is a number; the same on every rank."""
+        if self._settings.fixed:
+            return {}
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; {} leaves all as it is.
+
+        Raises CompressError, and changes nothing, if it is not that.
+        """
+        if self._settings.fixed or not state:
+            return
+        with reading("the place in the schedule"):
+            steps = count(state["steps"], "step")
+        self.steps = steps
+
+    @contextmanager
+    def loading(self, state: Any) -> Iterator[None]:
+        """Take over what a saved state holds of it under "theta", unless its rest does not fit."""
+        before = self.state_dict()
+        self.load_state_dict(state.get("theta", {}) if isinstance(state, dict) else {})
+        try:
+            yield
+        except CompressError:
+            self.load_state_dict(before)
+            raise

@@ -3,7 +3,7 @@
 // A kernel is a sequence of sections. block.each(body) runs body(thread) for every thread and ends
 // with a barrier; what a thread carries from one section to the next lives in a PerThread. On CUDA
 // a section is the body and __syncthreads(), on the host a loop over the threads, so g++ compiles
-// and runs the very kernels (docs/decisions/0006-kernels-on-the-host.md). Two rules follow:
+// and runs the very kernels (docs/decisions/0071). Two rules follow:
 //   - inside a section threads touch each other's data through the atomics here only; the host
 //     runs the threads in three orders, and a test demands equal bytes;
 //   - outside the sections every thread runs the same code on the same values. A shared word read

@@ -1,5 +1,5 @@
 // Values as codes, bits in words, and float types without NVIDIA's headers (NVRTC ships none).
-// Twins: ops/records/quantize.py, ops/records/values.py, ops/records/pack.py. What the C++ in
+// Twins: ops/quantize.py, ops/record.py. What the C++ in
 // quantize.h does in 64-bit integers is done here in 32: a GPU has no others.
 #pragma once
 
@@ -78,7 +78,7 @@ SN_DEVICE u32 get(const u32* words, Index at, int count) {
 // Bits of the Elias-Fano map; `low` is the number of low bits of each position.
 SN_DEVICE i64 upper_bits(i64 kept, i64 bins, int low) { return kept + ((bins - 1) >> low) + 1; }
 
-// What is the same for every record of a launch. Twin: ops/cuda/launch.py, SETTINGS.
+// What is the same for every record of a launch. Twin: ops/launch.py, SETTINGS.
 struct Settings {
   i64 kept, bins, words;  // bins and words per record
   int values, code_bits, mantissa, positions, low;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "half.h"
 #include "lanes.h"
 #include "pack.h"
 
@@ -68,6 +69,10 @@ void get_codes(const uint32_t* words, int64_t at, uint32_t* codes, int64_t count
   }
   Reader reader(words, at);
   for (int64_t i = 0; i < count; ++i) codes[i] = reader.get(bits);
+}
+
+SN_CLONES void through_half(const float* values, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = through_half(values[i]);
 }
 
 }  // namespace sn

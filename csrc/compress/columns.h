@@ -1,4 +1,4 @@
-// Columns of numbers as digits in words: see sums/parts/columns.py, whose bits these are.
+// Columns of numbers as digits in words: see ops/fixed_point.py, whose bits these are.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// CRC-32 of a payload, by words in any order; the twin is ops/words/checksum.py.
+// CRC-32 of a payload, by words in any order; the twin is ops/checksum.py.
 //
 // Word i counts for word * x**(-32 i) modulo the polynomial, and a payload for the exclusive or of
 // its words. Powers come from a table of four levels, made on the host. Reflected: bit 31 - i of

@@ -50,7 +50,6 @@ class Buffer {
 
 extern PyMethodDef low_rank_methods[];  // of low_rank_door.cpp
 extern PyMethodDef graph_methods[];     // of graph_door.cpp
-extern PyMethodDef long_methods[];      // of long_door.cpp
 extern PyMethodDef rounds_methods[];    // of rounds_door.cpp
 
 }  // namespace sn

@@ -1,9 +1,9 @@
 // Real FFT of blocks whose length is a power of two, in single precision.
-// Twin: ops/spectra/fourier.py.
+// Twin: ops/spectrum.py.
 //
 // The same operations in the same order as the twin, none of them fused: the same bits on every
 // machine, and on ranks with and without the extension. A block may be cut into spans of their own
-// FFTs, which go through the passes side by side; ops/spectra/spans.py says how their bins lie.
+// FFTs, which go through the passes side by side; ops/spectrum.py says how their bins lie.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class Fourier {
   static constexpr int64_t kShortest = 32, kLongest = 65536;
 
   // span: a power of two between those, one FFT. block: a multiple of it. roots: [roots_of(span)]
-  // floats, ops/spectra/fourier.py makes them; they outlive this.
+  // floats, ops/spectrum.py makes them; they outlive this.
   Fourier(int64_t block, int64_t span, const float* roots);
   static int64_t roots_of(int64_t span);
 

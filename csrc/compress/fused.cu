@@ -1,5 +1,5 @@
 // The block codec in one pass over device memory: one thread block encodes or decodes one block of
-// the vector. Record format and oracle: ops/records/record.py. Cost and occupancy: docs/cuda.md.
+// the vector. Record format and oracle: ops/record.py. Cost and occupancy: docs/cuda.md.
 // One file, though a long one: the steps of a block share its shared memory and are read in order.
 #include "fused.cuh"
 
@@ -125,7 +125,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
   block.count_before(shared.map, shared.before, kWords);
 }
 
-// Heads of the block for coders that send mean magnitudes; see ops/records/values.py.
+// Heads of the block for coders that send mean magnitudes; see ops/quantize.py.
 SN_DEVICE u32 mean_heads(const Threads& block, Shared& shared, const u16* positions,
                          const Settings& s, u32 peak, u32& mean) {
   const float scale = unit_scale(peak);

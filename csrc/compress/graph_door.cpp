@@ -168,7 +168,7 @@ class Held {
   Tensor* tensor_ = nullptr;
 };
 
-// A run of equal blocks of a vector; see codecs/frequency/blocks.py.
+// A run of equal blocks of a vector; see codecs/fft_settings.py.
 struct Section {
   int64_t start, stop, count, words_at, span;
   sn::Layout layout;
@@ -397,5 +397,5 @@ PyObject* register_graph_kernels(PyObject*, PyObject* args) {
 
 PyMethodDef sn::graph_methods[] = {
     {"register_graph_kernels", register_graph_kernels, METH_VARARGS,
-     "See sn_compress.tensorflow.nodes.kernels."},
+     "See sn_compress.tensorflow.namespace."},
     {nullptr, nullptr, 0, nullptr}};

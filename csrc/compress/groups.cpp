@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bits.h"
+#include "half.h"
 #include "lanes.h"
 
 namespace sn {
@@ -34,9 +35,11 @@ SN_CLONES void range_of(const float* values, int64_t count, Range& range) {
     const uint32_t magnitude = bits & 0x7FFFFFFF;
     const bool fit = magnitude < kUnfit;
     const int32_t key = ordered(bits);
-    const int32_t down = fit ? key : INT32_MAX, up = fit ? key : INT32_MIN;
-    low = down < low ? down : low;
-    high = up > high ? up : high;
+    // By masks: compilers make branches of selections that feed a minimum, and no vector code.
+    const int32_t mask = -static_cast<int32_t>(fit);
+    const int32_t down = (key & mask) | (INT32_MAX & ~mask), up = (key & mask) | (INT32_MIN & ~mask);
+    low = std::min(down, low);
+    high = std::max(up, high);
     zeros += magnitude == 0;
     fits += fit;
   }
@@ -52,7 +55,7 @@ struct Place {
 };
 
 // Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
-// ops/quantizers/groups.py for the reasons.
+// ops/groups.py for the reasons.
 Place choose(float low, float high, bool zero, int levels, float cap) {
   const float top = static_cast<float>(levels);
   const bool both = low < 0 && high > 0;
@@ -98,38 +101,56 @@ inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
   return x ^ (x >> 14);
 }
 
-// Codes of up to kRun elements; `bad` marks those that no code stands for. Returns how many.
-SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, float top,
-                           float bound, uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
-                           uint8_t* bad, uint32_t& spread) {
+// Rounds up to kRun elements. Where `whole`, every element lies on the grid; else `bad` marks those
+// that no code stands for, and the number of them is returned.
+template <bool whole>
+__attribute__((always_inline)) inline int32_t quantise_run(
+    const float* values, int32_t count, const Place& place, float top, float bound, uint32_t at,
+    uint32_t key, uint32_t other, uint8_t* codes, uint8_t* bad, uint32_t& spread) {
   const float base = place.base, step = place.step;
   int32_t number = 0;
   uint32_t total = 0;
   for (int32_t i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, values + i, 4);
-    const bool fit = (bits & 0x7FFFFFFF) < kUnfit;
+    const bool fit = whole || (bits & 0x7FFFFFFF) < kUnfit;
     const float value = fit ? values[i] : base;
     const float raw = (value - base) / step;
     float q = raw > 0 ? raw : 0;
     q = q < top ? q : top;
-    const int32_t whole = static_cast<int32_t>(q);
-    const float part = q - static_cast<float>(whole);
+    const int32_t below = static_cast<int32_t>(q);
+    const float part = q - static_cast<float>(below);
     const uint32_t word = random_word(at + static_cast<uint32_t>(i), key, other) >> 8;
     const int32_t code =
-        whole + (static_cast<float>(static_cast<int32_t>(word)) < part * 16777216.0f);
-    const float error = (base + static_cast<float>(code) * step) - value;
-    // Off the grid by more than what rounding does: its end would be within the bound, but biased.
-    const bool on = (raw > -kEdge) & (raw < top + kEdge);
-    const bool good = fit & on & (std::fabs(error) < bound);
+        below + (static_cast<float>(static_cast<int32_t>(word)) < part * 16777216.0f);
     const int32_t g = static_cast<int32_t>(part * 256.0f + 0.5f);
-    total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
-    number += !good;
     codes[i] = static_cast<uint8_t>(code);
-    bad[i] = !good;
+    if (whole) {
+      total += static_cast<uint32_t>(g * (256 - g));
+    } else {
+      const float error = (base + static_cast<float>(code) * step) - value;
+      // Off the grid by more than what rounding does: its end would be within the bound, but biased.
+      const bool on = (raw > -kEdge) & (raw < top + kEdge);
+      const bool good = fit & on & (std::fabs(error) < bound);
+      total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
+      number += !good;
+      bad[i] = !good;
+    }
   }
   spread += total;
   return number;
+}
+
+SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, float top,
+                           float bound, uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
+                           uint8_t* bad, uint32_t& spread) {
+  return quantise_run<false>(values, count, place, top, bound, at, key, other, codes, bad, spread);
+}
+
+SN_CLONES void quantise_whole(const float* values, int32_t count, const Place& place, float top,
+                              uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
+                              uint32_t& spread) {
+  quantise_run<true>(values, count, place, top, 0.0f, at, key, other, codes, nullptr, spread);
 }
 
 // Codes of one byte each, [count] and zeros up to a multiple of 8, to `bits` bits each.
@@ -196,51 +217,105 @@ SN_CLONES void spread_out(const uint8_t* codes, int64_t count, int bits, const P
   }
 }
 
+SN_CLONES void widen_half(const uint16_t* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from_half(from[i]);
+}
+
+SN_CLONES void widen_brain(const uint16_t* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from_brain(from[i]);
+}
+
+SN_CLONES void narrow_half(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = to_half(from[i]);
+}
+
+SN_CLONES void narrow_brain(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = to_brain(from[i]);
+}
+
+// Up to kRun values from `start` on as float32: where they lie, or in `scratch`.
+const float* widened(const void* values, Floats kind, int64_t start, int64_t count,
+                     float* scratch) {
+  if (kind == Floats::kSingle) return static_cast<const float*>(values) + start;
+  const uint16_t* from = static_cast<const uint16_t*>(values) + start;
+  if (kind == Floats::kHalf)
+    widen_half(from, count, scratch);
+  else
+    widen_brain(from, count, scratch);
+  return scratch;
+}
+
 }  // namespace
 
-void pack_groups(const float* values, int64_t count, int64_t first, const Grid& grid, float* bases,
-                 uint16_t* steps, uint32_t* spread, uint8_t* codes, Escapes& escapes) {
+void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, const Grid& grid,
+                 float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
+                 Escapes& escapes) {
   const int levels = (1 << grid.bits) - 1;
-  const float largest = from_bits(kUnfit);
+  const float top = static_cast<float>(levels), largest = from_bits(kUnfit);
   const float cap = from_bits(to_bits(std::min(grid.bound, largest)) & 0xFFFF0000u);
   uint8_t wide[kRun], bad[kRun];
+  float scratch[kRun];
   for (int64_t start = 0, g = 0; start < count; start += grid.group, ++g) {
     const int64_t size = std::min(grid.group, count - start);
     Range range;
-    for (int64_t i = 0; i < size; i += kRun)
-      range_of(values + start + i, std::min(kRun, size - i), range);
+    const float* run = nullptr;
+    for (int64_t i = 0; i < size; i += kRun) {
+      const int64_t here = std::min(kRun, size - i);
+      run = widened(values, kind, start + i, here, scratch);
+      range_of(run, here, range);
+    }
+    escapes.zeros += range.zeros;
     const float low = range.fits ? from_bits(ordered(range.low)) : 0.0f;
     const float high = range.fits ? from_bits(ordered(range.high)) : 0.0f;
     const Place place = choose(low, high, range.zeros > 0, levels, cap);
     bases[g] = place.base;
     steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     spread[g] = 0;
+    // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
+    // Two points about zero hold one side only.
+    const bool about_zero = range.zeros > 0 && low < 0 && high > 0;
+    const bool whole = range.fits == size && std::isinf(grid.bound) &&
+                       (levels > 1 || !about_zero) && place.step < cap;
     for (int64_t i = 0; i < size; i += kRun) {
       const int64_t here = std::min(kRun, size - i), at = first + start + i;
-      const uint32_t high_part = static_cast<uint32_t>(static_cast<uint64_t>(at) >> 32);
-      const int32_t number =
-          quantise(values + start + i, static_cast<int32_t>(here), place,
-                   static_cast<float>(levels), grid.bound, static_cast<uint32_t>(at), grid.key,
-                   grid.other + high_part * 0x85EBCA6Bu, wide, bad, spread[g]);
+      if (size > kRun) run = widened(values, kind, start + i, here, scratch);
+      const auto position = static_cast<uint32_t>(at);
+      const auto number = static_cast<int32_t>(here);
+      const auto above = static_cast<uint32_t>(static_cast<uint64_t>(at) >> 32);
+      const uint32_t other = grid.other + above * 0x85EBCA6Bu;
+      int32_t lost = 0;
+      if (whole)
+        quantise_whole(run, number, place, top, position, grid.key, other,
+                       wide, spread[g]);
+      else
+        lost = quantise(run, number, place, top, grid.bound, position,
+                        grid.key, other, wide, bad, spread[g]);
       for (int64_t j = here; j % 8; ++j) wide[j] = 0;
       squeeze(wide, here, grid.bits, codes + (start + i) * grid.bits / 8);
-      for (int64_t j = 0; number && j < here; ++j)
+      for (int64_t j = 0; lost && j < here; ++j)
         if (bad[j]) {
           escapes.at.push_back(at + j);
-          escapes.values.push_back(values[start + i + j]);
+          escapes.values.push_back(run[j]);
         }
     }
   }
 }
 
 void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
-                   int bits, int64_t group, float* values) {
+                   int bits, int64_t group, void* values, Floats kind) {
+  float scratch[kRun];
   for (int64_t start = 0, g = 0; start < count; start += group, ++g) {
     const Place place = {bases[g], from_bits(static_cast<uint32_t>(steps[g]) << 16)};
     const int64_t size = std::min(group, count - start);
-    for (int64_t i = 0; i < size; i += kRun)
-      spread_out(codes + (start + i) * bits / 8, std::min(kRun, size - i), bits, place,
-                 values + start + i);
+    for (int64_t i = 0; i < size; i += kRun) {
+      const int64_t here = std::min(kRun, size - i), at = start + i;
+      float* out = kind == Floats::kSingle ? static_cast<float*>(values) + at : scratch;
+      spread_out(codes + at * bits / 8, here, bits, place, out);
+      if (kind == Floats::kHalf)
+        narrow_half(out, here, static_cast<uint16_t*>(values) + at);
+      else if (kind == Floats::kBrain)
+        narrow_brain(out, here, static_cast<uint16_t*>(values) + at);
+    }
   }
 }
 

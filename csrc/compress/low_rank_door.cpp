@@ -1,5 +1,5 @@
 // Python's door to what the low-rank exchange computes on a host. Sizes are checked here; the
-// callers (ops/linear/products.py, ops/linear/orthonormal.py, sums/parts/columns.py) have
+// callers (ops/products.py, ops/orthonormal.py, ops/fixed_point.py) have
 // checked dtypes.
 #include <vector>
 
@@ -205,15 +205,15 @@ PyObject* unpack_columns(PyObject*, PyObject* args) {
 }  // namespace
 
 PyMethodDef low_rank_methods[] = {
-    {"times_rows", times_rows, METH_VARARGS, "See sn_compress.ops.linear.products."},
-    {"times_columns", times_columns, METH_VARARGS, "See sn_compress.ops.linear.products."},
-    {"outer", outer, METH_VARARGS, "See sn_compress.ops.linear.products."},
+    {"times_rows", times_rows, METH_VARARGS, "See sn_compress.ops.products."},
+    {"times_columns", times_columns, METH_VARARGS, "See sn_compress.ops.products."},
+    {"outer", outer, METH_VARARGS, "See sn_compress.ops.products."},
     {"product_kernels", kernels, METH_NOARGS, "Instruction sets; the last one is the fastest."},
-    {"remember", remember, METH_VARARGS, "See sn_compress.ops.linear.remember."},
-    {"orthonormal", orthonormal, METH_VARARGS, "See sn_compress.ops.linear.orthonormal."},
+    {"remember", remember, METH_VARARGS, "See sn_compress.ops.products."},
+    {"orthonormal", orthonormal, METH_VARARGS, "See sn_compress.ops.orthonormal."},
     {"all_finite", all_finite, METH_O, "Whether all float32 numbers are finite."},
-    {"pack_columns", pack_columns, METH_VARARGS, "See sn_compress.sums.parts.columns."},
-    {"unpack_columns", unpack_columns, METH_VARARGS, "See sn_compress.sums.parts.columns."},
+    {"pack_columns", pack_columns, METH_VARARGS, "See sn_compress.ops.fixed_point."},
+    {"unpack_columns", unpack_columns, METH_VARARGS, "See sn_compress.ops.fixed_point."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace sn

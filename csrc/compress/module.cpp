@@ -1,13 +1,15 @@
 // Python's door to the C++ back end: sn_compress._core. Arrays come as contiguous buffers, their
-// sizes are checked here; the caller (ops/records/record.py) has checked the settings.
+// sizes are checked here; the caller (ops/record.py) has checked the settings.
 #include "door.h"
 
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "fourier.h"
 #include "groups.h"
+#include "half.h"
 #include "record.h"
 #include "spectrum.h"
 
@@ -19,7 +21,7 @@ namespace {
 
 using sn::Buffer;
 
-// The layout's numbers, in the order of `numbers` in ops/records/record.py.
+// The layout's numbers, in the order of `numbers` in ops/record.py.
 struct LayoutArguments {
   long long block, parts, kept, words;
   int values, code_bits, mantissa, bitmap;
@@ -236,21 +238,52 @@ PyObject* hadamard(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// The floats of a name; false with an exception set for one that is none.
+bool floats_of(const char* name, sn::Floats& kind) {
+  const std::string text = name;
+  if (text == "float32")
+    kind = sn::Floats::kSingle;
+  else if (text == "float16")
+    kind = sn::Floats::kHalf;
+  else if (text == "bfloat16")
+    kind = sn::Floats::kBrain;
+  else
+    return PyErr_Format(PyExc_ValueError, "got floats of type %s", name) != nullptr;
+  return true;
+}
+
+Py_ssize_t bytes_of(sn::Floats kind) { return kind == sn::Floats::kSingle ? 4 : 2; }
+
+PyObject* through_half(PyObject*, PyObject* args) {
+  PyObject *values_arg, *out_arg;
+  if (!PyArg_ParseTuple(args, "OO", &values_arg, &out_arg)) return nullptr;
+  Buffer values, out;
+  if (!values.take(values_arg, false) || !out.take(out_arg, true)) return nullptr;
+  if (values.bytes() != out.bytes()) return sn::wrong("through_half");
+  Py_BEGIN_ALLOW_THREADS
+  sn::through_half(values.as<const float>(), out.as<float>(), values.bytes() / 4);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
 PyObject* pack_groups(PyObject*, PyObject* args) {
   PyObject *values_arg, *bases_arg, *steps_arg, *spread_arg, *codes_arg;
   long long first, group;
   int bits;
   double bound;
   unsigned int key, other;
-  if (!PyArg_ParseTuple(args, "OOOOOLiLdII", &values_arg, &bases_arg, &steps_arg, &spread_arg,
-                        &codes_arg, &first, &bits, &group, &bound, &key, &other))
+  const char* name;
+  sn::Floats kind;
+  if (!PyArg_ParseTuple(args, "OsOOOOLiLdII", &values_arg, &name, &bases_arg, &steps_arg,
+                        &spread_arg, &codes_arg, &first, &bits, &group, &bound, &key, &other) ||
+      !floats_of(name, kind))
     return nullptr;
   Buffer values, bases, steps, spread, codes;
   if (!values.take(values_arg, false) || !bases.take(bases_arg, true) ||
       !steps.take(steps_arg, true) || !spread.take(spread_arg, true) ||
       !codes.take(codes_arg, true))
     return nullptr;
-  const int64_t count = values.bytes() / 4;
+  const int64_t count = values.bytes() / bytes_of(kind);
   if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
   if (spread.bytes() != bases.bytes())
     return PyErr_Format(PyExc_ValueError, "spread has %zd bytes, bases %zd", spread.bytes(),
@@ -258,7 +291,7 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
   const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
   sn::Escapes escapes;
   if (!sn::unlocked([&] {
-        sn::pack_groups(values.as<const float>(), count, first, grid, bases.as<float>(),
+        sn::pack_groups(values.as<const void>(), kind, count, first, grid, bases.as<float>(),
                         steps.as<uint16_t>(), spread.as<uint32_t>(), codes.as<uint8_t>(), escapes);
       }))
     return nullptr;
@@ -266,41 +299,47 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
   // Not "y#": that makes None of an empty vector's null pointer.
   const auto* at = reinterpret_cast<const char*>(escapes.at.data());
   const auto* lost = reinterpret_cast<const char*>(escapes.values.data());
-  return Py_BuildValue("NN", PyBytes_FromStringAndSize(at, 8 * number),
-                       PyBytes_FromStringAndSize(lost, 4 * number));
+  return Py_BuildValue("NNL", PyBytes_FromStringAndSize(at, 8 * number),
+                       PyBytes_FromStringAndSize(lost, 4 * number),
+                       static_cast<long long>(escapes.zeros));
 }
 
 PyObject* unpack_groups(PyObject*, PyObject* args) {
   PyObject *bases_arg, *steps_arg, *codes_arg, *values_arg;
   long long group;
   int bits;
-  if (!PyArg_ParseTuple(args, "OOOOiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &bits,
-                        &group))
+  const char* name;
+  sn::Floats kind;
+  if (!PyArg_ParseTuple(args, "OOOOsiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &name,
+                        &bits, &group) ||
+      !floats_of(name, kind))
     return nullptr;
   Buffer values, bases, steps, codes;
   if (!values.take(values_arg, true) || !bases.take(bases_arg, false) ||
       !steps.take(steps_arg, false) || !codes.take(codes_arg, false))
     return nullptr;
-  const int64_t count = values.bytes() / 4;
+  const int64_t count = values.bytes() / bytes_of(kind);
   if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
   Py_BEGIN_ALLOW_THREADS
   sn::unpack_groups(bases.as<const float>(), steps.as<const uint16_t>(),
-                    codes.as<const uint8_t>(), count, bits, group, values.as<float>());
+                    codes.as<const uint8_t>(), count, bits, group, values.as<void>(), kind);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
-    {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.quantizers.groups.pack."},
-    {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.quantizers.groups.unpack."},
-    {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.records.record.encode_records."},
-    {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.records.record.decode_records."},
+    {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.groups.pack."},
+    {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.groups.unpack."},
+    {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
+    {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
     {"encode_blocks", encode_blocks, METH_VARARGS,
-     "See sn_compress.ops.records.blockwise.encode_blocks."},
+     "See sn_compress.ops.record.encode_blocks."},
     {"decode_blocks", decode_blocks, METH_VARARGS,
-     "See sn_compress.ops.records.blockwise.decode_blocks."},
-    {"fourier", fourier, METH_VARARGS, "See sn_compress.ops.spectra.fourier."},
-    {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectra.spectrum.hadamard."},
+     "See sn_compress.ops.record.decode_blocks."},
+    {"fourier", fourier, METH_VARARGS, "See sn_compress.ops.spectrum."},
+    {"through_half", through_half, METH_VARARGS,
+     "See sn_compress.ops.quantize.through_half."},
+    {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectrum.hadamard."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compress.ops.", -1,
@@ -312,7 +351,6 @@ PyMODINIT_FUNC PyInit__core() {
   PyObject* made = PyModule_Create(&module);
   if (made && (PyModule_AddFunctions(made, sn::low_rank_methods) < 0 ||
                PyModule_AddFunctions(made, sn::graph_methods) < 0 ||
-               PyModule_AddFunctions(made, sn::long_methods) < 0 ||
                PyModule_AddFunctions(made, sn::rounds_methods) < 0))
     Py_CLEAR(made);
   return made;

@@ -1,4 +1,4 @@
-// Rows of whole numbers as orthonormal rows: see ops/linear/orthonormal.py, whose bits these are.
+// Rows of whole numbers as orthonormal rows: see ops/orthonormal.py, whose bits these are.
 #pragma once
 
 #include <cstdint>

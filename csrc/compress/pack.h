@@ -1,4 +1,4 @@
-// Bit fields in 32-bit words, and Elias-Fano positions. Twin: ops/records/pack.py.
+// Bit fields in 32-bit words, and Elias-Fano positions. Twin: ops/record.py.
 #pragma once
 
 #include <cstdint>

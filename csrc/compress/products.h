@@ -1,4 +1,4 @@
-// Products of a float32 matrix with few directions: see ops/linear/products.py.
+// Products of a float32 matrix with few directions: see ops/products.py.
 //
 // Factors lie transposed, a direction's numbers side by side. Every sum has one order that no
 // instruction set, block or thread changes, and no multiply-add is fused: the same bits everywhere.

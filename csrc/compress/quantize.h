@@ -1,4 +1,4 @@
-// Range-based N-bit floats. Twin: ops/records/quantize.py (formulas there).
+// Range-based N-bit floats. Twin: ops/quantize.py (formulas there).
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,8 @@
-// Python's door to whole rounds of the low-rank exchange on one thread of a host: see
-// sums/host_rounds.py. They call what the doors of single functions call, in the same order, so
-// the bits are the same.
+// Python's door to what a low-rank step computes between its rounds, on one thread of a host: see
+// allreduce/methods/low_rank.py. It calls what the doors of single functions call, in the same
+// order, so the bits are the same.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -15,11 +14,11 @@
 namespace sn {
 namespace {
 
-constexpr int64_t kHead = 2;               // words: ranks without numbers, checksum
-constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/words/word_sum.py
+constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/fixed_point.py
 constexpr int64_t kChunk = 1 << 18;        // elements whose squares are summed by themselves
 constexpr int64_t kCount = 1 << 20;        // in a column's word, above the exponents' sum
 constexpr int64_t kMaxRanks = 2047;
+constexpr int64_t kRowsAtOnce = 64;  // fewer would turn the directions too often
 
 // The sum of each word times 1, 0, 3, 4, ..., kPrime - 1, 1, 2, ..., modulo kPrime.
 SN_CLONES int64_t word_sum(const int32_t* words, int64_t count) {
@@ -95,7 +94,7 @@ struct Side : ColumnArguments {
     wrong("side");
     return false;
   }
-  int64_t all_words() const { return kHead + columns + words(); }
+  int64_t all_words() const { return columns + words(); }
 
   template <typename Digit>
   void pack(const float* values, int32_t* heads, float* own) const {
@@ -105,25 +104,21 @@ struct Side : ColumnArguments {
     join_digits(digits.data(), words(), heads + columns);
   }
 
-  // A round's words with their head; zeros but for the first one without numbers.
-  void seal(std::vector<float>& values, bool finite, bool all_finite_so_far, int32_t* to,
-            float* own) const {
+  // A round's words; of zeros if any value is not finite, which it returns.
+  bool seal(std::vector<float>& values, int32_t* to, float* own) const {
+    const bool finite = all_finite(values.data(), static_cast<int64_t>(values.size()));
     if (!finite) std::fill(values.begin(), values.end(), 0.0f);
     if (bits == 8)
-      pack<int8_t>(values.data(), to + kHead, own);
+      pack<int8_t>(values.data(), to, own);
     else
-      pack<int16_t>(values.data(), to + kHead, own);
-    const bool lost = !finite || !all_finite_so_far;
-    if (lost) std::fill_n(to + kHead, all_words() - kHead, 0);
-    to[0] = lost;
-    to[1] = 0;
-    to[1] = static_cast<int32_t>(word_sum(to, all_words()));
+      pack<int16_t>(values.data(), to, own);
+    return finite;
   }
 
   // Sums of digits, and the exponents of the next step.
   void open(const int32_t* total, int32_t* sums, int32_t* next) const {
     for (int64_t i = 0; i < columns; ++i) {
-      const int64_t head = total[kHead + i];
+      const int64_t head = total[i];
       const int64_t counted = (head + kCount / 2) >> 20;
       const int64_t ranked = std::min(std::max(counted, int64_t{1}), kMaxRanks);
       const int64_t over = 2 * (head - counted * kCount) + ranked;
@@ -134,12 +129,15 @@ struct Side : ColumnArguments {
                                   std::max(known, int64_t{lowest}), highest))
                             : exponents.as<const int32_t>()[i];
     }
-    split_digits(total + kHead + columns, words(), bits, count, sums);
+    split_digits(total + columns, words(), bits, count, sums);
   }
 };
 
-bool is_damaged(const int32_t* total, int64_t words) {
-  return (word_sum(total, words) - total[1]) % kPrime != 0;
+PyObject* checksum_of_words(PyObject*, PyObject* words_arg) {
+  Buffer words;
+  if (!words.take(words_arg, false)) return nullptr;
+  if (words.bytes() < 8 || words.bytes() % 4) return wrong("word_sum");
+  return PyLong_FromLongLong(word_sum(words.as<const int32_t>(), words.bytes() / 4));
 }
 
 PyObject* low_rank_first(PyObject*, PyObject* args) {
@@ -171,19 +169,28 @@ PyObject* low_rank_first(PyObject*, PyObject* args) {
     for (int64_t i = 0; i < tensors.count; ++i) {
       const Shape& it = tensors.at(i);
       const int64_t elements = it.rows * it.columns;
+      const Matrix<const float> directions{q, it.size, it.columns, it.columns};
       double squares = 0;
-      for (int64_t start = 0; start < elements; start += kChunk)
+      int64_t first = 0;  // row that is not multiplied yet
+      for (int64_t start = 0; start < elements; start += kChunk) {
+        const int64_t stop = std::min(start + kChunk, elements);
         squares += remember(memories[i].as<const float>() + start,
                             gradients[i].as<const float>() + start, static_cast<float>(decay),
-                            outs[i].as<float>() + start, std::min(kChunk, elements - start));
+                            outs[i].as<float>() + start, stop - start);
+        // While they are in the cache: one walk less over memory. Bits are those of each row.
+        const int64_t whole = stop / it.columns / kRowsAtOnce * kRowsAtOnce;
+        const int64_t last = stop == elements ? it.rows : whole;
+        if (last == first) continue;
+        times_rows({outs[i].as<const float>() + first * it.columns, last - first, it.columns,
+                    it.columns},
+                   directions, {to + first, it.size, last - first, it.rows}, kernel);
+        first = last;
+      }
       energy = i ? energy + static_cast<float>(squares) : static_cast<float>(squares);
-      times_rows({outs[i].as<const float>(), it.rows, it.columns, it.columns},
-                 {q, it.size, it.columns, it.columns}, {to, it.size, it.rows, it.rows}, kernel);
       q += it.size * it.columns;
       to += it.size * it.rows;
     }
-    finite = std::isfinite(energy);
-    left.seal(p, all_finite(p.data(), tensors.left), finite, words.as<int32_t>(), own.data());
+    finite = left.seal(p, words.as<int32_t>(), own.data());
   });
   return done ? Py_BuildValue("dO", static_cast<double>(energy), finite ? Py_True : Py_False)
               : nullptr;
@@ -192,10 +199,10 @@ PyObject* low_rank_first(PyObject*, PyObject* args) {
 PyObject* low_rank_second(PyObject*, PyObject* args) {
   PyObject *shapes_arg, *matrices_arg, *total_arg, *left_arg, *left_exponents_arg, *right_arg,
       *right_exponents_arg, *p_arg, *own_arg, *next_arg, *words_arg;
-  int transform, kernel, finite;
-  if (!PyArg_ParseTuple(args, "OOOOOOOiipOOOO", &shapes_arg, &matrices_arg, &total_arg, &left_arg,
+  int transform, kernel;
+  if (!PyArg_ParseTuple(args, "OOOOOOOiiOOOO", &shapes_arg, &matrices_arg, &total_arg, &left_arg,
                         &left_exponents_arg, &right_arg, &right_exponents_arg, &transform, &kernel,
-                        &finite, &p_arg, &own_arg, &next_arg, &words_arg))
+                        &p_arg, &own_arg, &next_arg, &words_arg))
     return nullptr;
   Tensors tensors;
   std::unique_ptr<Buffer[]> matrices;
@@ -212,10 +219,9 @@ PyObject* low_rank_second(PyObject*, PyObject* args) {
       kernel >= product_kernels())
     return wrong("low_rank_second");
   const auto* sum = total.as<const int32_t>();
-  bool damaged = false;
+  bool finite = false;
   double sent = 0;
   const bool done = unlocked([&] {
-    damaged = is_damaged(sum, left.all_words());
     std::vector<int32_t> sums(static_cast<size_t>(tensors.left));
     left.open(sum, sums.data(), next.as<int32_t>());
     std::vector<float> q(static_cast<size_t>(tensors.right));
@@ -231,22 +237,20 @@ PyObject* low_rank_second(PyObject*, PyObject* args) {
       row += it.size * it.rows;
       column += it.size * it.columns;
     }
-    right.seal(q, all_finite(q.data(), tensors.right), finite != 0, words.as<int32_t>(),
-               own.as<float>());
+    finite = right.seal(q, words.as<int32_t>(), own.as<float>());
     const float* read = own.as<const float>();
     for (size_t i = 0; i < q.size(); ++i) sent += read[i] * (2.0 * q[i] - read[i]);
   });
-  return done ? Py_BuildValue("OOd", sum[0] ? Py_True : Py_False, damaged ? Py_True : Py_False,
-                              sent)
-              : nullptr;
+  return done ? Py_BuildValue("Od", finite ? Py_True : Py_False, sent) : nullptr;
 }
 
 PyObject* low_rank_last(PyObject*, PyObject* args) {
   PyObject *shapes_arg, *matrices_arg, *means_arg, *total_arg, *p_arg, *own_arg, *right_arg,
       *exponents_arg, *basis_arg, *new_arg, *next_arg;
-  int transform, kernel, lost;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOiipOOO", &shapes_arg, &matrices_arg, &means_arg, &total_arg,
-                        &p_arg, &own_arg, &right_arg, &exponents_arg, &transform, &kernel, &lost,
+  float poison;
+  int transform, kernel;
+  if (!PyArg_ParseTuple(args, "OOOOfOOOOiiOOO", &shapes_arg, &matrices_arg, &means_arg, &total_arg,
+                        &poison, &p_arg, &own_arg, &right_arg, &exponents_arg, &transform, &kernel,
                         &basis_arg, &new_arg, &next_arg))
     return nullptr;
   Tensors tensors;
@@ -265,17 +269,13 @@ PyObject* low_rank_last(PyObject*, PyObject* args) {
       transform > 52 || kernel < 0 || kernel >= product_kernels())
     return wrong("low_rank_last");
   const auto* sum = total.as<const int32_t>();
-  const bool gone = lost || sum[0];
-  bool damaged = false;
   const bool done = unlocked([&] {
-    damaged = is_damaged(sum, right.all_words());
     const auto size = static_cast<size_t>(tensors.right);
     std::vector<int32_t> sums(size);
     right.open(sum, sums.data(), next.as<int32_t>());
     std::vector<float> mean(size);
     spread_units(right.sides.as<const int64_t>(), right.exponents.as<const int32_t>(),
                  right.columns, right.scales(), mean.data());
-    const float poison = gone ? std::numeric_limits<float>::quiet_NaN() : 1.0f;
     for (size_t i = 0; i < size; ++i) mean[i] = static_cast<float>(sums[i]) * (mean[i] * poison);
     Orthonormal orthonormal;
     int64_t row = 0, column = 0;
@@ -291,20 +291,18 @@ PyObject* low_rank_last(PyObject*, PyObject* args) {
       row += it.size * it.rows;
       column += it.size * it.columns;
     }
-    if (!gone) return;  // else everything stays as it was
-    std::copy_n(basis.as<const float>(), size, made.as<float>());
-    std::copy_n(right.exponents.as<const int32_t>(), right.columns, next.as<int32_t>());
   });
-  return done ? Py_BuildValue("OO", gone ? Py_True : Py_False, damaged ? Py_True : Py_False)
-              : nullptr;
+  if (!done) return nullptr;
+  Py_RETURN_NONE;
 }
 
 }  // namespace
 
 PyMethodDef rounds_methods[] = {
-    {"low_rank_first", low_rank_first, METH_VARARGS, "See sn_compress.sums.host_rounds."},
-    {"low_rank_second", low_rank_second, METH_VARARGS, "See sn_compress.sums.host_rounds."},
-    {"low_rank_last", low_rank_last, METH_VARARGS, "See sn_compress.sums.host_rounds."},
+    {"word_sum", checksum_of_words, METH_O, "See sn_compress.ops.fixed_point.word_sum."},
+    {"low_rank_first", low_rank_first, METH_VARARGS, "See LowRank.compiled_step."},
+    {"low_rank_second", low_rank_second, METH_VARARGS, "See LowRank.compiled_step."},
+    {"low_rank_last", low_rank_last, METH_VARARGS, "See LowRank.compiled_step."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace sn

@@ -1,6 +1,6 @@
 // Headers of payloads, before and after their records: contract.py, Payload.seal.
-// The records' share of the checksum is summed where they are written and read, in fused.cu and
-// whole.cu, so no payload is read twice.
+// The records' share of the checksum is summed where they are written and read, in fused.cu, so no
+// payload is read twice.
 #include "section.cuh"
 
 namespace sn {

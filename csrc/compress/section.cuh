@@ -1,5 +1,5 @@
 // The tables a launch is given by value: many tensors, one launch, nothing to upload.
-// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in ops/cuda/launch.py.
+// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in ops/launch.py.
 #pragma once
 
 #include "coder.cuh"

@@ -1,5 +1,5 @@
 // Which bins stay: the k of largest magnitude, ties to the lower position.
-// Twin: ops/records/select.py.
+// Twin: ops/quantize.py.
 #pragma once
 
 #include <cstdint>

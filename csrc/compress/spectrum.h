@@ -1,4 +1,4 @@
-// Transforms that no library brings. Twin: ops/spectra/spectrum.py.
+// Transforms that no library brings. Twin: ops/spectrum.py.
 #pragma once
 
 #include <cstdint>

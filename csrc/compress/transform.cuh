@@ -3,7 +3,7 @@
 // The real FFT is a complex one of N/2 points (Stockham, radix 8, one small radix at the end) and
 // a step that separates even and odd elements. The DCT-II is that FFT on reordered elements
 // (Makhoul 1980), turned by an eighth of a period at most. A block may be cut into spans of L reals
-// with FFTs of their own, side by side; ops/spectra/spans.py says how their bins lie. Every thread
+// with FFTs of their own, side by side; ops/spectrum.py says how their bins lie. Every thread
 // holds eight complex points in registers; a pass goes through shared memory once, with two
 // barriers. Fused multiply-adds are written out, contraction is off: the host and every GPU round
 // alike.
@@ -77,7 +77,7 @@ SN_UNROLL
 }
 
 // Twiddle factors come in the order the passes use them, so that neighbouring threads read
-// neighbouring words: ops/cuda/launch.py, twiddles().
+// neighbouring words: ops/launch.py, twiddles().
 template <int N, int T, int L = N>
 class RealFft {
  public:
@@ -253,7 +253,7 @@ SN_UNROLL
 };
 
 // Walsh-Hadamard transform in place, strides upwards: the same additions in the same order as
-// ops/spectra/spectrum.py, hence the same bits.
+// ops/spectrum.py, hence the same bits.
 template <int N, int T, int Stride = 1>
 SN_DEVICE void hadamard(const Block<T>& block, float* data, float scale) {
   if constexpr (Stride < N) {

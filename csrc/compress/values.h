@@ -1,4 +1,4 @@
-// Value coders beside the range float. Twin: ops/records/values.py.
+// Value coders beside the range float. Twin: ops/quantize.py.
 #pragma once
 
 #include <cmath>

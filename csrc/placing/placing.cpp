@@ -176,7 +176,7 @@ struct Pool {
   size_t next = 0;
 };
 
-// As sn_memory/torch/device/placing.py names them.
+// As sn_memory/pool/placing.py names them.
 struct Statistics {
   int64_t reserved = 0, peak_reserved = 0, arenas = 0, allocated = 0, peak_allocated = 0;
   int64_t hits = 0, misses = 0, bad_frees = 0;

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sn_compress.gossip.mixing import spectral_gap
 from sn_compress.gossip.simulate import Curve, simulate, table
-from sn_compress.gossip.topology import NAMES, Topology, topology
+from sn_compress.gossip.topology import NAMES, Topology, spectral_gap, topology
 from sn_memory.base.progress import progress_output, report_progress
 
 from ..command import Answer, add_command, picture_file

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from sn_compress import Link, measure_rates, predict
-from sn_compress.prediction.layers import MODELS, layers
-from sn_compress.prediction.predict import METHODS, Prediction
-from sn_compress.prediction.rates import FREE, RECORDED, Rates
+from sn_compress.prediction.cost import MODELS, layers
+from sn_compress.prediction.predict import FREE, METHODS, RECORDED, Prediction, Rates
 from sn_compress.settings import Settings
 
 from ..command import Answer, add_command, picture_file

@@ -1,5 +1,5 @@
-"""A vector to bytes and back: the contract, all methods by name, saved states; a room a family.
+"""A vector to bytes and back: the contract, a file a method, all methods by name, saved states.
 
-May import `ops`, `devices` and `base`. The files here know a method by its name in `registry.py`.
-A family may import these, and of the others: factors and auto import frequency, auto factors.
+May import `ops` and what that stands on. `registry.py` knows methods by name. FFTCodec
+is in `fft.py`, its array code in `batched.py`, its kernels in `_fft_cuda.py`.
 """

@@ -2,17 +2,26 @@
 
 A chain of `if name ==` imports everything and hides what there is. Here it is a table; a codec's
 module is imported when its name is first asked for.
+
+States on their way to a file and back, from one codec to another if need be.
+
+A saved state names the class and the settings that give it its meaning. A codec of the same takes
+it as it is and goes on bit by bit; for another one it becomes the vector it stands for, and
+whatever else was remembered (momentum, factors, counted steps) starts anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from ..base.errors import CompressError
-from .base import Codec
+import numpy as np
+
+from .. import _cuda, _native
+from ..errors import CompressError
+from .base import MAX_ELEMENTS, Codec, Floats, saved_item
 
 
 @dataclass(frozen=True)
@@ -34,16 +43,14 @@ class Entry:
     kernels: bool = False
 
 
-_GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
+GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
 
 CODECS: dict[str, Entry] = {
-    "auto": Entry(".auto.auto", "AutoCodec"),
-    "dct": Entry(".frequency.fft", "FFTCodec", {"transform": "dct"}, kernels=True),
-    "hadamard": Entry(".frequency.fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
-    "axes": Entry(".frequency.fft", "FFTCodec", {"transform": "axes"}, kernels=True),
-    "lowrank": Entry(".factors.lowrank", "LowRankCodec"),
+    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}, kernels=True),
+    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
+    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}, kernels=True),
     "fft": Entry(
-        ".frequency.fft",
+        ".fft",
         "FFTCodec",
         kernels=True,
         presets={
@@ -54,12 +61,12 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "topk": Entry(
-        ".sparse.topk",
+        ".topk",
         "TopKCodec",
         presets={
             "grace": Preset(
                 {"theta": 0.7, "indices": "int64"},
-                f"{_GRACE}/compressor/topk.py; compress_ratio 0.3 is helper.py's default",
+                f"{GRACE}/compressor/topk.py; compress_ratio 0.3 is helper.py's default",
             ),
             "compact": Preset(
                 {
@@ -75,12 +82,12 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "qsgd": Entry(
-        ".quantizers.qsgd",
+        ".qsgd",
         "QSGDCodec",
         presets={
             "grace": Preset(
                 {"levels": 256, "bucket": None, "packing": "bytes"},
-                f"{_GRACE}/compressor/qsgd.py; quantum_num 256 is helper.py's default, sent as "
+                f"{GRACE}/compressor/qsgd.py; quantum_num 256 is helper.py's default, sent as "
                 "16 bits",
             ),
             "paper": Preset(
@@ -91,11 +98,11 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "terngrad": Entry(
-        ".quantizers.terngrad",
+        ".terngrad",
         "TernGradCodec",
         presets={
             "grace": Preset(
-                {"spread": "std", "packing": "bytes"}, f"{_GRACE}/compressor/terngrad.py"
+                {"spread": "std", "packing": "bytes"}, f"{GRACE}/compressor/terngrad.py"
             ),
             "paper": Preset(
                 {"spread": "std", "packing": "bits"},
@@ -103,45 +110,19 @@ CODECS: dict[str, Entry] = {
             ),
         },
     ),
-    "dgc": Entry(
-        ".sparse.dgc",
-        "DGCCodec",
-        presets={
-            "grace": Preset(
-                {"theta": 0.7, "momentum": 0.3, "indices": "int64"},
-                f"{_GRACE}/compressor/dgc.py and memory/dgc.py; compress_ratio 0.3 and momentum "
-                "0.3 are helper.py's defaults. Its clipping needs all ranks and is left out",
-            ),
-            "paper": Preset(
-                {"theta": 0.999, "momentum": 0.9},
-                "Lin et al. 2018: 0.1 %, momentum 0.9; set warmup to the steps of an epoch",
-            ),
-        },
-    ),
     "onebit": Entry(
-        ".quantizers.onebit",
+        ".onebit",
         "OneBitCodec",
         presets={
-            "grace": Preset({"bucket": None, "packing": "bytes"}, f"{_GRACE}/compressor/onebit.py"),
+            "grace": Preset({"bucket": None, "packing": "bytes"}, f"{GRACE}/compressor/onebit.py"),
             "ef-sign": Preset(
                 {"variant": "ef-sign", "bucket": None},
                 "Karimireddy et al. 2019: sign and mean magnitude of the tensor",
             ),
         },
     ),
-    "powersgd": Entry(
-        ".factors.powersgd",
-        "PowerSGDCodec",
-        presets={
-            "torch": Preset(
-                {"rank": 1},
-                "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook: rank 1, warm start, "
-                "error feedback",
-            )
-        },
-    ),
     "bounded": Entry(
-        ".quantizers.bounded",
+        ".bounded",
         "BoundedCodec",
         presets={
             "actnn": Preset(
@@ -150,18 +131,8 @@ CODECS: dict[str, Entry] = {
             ),
         },
     ),
-    "fp16": Entry(".quantizers.cast", "CastCodec", {"dtype": "fp16"}),
-    "bf16": Entry(".quantizers.cast", "CastCodec", {"dtype": "bf16"}),
-    "demo": Entry(
-        ".sparse.demo",
-        "DeMoCodec",
-        presets={
-            "paper": Preset(
-                {"topk": 32, "edge": 64, "decay": 0.999},
-                "DeMo's published defaults (arXiv 2411.19870, bloc97/DeMo 0e48145)",
-            )
-        },
-    ),
+    "fp16": Entry(".cast", "CastCodec", {"dtype": "fp16"}),
+    "bf16": Entry(".cast", "CastCodec", {"dtype": "bf16"}),
 }
 """Name -> Entry; a new codec is one file and one line here."""
 
@@ -182,7 +153,14 @@ def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
     >>> codec("topk", preset="grace", theta=0.99).indices
     'int64'
     """
-    entry = _entry(name)
+    return make(CODECS, name, preset, settings)
+
+
+def make(
+    table: Mapping[str, Entry], name: str, preset: str | None, settings: Mapping[str, Any]
+) -> Codec:
+    """The codec that a table calls `name`; see `codec`."""
+    entry = find(table, name)
     chosen = dict(entry.settings)
     if preset is not None:
         if preset not in entry.presets:
@@ -191,11 +169,11 @@ def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
         chosen |= entry.presets[preset].settings
     for key in settings.keys() & entry.settings.keys():
         raise CompressError(f"codec {name!r} fixes {key}={entry.settings[key]!r}; leave it out")
-    make = getattr(import_module(entry.module, __package__), entry.cls)
+    cls = getattr(import_module(entry.module, __package__), entry.cls)
     try:
-        made: Codec = make(**chosen | settings)
+        made: Codec = cls(**(chosen | dict(settings)))
     except TypeError as wrong:
-        legal = ", ".join(make.__init__.__kwdefaults__)
+        legal = ", ".join(cls.__init__.__kwdefaults__)
         raise CompressError(f"codec {name!r}: {wrong}. Its settings are: {legal}") from wrong
     return made
 
@@ -220,10 +198,88 @@ def presets(name: str) -> dict[str, Preset]:
     >>> sorted(presets("qsgd"))
     ['grace', 'paper']
     """
-    return dict(_entry(name).presets)
+    return dict(find(CODECS, name).presets)
 
 
-def _entry(name: str) -> Entry:
-    if name not in CODECS:
-        raise CompressError(f"no codec is called {name!r}; known: {', '.join(sorted(CODECS))}")
-    return CODECS[name]
+def find(table: Mapping[str, Entry], name: str) -> Entry:
+    """The entry of this name; CompressError with the known names otherwise."""
+    if name not in table:
+        raise CompressError(f"no codec is called {name!r}; known: {', '.join(sorted(table))}")
+    return table[name]
+
+
+def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
+    """A state of n elements as arrays, numbers and strings."""
+    return {
+        "n": n,
+        "codec": type(codec).__name__,
+        "basis": codec.basis,
+        "state": codec.dump_state(state, n),
+    }
+
+
+def load(codec: Codec, entry: dict[str, Any]) -> Any:
+    """The state, for this codec; CompressError if it is damaged or cannot be carried over.
+
+    None if nothing is remembered in it that this codec could go on with.
+    """
+    n = elements(entry)
+    own = saved_item(entry, "codec") == type(codec).__name__
+    if own and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
+        return codec.load_state(saved_item(entry, "state"), n)
+    values = load_values(entry)
+    return None if values is None else codec.values_to_state(values)
+
+
+def load_values(entry: dict[str, Any]) -> Floats | None:
+    """The vector that a saved state stands for, [n] float32; None for codecs without memory."""
+    n, basis = elements(entry), saved_item(entry, "basis")
+    try:
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
+        saved = by_class(saved_item(entry, "codec"), settings)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise CompressError(
+            f"saved with settings {basis!r}, which no codec accepts: {error}"
+        ) from error
+    state = saved.load_state(saved_item(entry, "state"), n)
+    if not saved.remembers:
+        return None
+    return np.asarray(saved.state_to_values(state, n), np.float32)
+
+
+def elements(entry: dict[str, Any]) -> int:
+    """How many elements a saved state is of."""
+    n = saved_item(entry, "n")
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_ELEMENTS:
+        raise CompressError(f"has {n!r} elements; expected 0 to {MAX_ELEMENTS}")
+    return n
+
+
+def _plain(basis: Any) -> Any:
+    """Settings with tuples as lists, which files make of them."""
+    if isinstance(basis, dict):
+        return {key: _plain(value) for key, value in basis.items()}
+    return [_plain(item) for item in basis] if isinstance(basis, (list, tuple)) else basis
+
+
+def each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
+    """Dicts and lists with everything of one kind changed: arrays to a framework's, and back."""
+    if isinstance(node, kind):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: each(kind, change, value) for key, value in node.items()}
+    return [each(kind, change, item) for item in node] if isinstance(node, list) else node
+
+
+def backends() -> dict[str, str]:
+    """Name of the device -> the back end that serves it and the reason.
+
+    >>> sorted(backends())
+    ['cpu', 'cuda']
+    """
+    kernels = ", ".join(sorted(name for name, entry in CODECS.items() if entry.kernels))
+    others = ", ".join(sorted(name for name, entry in CODECS.items() if not entry.kernels))
+    return {
+        "cpu": _native.load()[1],
+        "cuda": f"{_cuda.found()}. Kernels: {kernels}. Copied to the host: {others}",
+    }

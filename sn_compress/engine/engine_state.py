@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import CompressError
-from ..base.saved import held, reading
+from ..codecs import registry
 from ..codecs.base import Floats
+from ..errors import CompressError
+from ..saved import arrays_of, held, reading
+from ..settings import Settings
 from .engine import Engine
-from .owed import Owed
-from .theta import squares
 
 _FORMAT = 1
+_ARRAY = "array of the file"
 # By tensor: of all that is remembered of it, from [n] to the shape in which it lies now.
 Changes = Mapping[str, Callable[[Floats], Floats]]
 
@@ -25,13 +28,12 @@ def state_dict(engine: Engine, *, ranks: int, rank: int) -> dict[str, Any]:
 
     To be called between steps.
     """
-    engine.settle()
+    engine.transaction.settle()
     engine.new_step()
     return {
-        "format": _FORMAT, "ranks": ranks, "rank": rank, "scale": engine.scale,
+        "format": _FORMAT, "ranks": ranks, "rank": rank, "scale": engine.transaction.scale,
         "feedback": engine.feedback.state_dict(), "shared": engine.shared.state_dict(),
-        "theta": engine.theta.state_dict(), "lost": list(engine.lost),
-        "owed": engine.owed.state_dict(),
+        "theta": engine.theta.state_dict(),
     }  # fmt: skip
 
 
@@ -42,6 +44,7 @@ def load_state_dict(
     ranks: int,
     rank: int,
     changes: Callable[[dict[str, Any]], Changes] = lambda state: {},
+    mean: bool = False,
 ) -> None:
     """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
@@ -50,10 +53,53 @@ def load_state_dict(
     not fit: CompressError.
 
     changes : from a saved state, what to do with the memories of tensors that lie otherwise now
+    mean : take the mean of a list from as many ranks as there are now, too
     """
     with reading("the saved state"):
-        states = _chosen(state, ranks, rank)
-        _load(engine, states, ranks, changes(states[0]))
+        every = [state] if isinstance(state, dict) else list(state)
+        states = every if mean else _chosen(state, ranks, rank)
+        _load(engine, states, changes(states[0]))
+
+
+def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
+    """What state_dict returned as a file of arrays."""
+    arrays: list[Any] = []
+
+    def put(array: Any) -> dict[str, int]:
+        arrays.append(array)
+        return {_ARRAY: len(arrays) - 1}
+
+    tree = registry.each(np.ndarray, put, state)
+    # A number of NumPy is none of JSON.
+    head = json.dumps(
+        {"rank": state["rank"], "exchange": settings.exchange, "state": tree}, default=float
+    )
+    stream = io.BytesIO()
+    named: dict[str, Any] = {str(at): array for at, array in enumerate(arrays)}
+    np.savez(stream, head=np.frombuffer(head.encode(), np.uint8), **named)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
+    """What to_bytes was given on the same rank; CompressError for another's."""
+
+    def array_of(node: dict[str, Any]) -> Any:
+        if set(node) == {_ARRAY}:
+            return arrays[str(node[_ARRAY])]
+        return {key: registry.each(dict, array_of, value) for key, value in node.items()}
+
+    with reading("this error memory"):
+        arrays = arrays_of(data)
+        head = json.loads(arrays["head"].tobytes())
+        if (head["rank"], head["exchange"]) != (rank, settings.exchange):
+            raise CompressError(
+                f"this error memory belongs to rank {head['rank']} and the {head['exchange']} "
+                f"exchange; expected rank {rank} and the {settings.exchange} exchange of "
+                f"{settings.compression}. Save one checkpoint per rank, with the rank in its name, "
+                "and resume with the same compression."
+            )
+        state: dict[str, Any] = registry.each(dict, array_of, head["state"])
+    return state
 
 
 def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
@@ -75,20 +121,13 @@ def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
     return states
 
 
-def _load(engine: Engine, states: list[dict[str, Any]], ranks: int, changes: Changes) -> None:
+def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> None:
     scale = states[0]["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
-    owed = Owed.mean([entry.get("owed", {}) for entry in states])
-    for name, change in changes.items():
-        owed.change(name, _flat(change))
-    lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
     with engine.theta.loading(states[0]):
         _load_exchanges(engine, states, changes)
-    # What the ranks' sum was; of other numbers of ranks, each brings its part.
-    parts = ranks if len(lost) > 1 else 1
-    energy, error = (math.fsum(each) / parts for each in zip(*lost, strict=True))
-    engine.lost, engine.owed, engine.scale = (energy, error), owed, scale
+    engine.transaction.scale = scale
     engine.forget_step()
 
 
@@ -119,8 +158,18 @@ def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = states[0]
     tensors = dict(first["tensors"])
     for name, entry in tensors.items():
-        if "summable" in entry and len(states) > 1:
-            memories = [state["tensors"][name]["summable"]["memory"] for state in states]
-            mean = np.mean(memories, axis=0, dtype=np.float64).astype(np.float32)
-            tensors[name] = {**entry, "summable": {**entry["summable"], "memory": mean}}
+        every = [state["tensors"][name] for state in states]
+        if len(states) == 1 or not any({"summable", "owed"} & each.keys() for each in every):
+            continue
+        memories = [_memory(each) for each in every]
+        mean = np.asarray(np.mean(memories, axis=0, dtype=np.float64), np.float32)
+        kept = {**entry["summable"], "memory": mean} if "summable" in entry else mean
+        tensors[name] = {**entry, "summable" if "summable" in entry else "owed": kept}
     return {**first, "tensors": tensors}
+
+
+def _memory(entry: dict[str, Any]) -> Any:
+    """What a rank has yet to send of a tensor, [n]."""
+    if "summable" in entry:
+        return entry["summable"]["memory"]
+    return entry.get("owed", np.zeros(math.prod(entry["shape"]), np.float32))

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import CompressError
-from ..base.saved import held, reading
-from ..codecs import saving
+from .. import _cuda
+from ..arrays import on_cuda
+from ..codecs import registry
 from ..codecs.base import Codec, Payload, as_vector
-from ..devices import _cuda
-from ..devices.arrays import on_cuda
+from ..errors import CompressError
+from ..saved import held, reading
 
 _FORMAT = 2
 
@@ -44,7 +44,7 @@ class ErrorFeedback:
     >>> payload = feedback.encode("layer.weight", np.ones(5000, np.float32))
 
     >>> shapes = {"layer.weight": (50, 100), "out.weight": (10, 50)}
-    >>> feedback = ErrorFeedback(lambda name: codec("lowrank", shape=shapes[name]))
+    >>> feedback = ErrorFeedback(lambda name: codec("axes", shape=shapes[name], axes=(0,)))
     >>> payload = feedback.encode("out.weight", np.ones(500, np.float32))
     >>> feedback.codec_of("out.weight").decode(payload).shape
     (500,)
@@ -82,8 +82,8 @@ class ErrorFeedback:
         codec = codec or own
         if (type(codec), codec.basis) != (type(own), own.basis):
             raise CompressError(
-                f"{name!r} is remembered for {own!r}; expected it, or one whose "
-                f"memory is of the same kind; got {codec!r}"
+                f"the error memory of {name!r} is that of {own!r}; expected this codec, or one "
+                f"with the same kind of memory; got {codec!r}"
             )
         array: Any = values if on_cuda(values) else as_vector(values)
         n, memory = self._find(name, array)
@@ -148,6 +148,8 @@ class ErrorFeedback:
             if name in self._committed:
                 self._memory[name] = self._committed.pop(name)
 
+    undo = abort  # where a step broke off, nothing else is to be taken back
+
     def reopen(self, name: str, memory: Any) -> None:
         """Take the memory of `name` for that of a step that was not committed.
 
@@ -179,7 +181,7 @@ class ErrorFeedback:
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
         """Elements of each memory in a saved state, by name."""
-        return {name: saving.elements(entry) for name, entry in state["memory"].items()}
+        return {name: registry.elements(entry) for name, entry in state["memory"].items()}
 
     def take_over(
         self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
@@ -198,14 +200,6 @@ class ErrorFeedback:
         for name, residual in residuals.items():
             self._set(name, residual.size, residual.reshape(-1))
 
-    def release(self, name: str) -> npt.NDArray[np.float32]:
-        """The memory of `name` times decay, [n] float32, which now travels elsewhere."""
-        residual = self.residual(name) * np.float32(self.decay)
-        n, memory = self._memory.pop(name)
-        if self.undoable:
-            self._committed.setdefault(name, (n, memory))
-        return residual
-
     def forget(self, name: str) -> None:
         """Drop the memory and the codec of `name`; no error if there are none."""
         self._memory.pop(name, None)
@@ -217,7 +211,7 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: saving.save(self.codec_of(name), state, n)
+            name: registry.save(self.codec_of(name), state, n)
             for name, (n, state) in self._memory.items()
             if state is not None
         }
@@ -291,7 +285,7 @@ class ErrorFeedback:
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
         if not isinstance(name, str):
-            raise CompressError(f"a saved memory is of {name!r}; expected a name")
+            raise CompressError(f"a saved memory is named {name!r}; expected a string")
         try:
             codec = self.codec_of(name)
         except LookupError as error:
@@ -300,7 +294,7 @@ class ErrorFeedback:
                 "Take it out of the state's memory, or give it a codec."
             ) from error
         try:
-            return saving.elements(entry), saving.load(codec, entry)
+            return registry.elements(entry), registry.load(codec, entry)
         except CompressError as error:
             raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error
 

@@ -3,40 +3,53 @@
 Payloads have a fixed size, so every rank knows where each begins, and one all-gather carries them.
 They are made where the gradients are, all of them together and without a wait: on the host by the
 compiled codec, each into its stretch; on CUDA devices by fused kernels where CuPy is installed (the
-extra [cuda]), on the framework's current stream; elsewhere by array code, `batched.py` of
-`codecs/frequency`.
+extra [cuda]), on the framework's current stream; elsewhere by array code, `codecs/batched.py`.
+
+Payloads among many ranks: a piece of the gradients has an owner, who sends its mean on.
+
+A gather hands every rank all payloads, so what is received grows with their number. Here the blocks
+of a bucket are divided among the ranks. A rank's payloads of a piece go to its owner alone (an
+all-to-all); the owner adds its own gradient, which nobody has to encode, encodes the mean, and all
+gather what the owners have made. A rank receives less than two payloads' worth, however many ranks
+there are.
+
+What the second encoding drops is remembered, too (as in DoubleSqueeze, Tang et al. 2019, arXiv
+1905.05957): by the owner, in the same memory as what it drops of its own gradient. In the mean over
+the ranks, what is sent and what all remember is what there was; a saved state stays what it is with
+a gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..base.errors import PayloadError
-from ..codecs.base import Bytes, Payload
-from ..codecs.frequency import _device, batched
-from ..codecs.frequency.fft import FFTCodec
-from ..codecs.gather import payloads_of
-from ..devices import _cuda
-from ..devices.arrays import (
+from .. import _cuda
+from ..arrays import (
     Array,
-    Later,
+    AsyncScalars,
+    asarray_like,
     device_of,
-    like_of,
+    is_used,
     namespace,
     on_host,
     put_all,
     split,
     to_host,
 )
-from .carry import Gradient
-
-_GLANCE = 4096  # elements of a gradient looked at before all of them
+from ..codecs import batched
+from ..codecs.base import Payload, payloads_of
+from ..codecs.fft import FFTCodec
+from ..collective import Gradient
+from ..errors import PayloadError
+from ..report import PayloadStats
+from .feedback import ErrorFeedback
 
 
 class Memories(Protocol):
@@ -56,24 +69,21 @@ class Sent:
 
     wire : [bytes] uint8 where the gradients are, the payloads one behind the other
     payloads : each of them
-    numbers : energy and error of all of them and how many values were clipped, where payloads do
-        not know their own and it was asked for; to be read a step late
     """
 
     wire: Array
     payloads: list[Payload]
-    numbers: Later | None = None
 
 
 @dataclass(frozen=True)
-class Arrival:
+class DeferredCheck:
     """What became of an all-gather on a device: to be asked when the next step begins.
 
     later : a number that is not zero if a payload was damaged
     cuda : the device whose kernels have read it; None where array code has
     """
 
-    later: Later
+    later: AsyncScalars
     cuda: int | None = None
 
     def conclude(self) -> None:
@@ -81,12 +91,14 @@ class Arrival:
         if self.later.read()[0] == 0:
             return
         if self.cuda is not None:
-            _device.raise_if_damaged(self.cuda)
+            from ..codecs import _fft_cuda
+
+            _fft_cuda.raise_if_damaged(self.cuda)
         raise PayloadError(
-            "a payload of the step before was damaged on the way or is of other settings: its "
-            "header, its checksum or a record is not what was expected, and the mean of its "
-            "tensor was NaN. Go on from the last checkpoint; if it happens again, suspect memory "
-            "or the network, or versions that differ between ranks."
+            "a payload of the previous step is corrupt or has other settings: its header, its "
+            "checksum or a record is not what was expected, and the mean of its tensor was NaN. Go "
+            "on from the last checkpoint; if it happens again, suspect memory or the network, or "
+            "versions that differ between ranks."
         )
 
 
@@ -97,7 +109,6 @@ def encode(
     feedback: Memories | None,
     find_unused: bool,
     drops_unused: bool,
-    tally: bool = False,
 ) -> Sent:
     """The payloads of gradients of one dtype, at least one.
 
@@ -106,27 +117,33 @@ def encode(
 
     find_unused : have the kernels look for such, which waits for the device; others do so anyway
     drops_unused : False where the framework does not drop it: then memories always travel
-    tally : whether what was lost has to be known; kernels do not tell
     """
     sizes, like = _sizes(codec, gradients), gradients[0].values
     if not _cuda.takes(like) and not on_host(like):
-        return _encode_as_arrays(codec, gradients, sizes, feedback, drops_unused, tally)
+        return _encode_as_arrays(codec, gradients, sizes, feedback, drops_unused)
     xp = namespace(like)
     wire = xp.empty(sum(sizes), dtype=xp.uint8, device=device_of(like))
     pieces = split(wire, sizes)
     if _cuda.takes(like):
         looks = find_unused and drops_unused
         return Sent(wire, _encode_by_kernels(codec, gradients, pieces, feedback, looks))
-    payloads = [
-        _encode_on_host(codec, gradient, to_host(piece), feedback, drops_unused)
-        for gradient, piece in zip(gradients, pieces, strict=True)
-    ]
+    payloads = []
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        values = to_host(xp.astype(gradient.values, xp.float32, copy=False))
+        waits = drops_unused and not is_used(values)
+        if feedback is None or gradient.name is None or waits:
+            payloads.append(codec.encode_into(to_host(piece), values))
+        else:
+            memory = feedback.memory_of(gradient.name, values)
+            payloads.append(
+                codec.encode_into(to_host(piece), values, state=memory, decay=feedback.decay)
+            )
     return Sent(wire, payloads)
 
 
 def decode(
     codec: FFTCodec, gathered: Array, gradients: Sequence[Gradient], *, ranks: int
-) -> Arrival | None:
+) -> DeferredCheck | None:
     """Write the means of what all ranks encoded into the gradients' values.
 
     gathered : [ranks * bytes] uint8, what `encode` made on each rank, in order of rank
@@ -139,7 +156,9 @@ def decode(
         with on_stream_of(gathered):
             whole = _cuda.view(gathered).array().reshape(ranks, -1)
             arrays = [whole[:, first:last] for first, last in pairwise(ends)]
-        _device.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
+        from ..codecs import _fft_cuda
+
+        _fft_cuda.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
         return _arrival_of_kernels(gathered)
     if not on_host(gathered):
         return _decode_as_arrays(codec, gathered, gradients, ranks)
@@ -150,14 +169,8 @@ def decode(
         if values.dtype == namespace(values).float32:
             codec.decode_mean_into(payloads, to_host(values))
         else:
-            values[...] = like_of(codec.decode_mean(payloads), values)
+            values[...] = asarray_like(codec.decode_mean(payloads), values)
     return None
-
-
-def is_used(values: Array) -> bool:
-    """Whether any value is not zero; the start of a gradient mostly tells. Waits for a device."""
-    xp = namespace(values)
-    return bool(xp.any(values[:_GLANCE])) or bool(xp.any(values))
 
 
 def on_stream_of(values: Array) -> AbstractContextManager[Any]:
@@ -169,29 +182,12 @@ def _sizes(codec: FFTCodec, gradients: Sequence[Gradient]) -> list[int]:
     return [codec.payload_bytes(gradient.elements) for gradient in gradients]
 
 
-def _encode_on_host(
-    codec: FFTCodec,
-    gradient: Gradient,
-    buffer: Bytes,
-    feedback: Memories | None,
-    drops_unused: bool,
-) -> Payload:
-    xp = namespace(gradient.values)
-    values = to_host(xp.astype(gradient.values, xp.float32, copy=False))
-    waits = drops_unused and not is_used(values)
-    if feedback is None or gradient.name is None or waits:
-        return codec.encode_into(buffer, values)
-    memory = feedback.memory_of(gradient.name, values)
-    return codec.encode_into(buffer, values, state=memory, decay=feedback.decay)
-
-
 def _encode_as_arrays(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     sizes: Sequence[int],
     feedback: Memories | None,
     drops_unused: bool,
-    tally: bool,
 ) -> Sent:
     vectors = [gradient.values for gradient in gradients]
     memories = None
@@ -208,7 +204,6 @@ def _encode_as_arrays(
         memories,
         decay=1.0 if feedback is None else feedback.decay,
         unused_waits=drops_unused,
-        tally=tally,
     )
     if memories is not None and made.memories is not None:
         held = [part for memory in memories for part in memory]
@@ -219,17 +214,17 @@ def _encode_as_arrays(
         Payload(piece, codec.codec_id, gradient.elements, codec.settings)
         for piece, gradient in zip(split(wire, sizes), gradients, strict=True)
     ]
-    return Sent(wire, payloads, None if made.numbers is None else Later(made.numbers))
+    return Sent(wire, payloads)
 
 
 def _decode_as_arrays(
     codec: FFTCodec, gathered: Array, gradients: Sequence[Gradient], ranks: int
-) -> Arrival:
+) -> DeferredCheck:
     xp = namespace(gathered)
     words = xp.reshape(gathered.view(xp.int32), (ranks, -1))
     made = batched.decode(codec, words, [gradient.elements for gradient in gradients])
     put_all([gradient.values for gradient in gradients], made.means)
-    return Arrival(Later(xp.reshape(xp.astype(made.damaged, xp.float64), (1,))))
+    return DeferredCheck(AsyncScalars(xp.reshape(xp.astype(made.damaged, xp.float64), (1,))))
 
 
 def _encode_by_kernels(
@@ -255,14 +250,313 @@ def _encode_by_kernels(
             ]
         buffers = [_cuda.view(piece).array() for piece in pieces]
     decay = 1.0 if feedback is None else feedback.decay
-    return _device.Encoder(codec, vectors, states, buffers).run(decay)
+    from ..codecs import _fft_cuda
+
+    return _fft_cuda.Encoder(codec, vectors, states, buffers).run(decay)
 
 
-def _arrival_of_kernels(gathered: Array) -> Arrival:
+def _arrival_of_kernels(gathered: Array) -> DeferredCheck:
     """The flag as it is behind the decoding that was launched last."""
     view = _cuda.view(gathered)
     with on_stream_of(gathered):
-        flag = _device.damage_of(view.device).astype("float64")
+        from ..codecs import _fft_cuda
+
+        flag = _fft_cuda.damage_of(view.device).astype("float64")
         if view.is_torch:
             flag = namespace(gathered).from_dlpack(flag)
-    return Arrival(Later(flag), view.device)
+    return DeferredCheck(AsyncScalars(flag), view.device)
+
+
+# What an owner sends, byte for byte, that cannot read what it was sent: all have to learn of it.
+_DAMAGED = 255
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some blocks of a tensor: its elements start..stop, among those of a bucket."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+    def name_in(self, tensor: str) -> str:
+        """That of a piece of a tensor of this name."""
+        return f"{tensor}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who owns which pieces, and what they are encoded with.
+
+    Attributes
+    ----------
+    pieces : of each rank, none twice, all together
+    parts, means : the codecs of what goes to owners, and of what these make of it
+    """
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    parts: FFTCodec
+    means: FFTCodec
+
+    def others(self, rank: int) -> list[Piece]:
+        """What a rank does not own, in the order of the owners."""
+        return [it for owner, own in enumerate(self.pieces) if owner != rank for it in own]
+
+    @property
+    def parts_bytes(self) -> tuple[int, ...]:
+        """Of each owner, what each of the others sends it."""
+        return self._bytes(self.parts)
+
+    @property
+    def means_bytes(self) -> tuple[int, ...]:
+        """Of each owner, what it makes."""
+        return self._bytes(self.means)
+
+    def _bytes(self, codec: FFTCodec) -> tuple[int, ...]:
+        return tuple(sum(codec.payload_bytes(it.elements) for it in own) for own in self.pieces)
+
+    def sent(self, rank: int, tensors: int) -> list[int]:
+        """Of each tensor, bytes of the payloads that a rank makes."""
+        found = [0] * tensors
+        for piece in self.others(rank):
+            found[piece.tensor] += self.parts.payload_bytes(piece.elements)
+        for piece in self.pieces[rank]:
+            found[piece.tensor] += self.means.payload_bytes(piece.elements)
+        return found
+
+    def received(self, rank: int) -> int:
+        """Bytes that come to a rank: what others send of its pieces, and what they make."""
+        ranks, made = len(self.pieces), self.means_bytes
+        return (ranks - 1) * self.parts_bytes[rank] + sum(made) - made[rank]
+
+
+def parts_theta(theta: float) -> float:
+    """What is dropped of a rank's part, where `theta` is dropped of the mean.
+
+    Half as much is kept of it where little is, and all where all is: the errors of many ranks
+    average out, that of the mean does not.
+
+    >>> parts_theta(0.98), parts_theta(0.0)
+    (0.9898, 0.0)
+    """
+    return 1 - (1 - theta) * (1 - theta / 2)
+
+
+@lru_cache(maxsize=256)
+def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | None:
+    """How the blocks of tensors are divided; None where payloads are gathered.
+
+    codec : of the means; sizes : elements of each tensor
+
+    Gathered is what gains nothing: of one or two ranks, of one block; and what cannot be cut: a
+    transform of the whole tensor, a range that all blocks share.
+    """
+    if codec.block is None or codec.transform == "axes" or codec.window == "payload":
+        return None
+    sections = [(at, section) for at, n in enumerate(sizes) for section in codec.sections(n)]
+    total = sum(it.count * it.layout.words for _, it in sections)
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    before = 0  # words of the blocks in front of a section
+    for tensor, it in sections:
+        words, block = it.layout.words, it.layout.block
+        # A block belongs to the rank into whose part of all words its first one falls.
+        owners = before * ranks // total, (before + (it.count - 1) * words) * ranks // total
+        for owner in range(owners[0], owners[1] + 1):
+            first, last = (
+                -((before * ranks - each * total) // (words * ranks)) for each in (owner, owner + 1)
+            )
+            start = it.start + max(first, 0) * block
+            stop = min(it.start + last * block, it.stop)
+            own = pieces[owner]
+            if own and (own[-1].tensor, own[-1].stop) == (tensor, start):
+                start = own.pop().start
+            if start < stop:
+                own.append(Piece(tensor, start, stop))
+        before += it.count * words
+    parts = codec.at(parts_theta(codec.theta))
+    found = Shares(tuple(map(tuple, pieces)), parts, codec)
+    # Two collectives cost two latencies and a second encoding: not for a few bytes.
+    whole = sum(codec.payload_bytes(n) for n in sizes)
+    return found if 2 * max(found.means_bytes) < whole else None
+
+
+def rows_of(piece: Piece, codec: FFTCodec, n: int, memory: Sequence[Array]) -> list[Array]:
+    """Of the memory of its tensor, of n elements, what is a piece's: views."""
+    found = []
+    for it, part in zip(codec.sections(n), memory, strict=True):
+        first, last = max(piece.start, it.start), min(piece.stop, it.stop)
+        if first < last:
+            block = it.layout.block
+            found.append(part[(first - it.start) // block : -(-(last - it.start) // block)])
+    return found
+
+
+class Bucket:
+    """Gradients that travel together, averaged in their place in two rounds.
+
+    Parameters
+    ----------
+    gradients : of one dtype
+    shares : of these, by `shares_of`
+    rank : the number of this one
+    feedback : None to remember nothing
+    encode : payloads.encode with its settings, but for codec, gradients and feedback
+
+    Attributes
+    ----------
+    shares : who owns which pieces
+    sent : what was made so far
+    arrivals : what is to be asked of a device later
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        shares: Shares,
+        rank: int,
+        feedback: ErrorFeedback | None,
+        encode: Callable[..., Sent],
+    ) -> None:
+        self.gradients, self.sent, self.arrivals = gradients, list[Sent](), list[DeferredCheck]()
+        self.shares, self._rank, self._ranks = shares, rank, len(shares.pieces)
+        self._error: PayloadError | None = None
+        self._mine, self._others = shares.pieces[rank], shares.others(rank)
+        self._memories = None
+        if feedback is not None:
+            every = [*self._others, *self._mine]
+            self._memories = _Rows(shares.means, gradients, feedback, every)
+        self._encode = partial(encode, feedback=self._memories)
+
+    def begin(self) -> Array:
+        """What the other ranks are to have of their pieces, [bytes] uint8, in order of rank."""
+        if not self._others:  # a rank that is alone
+            return self._nothing()
+        return self._encoded(self.shares.parts, [self._view(other) for other in self._others])
+
+    def own(self, came: Array) -> Array:
+        """The means of this rank's pieces, encoded, [bytes] uint8.
+
+        came : [bytes] uint8, what the others have sent of them, in order of rank
+        """
+        if not self._mine:
+            return self._nothing()
+        means = [self._room(piece, came) for piece in self._mine]
+        if self._ranks > 1:
+            try:
+                self._read(self.shares.parts, came, means, self._ranks - 1)
+            except PayloadError as error:
+                self._error = error
+                return self._nothing(self.shares.means_bytes[self._rank]) | _DAMAGED
+        for mean, piece in zip(means, self._mine, strict=True):
+            xp = namespace(mean.values)
+            mean.values[...] *= (self._ranks - 1) / self._ranks
+            # Not divided: a graph of TensorFlow would multiply, which rounds otherwise.
+            own = xp.astype(self._view(piece).values, xp.float32) * (1 / self._ranks)
+            mean.values[...] += own
+        # The memory is of this rank's gradient, of which the mean has a ranks-th.
+        self._scale(means, 1 / self._ranks)
+        made = self._encoded(self.shares.means, means)
+        self._scale(means, self._ranks)
+        return made
+
+    def end(self, came: Array) -> None:
+        """Write the means into the gradients.
+
+        came : [bytes] uint8, of all owners in their order
+        """
+        if self._error is not None:
+            raise self._error
+        every = [self._view(it) for own in self.shares.pieces for it in own]
+        try:
+            self._read(self.shares.means, came, every, 1)
+        except PayloadError as error:
+            for rank, own in enumerate(split(came, self.shares.means_bytes)):
+                if own.shape[0] and bool(namespace(came).all(own == _DAMAGED)):
+                    raise PayloadError(
+                        f"rank {rank} received a corrupt payload; see its traceback. Retry from "
+                        "the last checkpoint; if it happens again, suspect memory or the network."
+                    ) from error
+            raise
+
+    def told(self) -> list[PayloadStats]:
+        """Of each gradient, what the payloads of its pieces tell."""
+        of: list[list[Payload]] = [[] for _ in self.gradients]
+        made = [payload for sent in self.sent for payload in sent.payloads]
+        for piece, payload in zip([*self._others, *self._mine], made, strict=True):
+            of[piece.tensor].append(payload)
+        return [PayloadStats.of(own) for own in of]
+
+    def _view(self, piece: Piece) -> Gradient:
+        """A piece as a gradient of its own: its values are those of the tensor's."""
+        whole = self.gradients[piece.tensor]
+        values = whole.values[piece.start : piece.stop]
+        name = None if whole.name is None else piece.name_in(whole.name)
+        return Gradient(name, (piece.elements,), values)
+
+    def _room(self, piece: Piece, like: Array) -> Gradient:
+        """A piece as a gradient of its own, in float32, of no values yet."""
+        xp = namespace(like)
+        values = xp.empty(piece.elements, dtype=xp.float32, device=device_of(like))
+        return Gradient(self._view(piece).name, (piece.elements,), values)
+
+    def _encoded(self, codec: FFTCodec, gradients: Sequence[Gradient]) -> Array:
+        self.sent.append(self._encode(codec, gradients))
+        return self.sent[-1].wire
+
+    def _nothing(self, size: int = 0) -> Array:
+        xp, like = namespace(self.gradients[0].values), self.gradients[0].values
+        return xp.zeros(size, dtype=xp.uint8, device=device_of(like))
+
+    def _read(self, codec: FFTCodec, wire: Array, means: Sequence[Gradient], ranks: int) -> None:
+        if arrival := decode(codec, wire, means, ranks=ranks):
+            self.arrivals.append(arrival)
+
+    def _scale(self, gradients: Sequence[Gradient], factor: float) -> None:
+        if self._memories is not None:
+            with on_stream_of(self.gradients[0].values):
+                self._memories.scale(gradients, factor)
+
+
+class _Rows:
+    """The memories of pieces: rows of those of their tensors, which encoding updates in place."""
+
+    def __init__(
+        self,
+        codec: FFTCodec,
+        gradients: Sequence[Gradient],
+        feedback: ErrorFeedback,
+        pieces: Iterable[Piece],
+    ) -> None:
+        self._codec, self._gradients, self._feedback = codec, gradients, feedback
+        self._memories: dict[int, Any] = {}
+        self._pieces = {
+            piece.name_in(name): piece
+            for piece in pieces
+            if (name := gradients[piece.tensor].name) is not None
+        }
+
+    @property
+    def decay(self) -> float:
+        """See ErrorFeedback."""
+        return self._feedback.decay
+
+    def memory_of(self, name: str, _: Any) -> list[Any]:
+        """Of a piece, by its name; its tensor's is placed where the gradient lies."""
+        piece = self._pieces[name]
+        whole = self._gradients[piece.tensor]
+        if piece.tensor not in self._memories:  # asked once a step, as a copy may be kept
+            memory = self._feedback.memory_of(str(whole.name), whole.values)
+            self._memories[piece.tensor] = memory
+        return rows_of(piece, self._codec, whole.elements, self._memories[piece.tensor])
+
+    def scale(self, gradients: Iterable[Gradient], factor: float) -> None:
+        """Multiply the memories of pieces."""
+        for gradient in gradients:
+            if gradient.name is not None:
+                for rows in self.memory_of(gradient.name, None):
+                    rows *= factor

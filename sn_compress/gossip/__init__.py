@@ -3,8 +3,18 @@
 The rims are `sn_compress.torch.gossip` and `sn_compress.tensorflow.gossip`; what is here is pure.
 """
 
-from .mixing import consensus_distance, is_doubly_stochastic, product, spectral_gap, steps_to_exact
-from .topology import NAMES, Meeting, Partner, Topology, topology
+from .topology import (
+    NAMES,
+    Meeting,
+    Partner,
+    Topology,
+    consensus_distance,
+    is_doubly_stochastic,
+    product,
+    spectral_gap,
+    steps_to_exact,
+    topology,
+)
 
 __all__ = [
     "NAMES",

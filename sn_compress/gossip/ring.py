@@ -5,21 +5,21 @@ across the network at once; here each batch, when it is used, goes to the next r
 being computed with (Daily et al. 2018). After as many epochs as ranks every sample has been on
 every rank, and in every epoch each is used exactly once.
 
-Pure: a Ring says what to send, and takes what has come; somebody else carries it.
+Pure: a Ring says what to send, and takes what has come; `epoch` is given somebody who carries it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import CompressError, PayloadError
-from ..base.saved import count, held, reading
 from ..codecs.base import Bytes
+from ..errors import CompressError, PayloadError
+from ..saved import count, held, reading
 
 Array = npt.NDArray[Any]
 
@@ -53,8 +53,8 @@ class Ring:
         own = [len(field) for field in fields]
         if not fields or set(own) != {counts[rank]}:
             raise CompressError(
-                f"fields of {own} samples where {counts[rank]} were agreed on; expected one field "
-                "or more, all of as many samples"
+                f"got fields of {own} samples; expected one field or more, each of {counts[rank]} "
+                "samples, which this rank announced to the others"
             )
         if batch_size < 1 or min(counts) < 1:
             raise CompressError(
@@ -73,6 +73,31 @@ class Ring:
         self.wire_bytes = -(-max(counts) // self.steps) * sum(self._sample_bytes)
         self._parts: list[npt.NDArray[np.int64]] = []
         self._arrived: list[list[Array]] = []
+
+    def epoch_of(self, send: Callable[[int, Bytes], Callable[[], Bytes]]) -> Iterator[list[Array]]:
+        """The batches of an epoch, field by field; each travels while it is used.
+
+        An epoch that all ranks give up at the same step moves nothing.
+
+        send : starts a batch's bytes on their way to the next rank, at a step, and returns what
+            waits for those of the rank before
+        """
+        self.begin()
+        wait = None
+        try:
+            for step in range(self.steps):
+                batch = self.batch(step)
+                if wait is not None:
+                    self.take(step - 1, wait())
+                wait = send(step, self.pack(batch))
+                yield batch
+            assert wait is not None
+            last, wait = wait, None
+            self.take(self.steps - 1, last())
+            self.end()
+        finally:
+            if wait is not None:
+                wait()
 
     def begin(self) -> None:
         """Put the samples into the order of this epoch; what an unfinished one has sent is void."""
@@ -98,7 +123,8 @@ class Ring:
         if wire.size != self.wire_bytes or step != len(self._arrived):
             raise PayloadError(
                 f"{wire.size} bytes for step {step}; expected {self.wire_bytes} for step "
-                f"{len(self._arrived)}. Do all ranks iterate alike, over fields of one kind?"
+                f"{len(self._arrived)}. Check that all ranks iterate the same fields in the same "
+                "order."
             )
         count = len(np.array_split(np.arange(self._count(-1)), self.steps)[step])
         found, start = [], 0
@@ -112,7 +138,7 @@ class Ring:
         """The epoch is over: what has come is the shard."""
         if len(self._arrived) != self.steps:
             raise CompressError(
-                f"the epoch ended after {len(self._arrived)} of {self.steps} batches had come"
+                f"the epoch ended after {len(self._arrived)} of {self.steps} batches had arrived"
             )
         self.fields = [np.concatenate(parts) for parts in zip(*self._arrived, strict=True)]
         self._arrived = []

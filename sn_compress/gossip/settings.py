@@ -1,46 +1,103 @@
-"""The settings of a GossipOptimizer that no framework has a say in: which are legal together."""
+"""The settings of a GossipOptimizer, in every framework: what is legal, and alike on all ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ..base.errors import CompressError
-from .topology import Topology
-from .topology import topology as make_topology
+from ..codecs.base import Codec
+from ..consistency import Fingerprint, plain
+from ..errors import CompressError
+from .differences import Differences, Shape
+from .topology import Topology, topology
+
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
-def check(
-    *, average: str, codec: Any, momentum: int, pull: float, limit: float | None, every: int
-) -> None:
-    """Raise CompressError for settings that are not legal; see sn_compress.torch.gossip."""
-    if average not in ("weights", "gradients"):
-        raise CompressError(f"average={average!r}; expected 'weights' or 'gradients'")
-    if average == "gradients" and (codec or momentum or limit is not None):
-        raise CompressError(
-            "average='gradients' with codec, momentum or limit; these are of weights. Leave them, "
-            "or average weights."
-        )
-    if momentum < 0 or every < 0 or not 0 < pull <= 1:
-        raise CompressError(
-            f"momentum={momentum}, every={every}, pull={pull}; expected 0 or more, 0 or more and "
-            "(0, 1]"
-        )
-    if limit is not None and (not limit > 0 or not every):
-        raise CompressError(f"limit={limit}, every={every}; expected both above 0")
-    if codec and momentum:
-        raise CompressError(
-            "codec with momentum: it would travel in full. Leave it to consensus(): momentum=0."
-        )
+@dataclass(frozen=True)
+class GossipSettings:
+    """The settings of one optimizer; sn_compress.torch.gossip.GossipOptimizer says what they do.
+
+    Raises CompressError for settings that are not legal, or not together.
+    """
+
+    topology: str | Topology
+    average: str
+    momentum: int
+    overlap: bool
+    codec: Codec | Callable[[Shape], Codec] | None
+    pull: float
+    limit: float | None
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.average not in ("weights", "gradients"):
+            raise CompressError(f"average={self.average!r}; expected 'weights' or 'gradients'")
+        if self.of_gradients and (self.codec or self.momentum or self.limit is not None):
+            raise CompressError(
+                "got average='gradients' with codec, momentum or limit, which apply to weights. "
+                "Leave them out, or average weights."
+            )
+        if self.momentum < 0 or self.every < 0 or not 0 < self.pull <= 1:
+            raise CompressError(
+                f"momentum={self.momentum}, every={self.every}, pull={self.pull}; expected 0 or "
+                "more, 0 or more and (0, 1]"
+            )
+        if self.limit is not None and (not self.limit > 0 or not self.every):
+            raise CompressError(f"limit={self.limit}, every={self.every}; expected both above 0")
+        if self.codec and self.momentum:
+            raise CompressError(
+                "got a codec with momentum, which would be sent uncompressed. Set momentum=0 and "
+                "average it with consensus()."
+            )
+
+    @property
+    def of_gradients(self) -> bool:
+        """Whether gradients travel, not weights."""
+        return self.average == "gradients"
+
+    @property
+    def factor(self) -> float:
+        """What every mixing weight is multiplied by."""
+        return self.pull if self.codec else 1.0
+
+    def copies(self, shapes: Sequence[Shape]) -> Differences | None:
+        """The copies of a message of tensors of these shapes; None without a codec."""
+        return None if self.codec is None else Differences(shapes, self.codec)
+
+    def graph(self, ranks: int) -> Topology:
+        """The topology of that name, or the one given, if it is one for these ranks."""
+        own = self.topology
+        graph = topology(own, ranks) if isinstance(own, str) else own
+        if graph.ranks != ranks:
+            raise CompressError(
+                f"got {graph!r} for {ranks} ranks; expected a topology of {ranks} ranks"
+            )
+        if self.codec and graph.rotate:
+            raise CompressError(
+                "got a codec with a rotating topology, which needs two copies of the model for "
+                "each other rank. Use a topology that does not rotate."
+            )
+        return graph
+
+    def fingerprint(self, ranks: int) -> Fingerprint:
+        """What all ranks, of which there are so many, have to have alike."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["topology"] = self.graph(ranks)
+        # A function from shapes to codecs shows an address at best: its codecs are of a size.
+        own["codec"] = self.codec if isinstance(self.codec, Codec) else self.codec is not None
+        return [(f"setting {name}", plain(value)) for name, value in own.items()]
 
 
-def graph_of(topology: str | Topology, ranks: int, codec: Any) -> Topology:
-    """The topology of that name, or the one given, if it is one for these ranks."""
-    graph = make_topology(topology, ranks) if isinstance(topology, str) else topology
-    if graph.ranks != ranks:
-        raise CompressError(f"{graph!r} for {ranks} ranks; expected one of as many")
-    if codec and graph.rotate:
-        raise CompressError(
-            "codec with a rotating topology: a copy of the model for every other rank, and twice. "
-            "Use one that does not rotate."
-        )
-    return graph
+def message_prefix(kind: str, process_set: Any) -> str:
+    """What the names of one more optimizer's or loader's messages begin with, for Horovod.
+
+    kind : which of them it is
+    process_set : of Horovod, whose ranks make it, in the same order. Counted by them, as a rank
+        that is outside makes none, and yet is in other sets with those inside
+    """
+    key = kind, tuple(process_set.ranks or range(process_set.size()))
+    _made[key] += 1
+    return f"{kind}.{_made[key] - 1}"

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import CompressError
-from ..base.text_table import text_table
-from .mixing import consensus_distance
-from .topology import Topology
+from ..errors import CompressError
+from ..text_table import text_table
+from .topology import Topology, consensus_distance
 
 SCHEMES = ("all-reduce", "alone", "gradients", "weights", "overlapped")
 RECORDED = 200  # points of a curve

@@ -1,36 +1,267 @@
 """What each way of exchanging gradients would cost a model, before a machine is rented.
 
     >>> from sn_compress import Link, predict
-    >>> from sn_compress.prediction.layers import layers
+    >>> from sn_compress.prediction.cost import layers
     >>> result = predict(layers("resnet50"), ranks=64, link=Link.of_gbit(10))
     >>> result.row("plain").ratio, round(result.row("shared").ratio)
     (1.0, 100)
 
 Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
+
+What the cost model has to be told: seconds of the codec and of the link, from timed runs.
+
+Two timed sizes give a fixed part and a part per unit; both are small, so that measuring takes a
+second or two and not the minutes of a training step on each method.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from ..base.errors import CompressError
-from ..base.text_table import text_table
-from ..codecs.gather import wire_bytes
-from ..engine.scattered import Shares, shares_of
-from ..ops.linear.matrices import cut
+from ..allreduce.allocate import MOST, EnergyCurve, allocate, budget, words_of
+from ..allreduce.methods.dense import Whole
+from ..allreduce.methods.low_rank import LowRank
+from ..allreduce.state import TensorState, exchange
+from ..codecs.base import Floats, aligned_bytes
+from ..engine.payloads import Shares, shares_of
+from ..errors import CompressError
+from ..ops.products import cut
 from ..settings import CompressionName, Settings
-from ..sums.choose import MOST, Curve, allocate, budget, words_of
-from .accuracy import advice
-from .cost import Link, Method, Rounds, Route, Step, break_even, choose, step
-from .layers import Layer
-from .rates import FREE, Rates
+from ..text_table import text_table
+from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step, wire_bytes
 
-Seconds = tuple[float, ...]
+_SIDE = 1024  # the timed runs take a matrix of this many rows and columns
+_RANKS = 8  # of the payloads and sums in the timed runs
+_TINY = 32  # rows and columns of a matrix that takes no time but for being a tensor
+_MANY = 16  # of them
+_BUCKET = 8 * 2**20  # elements, more than caches hold
+_PASSES = 3  # over a bucket: in, division, out
+_SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
+_LEAST_S = 1e-13  # per element: noise must not make a time negative
+_LEAST_LINK_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of one rank's codec for each element of a tensor, and for each tensor.
+
+    Attributes
+    ----------
+    encode_s, decode_s, add_s : gather: a payload, the way back, and each payload summed up for it
+    pass_s, column_s : shared: whatever the rank, and for each column of the factors
+    whole_s : shared: a tensor without factors, there and back
+    cast_s : fp16, there and back; taken as two copies
+    bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
+        it, and copies the mean out
+    gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
+    """
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    add_s: float = 0.0
+    pass_s: float = 0.0
+    column_s: float = 0.0
+    whole_s: float = 0.0
+    cast_s: float = 0.0
+    bucket_s: float = 0.0
+    gather_tensor_s: float = 0.0
+    shared_tensor_s: float = 0.0
+
+
+FREE = Rates()
+"""A codec that takes no time: what bytes alone would give."""
+
+RECORDED = {
+    "core": Rates(
+        encode_s=4.5e-9, decode_s=2e-9, add_s=0.35e-9, pass_s=2.7e-9,
+        column_s=0.33e-9, whole_s=13e-9, cast_s=0.55e-9, bucket_s=2.6e-9,
+        gather_tensor_s=170e-6, shared_tensor_s=24e-6,
+    )
+}  # fmt: skip
+"""Rates measured once, by name, so that what is computed from them is the same everywhere: those of
+one core of an AMD EPYC, of the rows in benchmarks/results/pays.json."""
+
+
+def measure_rates(
+    settings: Settings,
+    *,
+    repeat: int = 3,
+    threads: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], object] = lambda text: None,
+) -> Rates:
+    """Time the codecs of these settings on this machine, on a million elements.
+
+    clock : seconds; time.process_time leaves out what other programs take of a busy machine
+    say : called with a line before each part, to show progress
+    """
+    values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
+
+    def least(run: Callable[[], object]) -> float:
+        # The least of several: other programs make a run slower, never faster.
+        return min(_seconds(run, clock) for _ in range(repeat))
+
+    def per_element(run: Callable[[], object]) -> float:
+        return least(run) / values.size
+
+    say("timing the codec of payloads")
+    codec = settings.codec(threads=threads)
+    state = codec.new_state(values.size) if settings.feedback else None
+    payload = codec.encode(values, state=state)
+    one = per_element(lambda: codec.decode_mean([payload]))
+    several = per_element(lambda: codec.decode_mean([payload] * _RANKS))
+    add = max((several - one) / (_RANKS - 1), _LEAST_S)
+
+    tiny = values[: _TINY**2].copy()
+    of_tiny = codec.new_state(tiny.size) if settings.feedback else None
+    gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
+
+    say("timing the codec of the shared exchange")
+    many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), tiny) for _ in range(_MANY)]
+    shared_tensor = least(partial(_exchange, many, [tiny] * _MANY)) / _MANY
+    narrow, wide = (
+        TensorState.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
+    )
+    small, large = (per_element(partial(_exchange, [f], [values])) for f in (narrow, wide))
+    column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
+    bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
+    halved = TensorState.of(Whole([(_SIDE, _SIDE)]), values)
+    return Rates(
+        encode_s=per_element(lambda: codec.encode(values, state=state)),
+        decode_s=max(one - add, _LEAST_S),
+        add_s=add,
+        pass_s=max(small - _SMALL * column, _LEAST_S),
+        column_s=column,
+        whole_s=per_element(partial(_exchange, [halved], [values])),
+        # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
+        cast_s=2 * per_element(values.copy),
+        bucket_s=_PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
+        gather_tensor_s=gather_tensor,
+        shared_tensor_s=shared_tensor,
+    )
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
+) -> Link:
+    """The link on which all-reduces of two sizes took these seconds.
+
+    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
+        from the small one the latency
+    operation_s : of the small one's seconds, what is not spent in messages
+
+    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
+    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
+    111
+    """
+    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
+        raise CompressError(
+            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
+            "expected a small and a large size, a time for each, and two ranks or more"
+        )
+    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
+    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
+    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
+    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
+
+
+def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
+    """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
+    rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
+    words = next(rounds)
+    for _ in range(tensors[0].part.rounds - 1):
+        words = rounds.send(words * _RANKS)
+    try:
+        rounds.send(words * _RANKS)
+    except StopIteration:
+        return
+
+
+LIMIT = 0.5  # points: what loses more is named
+
+
+class Lost(NamedTuple):
+    """Points lost by one compression on one net at a ratio of received bytes."""
+
+    compression: CompressionName
+    net: str
+    ratio: float
+    points: float
+    seeds: int
+
+
+MEASURED = (
+    Lost("LowRankCompression", "convolutional net", 50, 0.24, 3),
+    Lost("LowRankCompression", "convolutional net", 150, 0.51, 3),
+    Lost("LowRankCompression", "transformer", 50, 0.27, 3),
+    Lost("LowRankCompression", "transformer", 150, 0.76, 6),
+    Lost("LowRankCompression", "residual net", 20, 0.78, 2),
+    Lost("LowRankCompression", "residual net", 50, 1.36, 2),
+    Lost("AutoCompression", "residual net", 20, 0.47, 2),
+    Lost("AutoCompression", "residual net", 50, 1.07, 2),
+    Lost("FFTCompression", "convolutional net", 20, 0.28, 3),
+    Lost("FFTCompression", "convolutional net", 50, 0.51, 6),
+    Lost("FFTCompression", "transformer", 20, 0.37, 3),
+    Lost("FFTCompression", "transformer", 50, 0.76, 6),
+    Lost("FFTCompression", "convolutional net", 150, 1.47, 3),
+    Lost("FFTCompression", "transformer", 150, 1.10, 3),
+    Lost("FFTCompression", "net of a million parameters", 50, 0.81, 2),
+    Lost("FFTCompression", "residual net", 20, 0.21, 2),
+    Lost("FFTCompression", "residual net", 50, 0.91, 2),
+)
+"""Of the nets in docs/accuracy.md; a test holds it to benchmarks/results."""
+
+
+def worst(compression: CompressionName, ratio: float) -> Lost | None:
+    """Where it lost most at the measured ratio next below `ratio`; None if none is as low."""
+    at = [lost.ratio for lost in MEASURED if lost.compression == compression]
+    near = max((each for each in at if each <= ratio), default=None)
+    lost = [it for it in MEASURED if (it.compression, it.ratio) == (compression, near)]
+    return max(lost, key=lambda it: it.points, default=None)
+
+
+def within(compression: CompressionName, points: float = LIMIT) -> float | None:
+    """The largest measured ratio at which no net measured lost more than so many points."""
+    own = [lost for lost in MEASURED if lost.compression == compression]
+    ratios = sorted({lost.ratio for lost in own})
+    fine = [r for r in ratios if all(it.points <= points for it in own if it.ratio <= r)]
+    return max(fine, default=None)
+
+
+def advice(received: Mapping[CompressionName, float]) -> str:
+    """What to know of accuracy, a line for each compression whose ratio was measured; or ""."""
+    lines = []
+    for name, ratio in received.items():
+        lost = worst(name, ratio)
+        if lost is None:
+            continue
+        line = f"{name}: {lost.points:g} points at {lost.ratio:g}x, {lost.net}"
+        found = within(name)
+        if lost.points > LIMIT:
+            # Its setting is theta, from which the ratio follows.
+            at = "{:g}x" if name == "FFTCompression" else "ratio={:g}"
+            line += f"; at most {LIMIT:g} at {at.format(found)}" if found else "; nothing below"
+        lines.append(line)
+    if not lines:
+        return ""
+    return "\n  ".join(["lost most in short trainings of small nets on 8 ranks:", *lines])
+
+
+StepTimer = tuple[float, ...]
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
 _TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
 
@@ -160,7 +391,7 @@ def _plain(tensor: Layer, rates: Rates) -> Route:
     return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half), tensor.elements)
 
 
-def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> Seconds:
+def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> StepTimer:
     """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
@@ -169,7 +400,7 @@ def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[floa
 def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
     """Gathered, or by way of the blocks' owners as `scattered.py` has it: of an average rank."""
     codec = settings.codec(threads=1)
-    sizes = tuple(it.elements for it in layers if settings.compresses(it.shape))
+    sizes = tuple(layer.elements for layer in layers if settings.compresses(layer.shape))
     shares = shares_of(codec, sizes, ranks) if settings.scatter and sizes else None
     owned = iter(_bytes_by_owners(shares, len(sizes)) if shares else ())
     routes = []
@@ -179,7 +410,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
             continue
         n = tensor.elements
         if shares is None:
-            size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
+            size = aligned_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
             after = n * (rates.decode_s + ranks * rates.add_s)
             both = n * rates.encode_s, after
             taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)
@@ -217,7 +448,7 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
     taken = [tensor for tensor in layers if settings.compresses(tensor.shape)]
     for tensor in taken:
         most = min(*cut(tensor.shape), MOST)
-        curves[tensor.name] = Curve(tensor.shape, np.full(most, 1 / most))
+        curves[tensor.name] = EnergyCurve(tensor.shape, np.full(most, 1 / most))
     elements, all_elements = (sum(t.elements for t in tensors) for tensors in (taken, layers))
     chosen = allocate(curves, budget(elements, all_elements - elements, settings.ratio), ranks)
     routes = []
@@ -234,7 +465,7 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             # Of four products with the factors, one is before the rounds and one between them.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
-        sent: Rounds = tuple(("allreduce", 4 * it) for it in words)
+        sent: Rounds = tuple(("allreduce", 4 * word) for word in words)
         whole = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
         routes.append(Route("shared", sent, whole, n))
     return routes

@@ -4,6 +4,6 @@ May import TensorFlow, Keras, Horovod and all of the core; no other room, and no
 This file loads none of them: every rim here needs Horovod.
 """
 
-from ..base.errors import need
+from ..errors import need
 
 need("tensorflow", "sn_compress.tensorflow")

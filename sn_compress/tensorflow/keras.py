@@ -21,15 +21,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..base.errors import CompressError
-from ..base.names import relative
 from ..compression import Compression
-from .alike import agree_at_trace, as_variables, compared, said_of_compression, said_of_variables
-from .buckets import Plain
-from .memory import Memory, averaged_twice, refuse_means_of_tapes
+from ..errors import CompressError
+from .agreement import agree_at_trace, fingerprint_of_compression
+from .memory import OptimizerState, exchanged_by_tapes
 from .memory import memory_of as _memory_of_compression
-from .tape import Beside, compressed_means, refuse_xla
+from .tape import Plain, compressed_means, refuse_xla
 from .tracing import Call, was_reduced
+from .variables import as_variables, fingerprint_of_variables, relative_names
 
 # Those that are alive, to be compared among ranks.
 _made: weakref.WeakSet[Averaging] = weakref.WeakSet()
@@ -117,24 +116,16 @@ class Averaging:
         """See compressed_means."""
         if not hasattr(self.compression, "settings"):
             return None, [None] * len(gradients), gradients
-        refuse_means_of_tapes(as_variables(self.variables))
+        for variable in exchanged_by_tapes(as_variables(self.variables)):
+            raise _averaged_twice(f"{variable.name}: its gradients are")
         if any(was_reduced(each) for each in gradients):
-            raise averaged_twice("gradients are")
+            raise _averaged_twice("gradients are")
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
             scale=self.scales["prescale_factor"] * self.scales["postscale_factor"],
         )  # fmt: skip
-        sparse = [
-            (v.path, each)
-            for v, each in zip(self.variables, gradients, strict=True)
-            if isinstance(each, tf.IndexedSlices)
-        ]
-        beside = Beside(
-            python=lambda: self._beside(gradients), what=self,
-            variables=as_variables(self.variables), sparse=sparse,
-        )  # fmt: skip
-        return compressed_means(call, gradients, names, beside)
+        return compressed_means(call, gradients, names, self.variables, self)
 
     def _plain(self, gradients: list[Any], names: list[str], group: str | None) -> list[Any]:
         """The means of gradients that travel as Horovod does it."""
@@ -163,40 +154,20 @@ class Averaging:
         }  # fmt: skip
         groups = self.groups
         if isinstance(groups, Sequence):
-            groups = str(relative([v.path for group in groups for v in group]))
-        said = [
+            groups = str(relative_names([v.path for group in groups for v in group]))
+        fingerprint = [
             ("number of optimizers", _number_of_optimizers(self.process_set)),
             ("name of the optimizer", scope),
-            *said_of_compression(self.compression),
+            *fingerprint_of_compression(self.compression),
             *((name, str(value)) for name, value in options.items()),
             ("groups", str(groups)),
-            *said_of_variables(self.variables),
+            *fingerprint_of_variables(self.variables),
         ]
         if hasattr(self.compression, "settings"):
             memory = _memory_of_compression(self.compression)
-            memory.agree(self.process_set, said, self.asked)
+            memory.agree(self.process_set, fingerprint, self.asked)
         else:
-            agree_at_trace(self.asked, self.process_set, said)
-
-    def _beside(self, gradients: list[Any]) -> Any:
-        """A node that counts sparse gradients, and compares variables when it is time to."""
-        memory = _memory_of_compression(self.compression)
-        paths = [v.path for v in self.variables]
-        sparse = [i for i, each in enumerate(gradients) if isinstance(each, tf.IndexedSlices)]
-        parts = [part for i in sparse for part in (gradients[i].values, gradients[i].indices)]
-        sizes = [part.dtype.size for part in parts]
-
-        def begin(*counts: Any) -> Any:
-            nbytes = [int(count) * size for count, size in zip(counts, sizes, strict=True)]
-            for at, i in enumerate(sparse):
-                sent = nbytes[2 * at] + nbytes[2 * at + 1]
-                memory.count_sparse(paths[i], int(counts[2 * at]), sent)
-            return memory.sameness_of(self).step()
-
-        with tf.device("CPU"):
-            due = tf.numpy_function(begin, [tf.size(part) for part in parts], tf.bool)
-        variables = as_variables(self.variables)
-        return compared(due, variables, memory, self.process_set, lambda: memory.sameness_of(self))
+            agree_at_trace(self.asked, self.process_set, fingerprint)
 
     def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
         """Variables, and what their error memories are kept under, by path."""
@@ -226,6 +197,17 @@ class Averaging:
         wanted = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
         parts = [tuple(index.pop(p) for p in group if p in index) for group in wanted]
         return (*filter(None, parts), *((i,) for i in index.values()))
+
+
+def _averaged_twice(what: str) -> CompressError:
+    """For gradients that are means of all ranks when an optimizer is about to average them."""
+    return CompressError(
+        f"{what} averaged twice, by Horovod's tape and by this optimizer, whose compression would "
+        "take clipped or unscaled means for new gradients, and add its error memory to them; "
+        "expected each rank's own. Use a plain tf.GradientTape with this optimizer, or a plain "
+        "optimizer with the tape. If the tape's training is over: memory_of(its "
+        "compression).clear()."
+    )
 
 
 class _Averaged:
@@ -370,7 +352,7 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
     if passes < 1 or (passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps)):
         raise CompressError(
             f"backward_passes_per_step={passes!r}; expected at least 1, and above 1 an optimizer "
-            "that is not built yet and has no gradient_accumulation_steps. Set it at one place."
+            "that is not built yet and has no gradient_accumulation_steps. Set it in one place."
         )
     if predivide != 1.0 and op != hvd.Average:
         raise CompressError(
@@ -397,7 +379,7 @@ def _number_of_optimizers(process_set: Any) -> str:
     return str(sets.count(process_set.process_set_id))
 
 
-def memory_of(optimizer: Any) -> Memory:
+def memory_of(optimizer: Any) -> OptimizerState:
     """The error memory of a distributed optimizer, for tf.train.Checkpoint; one per rank."""
     averaging = getattr(optimizer, "_sn", None)
     if not isinstance(averaging, Averaging) or not hasattr(averaging.compression, "settings"):
@@ -549,8 +531,8 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     def __init__(self, backup_dir: str | Path, **others: Any) -> None:
         if others.get("save_freq", "epoch") != "epoch":
             raise CompressError(
-                f"save_freq={others['save_freq']!r}; expected 'epoch': within one, Keras goes on "
-                "from the epoch's beginning. Leave it out."
+                f"save_freq={others['save_freq']!r}; expected 'epoch': within an epoch Keras "
+                "resumes from the beginning of the epoch. Leave it out."
             )
         self._own = Path(backup_dir) / f"rank{hvd.rank()}"
         super().__init__(str(self._own), **others)
@@ -564,8 +546,8 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         memory = self._own / "memory"
         if not memory.with_suffix(".index").exists():
             raise CompressError(
-                f"{self._own} has weights and no memory of compressed gradients; expected both, "
-                "as CompressionBackup writes them. Remove the folder to begin anew."
+                f"{self._own} has weights but no memory of compressed gradients; expected both, as "
+                "CompressionBackup writes them. Remove the folder to start over."
             )
         tf.train.Checkpoint(memory=memory_of(self.model.optimizer)).read(str(memory))
 

@@ -1,4 +1,9 @@
-"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has."""
+"""What belongs to one compression in TensorFlow: the engine, and the steps that run in graphs.
+
+The engine keeps everything, and takes all steps but those of graphs: `Memory.average` runs it in
+one Python function of the graph, on the host. A graph borrows what it needs of the engine for as
+long as its steps are alike, and gives it back (`graph.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,57 +11,112 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..base.agreement import Said
-from ..base.errors import CompressError
+from ..allreduce.exchange import AllReduceExchange
+from ..codecs.base import Floats
+from ..collective import Gradient
 from ..compression import settings_of
+from ..consistency import Fingerprint, ParameterCheck
+from ..engine import engine_state
+from ..engine.engine import Engine
 from ..engine.feedback import ErrorFeedback
-from ..engine.owed import Owed
-from ..prediction.tuning import Tuner
+from ..errors import CompressError
+from ..prediction import new_tuner
 from ..settings import Settings
-from ..sums.session import SharedExchange
-from .alike import agree_at_trace, elastic, total, unlike_in_hardware, unlike_in_nodes
-from .nodes.gathered import GatheredBucket, serves, way_back
-from .nodes.outcomes import digest_of
-from .nodes.sized import LEAST, Sized, SizedBucket
-from .nodes.summed import SummedBucket, until_dense
-from .traced import Traced, say_saturated
-from .tracing import forget, functions_of
-from .tuned import Tensor, Tuned, mean_over, refuse_untraced, untraced
+from . import host_step
+from .agreement import (
+    Choice,
+    Tensor,
+    agree_at_trace,
+    elastic,
+    mean_over,
+    refuse_untraced,
+    total,
+    unlike_in_hardware,
+    unlike_in_nodes,
+)
+from .graph import LEAST, GraphBucket, GraphStep
+from .graph_buckets import GatheredBucket, SummedBucket, decoding_digest, serves, until_dense
+from .tracing import Call, forget, functions_of
+from .variables import EngineOutcomes, Variables, digest_of
+
+if TYPE_CHECKING:
+    from ..prediction.tuning import Tuner
 
 _log = logging.getLogger(__name__)
+_FOR_GOOD = 2**62  # steps
 
 
-class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
+class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     """What belongs to one compression: codec, error memories, counts.
 
     It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
     differs between ranks, so each rank writes and reads a checkpoint of its own.
+
+    A gradient is kept under a name, or that of the slot of its variable: "0:kernel".
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._sized: dict[tuple[str, ...], Sized] = {}  # by all names of a call
-        self._buckets: set[tuple[str, ...]] = set()  # that could be in the sized form
-        self._in_turns: set[str] = set()  # names of tensors that several calls exchange
-        self._outdone: set[tuple[str, ...]] = set()  # calls whose form another one has ended
+        settings.refuse_overlap("TensorFlow and Keras")
+        self.settings = settings
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self.codec = settings.codec(self._threads)  # that of the first step
+        self.graphs: dict[tuple[str, ...], GraphStep] = {}  # by all names of a call
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._accumulates = False
         self._scaler: Any = None
-        self._said_dropped = False
+        self._warned_dropped = False
+        self._unlike = False  # whether ranks decode with other bits in their graphs
+        self._traces = 0  # how often all ranks were to trace again, in the same step
+        self._begin()
+
+    def _begin(self) -> None:
+        self.outcomes = EngineOutcomes()
+        self.engine = Engine(
+            self.settings, self._threads, stock="Horovod", tuner=None, outcomes=self.outcomes,
+            drops_unused=False,
+        )  # fmt: skip
+        self.engine.feedback.undoable = False  # not before a variable tells; see `_note`
+        self.asked: set[str] = set()  # what ranks have agreed on
+        self.variables = Variables()
+        self._sameness: dict[Any, ParameterCheck] = {}
+        self._traceable: set[tuple[str, ...]] = set()  # names of calls that could be graphs
+        self._in_turns: set[str] = set()  # names of tensors that several calls exchange
+        self._outdone: set[tuple[str, ...]] = set()  # calls whose graph another one has ended
         self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
         self._tuned_set: int | None = None  # the process set it is of
         self._counted = 0  # steps in the report when graphs were read last
-        self._unlike = False  # whether ranks decode with other bits in their graphs
-        self._traces = 0  # how often all ranks were to trace again, in the same step
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        super().__init__(settings, threads or len(os.sched_getaffinity(0)))
+
+    def clear(self) -> None:
+        """Forget all variables and what was dropped of them: for models that are gone."""
+        self.restart({})
+
+    def restart(self, residuals: Mapping[str, Floats]) -> None:
+        """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
+        self._end_graphs()
+        logs = self.engine.traffic.speaks
+        self._begin()
+        self.engine.traffic.speaks = logs
+        self.engine.exchange.restart(residuals)
+
+    def begin_anew(self) -> None:
+        """When ranks have come or gone, on all of them: count steps from here."""
+        self._end_graphs()
+        self._in_turns, self._outdone = set(), set()
+        self.tuner = self._tuned_set = None
+        self.engine.begin_anew()
+        for sameness in self._sameness.values():
+            sameness.begin_anew()
+
+    # What a user sets
 
     @property
     def accumulates(self) -> bool:
@@ -85,8 +145,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             )
         if self.asked:
             raise CompressError(
-                "a scaler is watched after gradients were exchanged; expected it before the first "
-                "one. Call watch() before the first step."
+                "watch() was called after gradients were exchanged; expected before the first "
+                "exchange. Call it before the first step."
             )
         self._scaler = scaler
 
@@ -94,15 +154,20 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         """The factor on all gradients now, [] float32; None where no scaler is watched."""
         return None if self._scaler is None else self._scaler.dynamic_scale.value.read_value()
 
-    def agree(self, process_set: Any, said: Said, asked: set[str] | None = None) -> None:
+    # Which tensors there are, and what ranks have alike
+
+    def agree(
+        self, process_set: Any, fingerprint: Fingerprint, asked: set[str] | None = None
+    ) -> None:
         """CompressError on every rank unless all trace the same; asked once, while it traces.
 
-        Ranks of unlike hardware multiply in one order from then on, or decode in Python.
+        Ranks of unlike hardware multiply in one order from then on, or decode on the host.
 
         asked : what was, of an optimizer; of this compression by default
         """
-        told = self.asked if asked is None else asked
-        agree_at_trace(told, process_set, said, self.count_beside)
+        self.engine.traffic.speaks = process_set.rank() == 0
+        asked = self.asked if asked is None else asked
+        agree_at_trace(asked, process_set, fingerprint, self.count_beside)
         key = f"hardware of {process_set.process_set_id}"
         if key in self.asked or elastic():
             return
@@ -111,119 +176,124 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                 return
             self.asked.add(key)
             if self.settings.exchange == "shared":
-                self.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
-            elif unlike_in_nodes(process_set, way_back(self.codec), self.count_beside):
+                self.engine.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
+            elif unlike_in_nodes(process_set, decoding_digest(self.codec), self.count_beside):
                 self._unlike = True
                 _log.warning(
-                    "ranks decode frequencies with other bits in TensorFlow's graphs: payloads are "
-                    "made and read by Python functions, which is slower and the same on all"
+                    "ranks decode frequencies to different bits in TensorFlow's graphs; payloads "
+                    "are encoded and decoded by a Python function, which is slower, identical on "
+                    "all ranks"
                 )
 
-    def tuned(
-        self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
-    ) -> Tuned:
-        """How AutoCompression lets tensors of a call travel that is being traced.
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
+        shared = self.engine.shared
+        known = name in shared.tensors or self.engine.feedback.remembers(name)
+        return known or shared.takes(name, shape)
 
-        What was not sent of those that travel plain is owed from here on.
+    def sameness_of(self, owner: Any) -> ParameterCheck:
+        """When the parameters of one tape or optimizer are compared."""
+        return self._sameness.setdefault(owner, ParameterCheck(self.settings.check_every))
 
-        variables : by name; none where all gradients count as applied
-        """
-        refuse_untraced()
-        if self.tuner is None:
-            self.tuner = Tuner(
-                self.settings,
-                ranks=process_set.size(),
-                total=partial(total, process_set, self.count_beside),
-                methods=(self.settings.exchange,),
-            )
-        if self._tuned_set is None:
-            self._tuned_set = process_set.process_set_id
-        if self._tuned_set != process_set.process_set_id:
-            raise untraced(
-                f"in the process sets {self._tuned_set} and {process_set.process_set_id} at once: "
-                "each wants one of its own, by AutoCompression.using()"
-            )
-        plain = frozenset(name for name in tensors if self.tuner.chosen(name) == "plain")
-        left = [name for name in sorted(plain) if self.shared.remembers(name)]
-        if left:
-            self.retire(left)
-            known = [name for name in left if name in variables]
-            self._settle_now(known, [variables[name] for name in known])
-            with self._lock:
-                for name in left:
-                    self.owed.take(name, self.shared)
-        rest = self.tuner.rest_steps
-        return Tuned(tensors, plain, rest if rest >= LEAST else 0)
+    def count_beside(self, nbytes: int) -> None:
+        """Count what is no gradient; see Traffic."""
+        self.engine.traffic.beside(nbytes)
 
-    def ask(self, tuned: Tuned, form: Sized | None) -> Callable[[], None]:
-        """What a graph calls at the beginning of each step, as long as the tuner measures.
+    # A step that the engine takes
 
-        Nothing is asked between a change and the trace that follows: in a loop inside of a
-        function steps go on as they were traced, which are not those that the tuner means.
-
-        form : that of the graph
-        """
-        traces, tuner = self._traces, self.tuner
-        assert tuner is not None
-
-        def ask() -> None:
-            if form is None:
-                for name, elements, nbytes in tuned.counted:
-                    self.count_plain(name, elements, nbytes)
-            if self._traces != traces:
-                return
-            said = {name: tuner.method(name, it.shape) for name, it in tuned.tensors.items()}
-            plain = {name for name, method in said.items() if method == "plain"}
-            all_known = form is not None or len(plain) == len(said)  # no size is to be chosen
-            if plain != tuned.plain or (all_known and tuner.rest_steps >= LEAST):
-                self.trace_again()
-
-        return ask
-
-    def pay(self, name: str, gradient: Any) -> Any:
-        """What is owed of a tensor, [n] float32, to go along with its plain gradient; or zeros."""
-        with self._lock:
-            if name not in self.owed or not np.isfinite(gradient).all():
-                return np.zeros(gradient.size, np.float32)
-            left = self.owed.pay(name, gradient.size)
-        self._forget()
-        return left
-
-    def sized(
+    def average(
         self,
-        parts: Sequence[Mapping[str, int]],
-        what: Any,
-        tuned: Tuned | None = None,
-        variables: Sequence[Any] | None = None,
-        stepped: Collection[Sized] = (),
-    ) -> Sized | None:
-        """The sized form of a call that is being traced, if it is time for it; see sized.py.
+        names: Sequence[str | None],
+        shapes: Sequence[tuple[int, ...]],
+        vectors: Sequence[Floats],
+        digests: Sequence[int] | None,
+        call: Call,
+    ) -> None:
+        """Average gradients in their place, [n] float32 each, on all ranks; called at each step.
 
-        parts : names and elements of the tensors of each bucket
-        what : whose parameters are compared, see `sameness_of`
-        tuned : of AutoCompression, whose form counts steps while the tuner rests
-        variables : of all these tensors; None where all gradients count as applied
-        stepped : forms that the graph which is being traced has made steps of
+        digests : of their variables; None where all gradients count as applied
         """
-        if elastic() or not (parts or tuned) or tf.executing_eagerly():
+        known = [name for name in names if name is not None]
+        self.retire(known)
+        self._note(known, digests)
+        pieces = zip(names, shapes, vectors, strict=True)
+        gradients = [Gradient(*piece) for piece in pieces]
+        host_step.average(self.engine, gradients, call, self.count_beside)
+        again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
+        if again and self._steady_steps(known) >= LEAST:
+            self.trace_again()
+
+    def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
+        """What became of the last gradients of tensors, before their next exchange.
+
+        What was left out of gradients that were applied is kept; what was, of those that were
+        dropped, is taken back.
+        """
+        if digests is not None:
+            self.engine.feedback.undoable = True
+        if self.outcomes.note(names, digests):
+            self.warn_dropped()
+        self.engine.transaction.settle()
+
+    def _note_now(self, names: Sequence[str], variables: Sequence[Any]) -> None:
+        """The same while a function is traced, before its first step."""
+        marks = self.outcomes.marks
+        pairs = [(name, v) for name, v in zip(names, variables, strict=True) if name in marks]
+        with tf.init_scope():  # values, not nodes of the graph that is being traced
+            digests = [int(digest_of(variable.read_value())) for _, variable in pairs]
+        self._note([name for name, _ in pairs], digests)
+        for name, _ in pairs:  # no exchange yet
+            marks[name] = None, marks[name][1]
+        self.outcomes.sent(())
+
+    def warn_dropped(self) -> None:
+        """Warn, once: a loop that adds gradients up would lose what was left out of them."""
+        if not self._warned_dropped:
+            self._warned_dropped = True
+            _log.warning(
+                "a variable is the same, bit by bit, as at its last exchange: that gradient counts "
+                "as dropped, and what compression left out of it is not sent later. If the loop "
+                "accumulates gradients before it applies them, set this before the first step: "
+                "memory_of(compression).accumulates = True"
+            )
+
+    # Steps that run in graphs
+
+    def graph_step(
+        self,
+        buckets: Sequence[Mapping[str, int]],
+        owner: Any,
+        choice: Choice | None = None,
+        variables: Sequence[Any] | None = None,
+        stepped: Collection[GraphStep] = (),
+    ) -> GraphStep | None:
+        """The step of a call that is being traced as nodes; None where the engine takes it.
+
+        buckets : names and elements of the tensors of each bucket
+        owner : whose parameters are compared, see `sameness_of`
+        choice : of AutoCompression; the graph counts steps while the tuner rests
+        variables : of all these tensors; None where all gradients count as applied
+        stepped : those of which the graph that is being traced has made nodes
+        """
+        if elastic() or not (buckets or choice) or tf.executing_eagerly():
             return None
-        if self.settings.exchange == "gather" and not self._has_nodes(parts):
+        if self.settings.exchange == "gather" and not self._has_nodes(buckets):
             return None
         functions = functions_of(sys._getframe(1))
-        if tuned is not None:
+        if choice is not None:
             refuse_untraced(bool(functions))
         if not functions:
-            _say_python_once()
+            _warn_engine_once()
             return None
         self._functions.update(functions)
-        self._buckets.update(map(tuple, parts))
-        names = tuple(name for part in parts for name in part)
-        rest, plain = (tuned.rest, tuned.counted) if tuned else (0, [])
+        names = tuple(name for bucket in buckets for name in bucket)
+        self._traceable.add(names)
+        rest, plain = (choice.rest, choice.counted) if choice else (0, [])
         key = (*names, *(name for name, _, _ in plain))
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return None
-            known = self._sized.get(key)
+            known = self.graphs.get(key)
             same_form = known is not None and (known.names, known.rests) == ([*names], rest > 0)
             if known is not None and same_form and not known.ended:
                 return known
@@ -231,76 +301,53 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                 return None
             self.retire(key)
             if variables is not None:
-                self._settle_now(names, variables)
-            if tuned is not None and self.tuner is not None:
-                rest = self.tuner.rest_steps if rest else 0  # fewer by those of the form retired
-            until = self._alike(names) if names else None
+                self._note_now(names, variables)
+            until = self._steady_steps(names) if names else None
             if (rest if until is None else until) < LEAST:
                 return None
-            self.read()  # steps that Python counts from here on are those of other calls
-            form = Sized(
-                [self._bucket(part, undoable=variables is not None) for part in parts],
-                self.sameness_of(what), until=until, rest=rest, plain=plain,
-                marks=variables and [self.marks.get(name, (None, False)) for name in names],
+            self.read()  # steps that the engine counts from here on are those of other calls
+            marks = None
+            if variables is not None:
+                marks = [self.outcomes.marks.get(name, (None, False)) for name in names]
+            graph = GraphStep(
+                [self._bucket(bucket, undoable=variables is not None) for bucket in buckets],
+                self.sameness_of(owner), began=self.engine.theta.steps, until=until, rest=rest,
+                plain=plain, marks=marks,
             )  # fmt: skip
-            return self._sized.setdefault(key, form)
+            return self.graphs.setdefault(key, graph)
 
-    def _takes_turns(self, key: tuple[str, ...], stepped: Collection[Sized]) -> bool:
+    def _takes_turns(self, key: tuple[str, ...], stepped: Collection[GraphStep]) -> bool:
         """Whether tensors of a call are in others, too, as a GAN's discriminator is in two.
 
-        A form is of one call. Python functions serve those that share tensors, one after the other.
+        A graph is of one call. The engine serves those that share tensors, one after the other.
         """
         own = set(key)
-        others = [it for it in self._sized if own.intersection(it) and set(it) != own]
-        again = key in self._outdone or any(self._sized[it] in stepped for it in others)
+        others = [names for names in self.graphs if own.intersection(names) and set(names) != own]
+        again = key in self._outdone or any(self.graphs[names] in stepped for names in others)
         if others and again:
             self._in_turns.update(own, *others)
         self._outdone.update(others)
         return not own.isdisjoint(self._in_turns)
 
-    def _settle_now(self, names: Sequence[str], variables: Sequence[Any]) -> None:
-        """See Traced.settle; while a function is traced, before its first step."""
-        pairs = [(name, v) for name, v in zip(names, variables, strict=True) if name in self.marks]
-        with tf.init_scope():  # values, not nodes of the graph that is being traced
-            digests = [int(digest_of(variable.read_value())) for _, variable in pairs]
-            self.settle([name for name, _ in pairs], digests)
-        for name, _ in pairs:  # no exchange yet
-            self.marks[name] = None, self.marks[name][1]
-
-    def settle(self, names: Sequence[str], digests: Sequence[int]) -> None:
-        """See Traced.settle; a graph that was sized is so no more."""
-        if self._sized:
-            self.retire(names)
-        super().settle(names, digests)
-
-    def say_dropped(self) -> None:
-        """Warn, once: a loop that adds gradients up would lose what was left out of them."""
-        if not self._said_dropped:
-            self._said_dropped = True
-            _log.warning(
-                "a variable is the same, bit by bit, as at its last exchange: that gradient counts "
-                "as dropped, and what compression left out of it is not sent later. If the loop "
-                "adds gradients up before it applies them, say so before the first step: "
-                "memory_of(compression).accumulates = True"
-            )
-
-    def _alike(self, names: Sequence[str]) -> int:
+    def _steady_steps(self, names: Sequence[str]) -> int:
         """Steps from the next one on in which these tensors send as many words as in that one."""
         if self.settings.exchange == "shared":
-            return until_dense(self.shared, names)
-        return 0 if self.learns else self.theta.stays(names)
+            return until_dense(self.engine.shared, names)
+        return self.engine.theta.steady_steps()
 
-    def _has_nodes(self, parts: Sequence[Mapping[str, int]]) -> bool:
+    def _has_nodes(self, buckets: Sequence[Mapping[str, int]]) -> bool:
         """Whether payloads can be nodes of a graph: with these settings, and alike on all ranks."""
-        sizes = [n for part in parts for n in part.values()]
+        sizes = [n for bucket in buckets for n in bucket.values()]
         return not self._unlike and serves(self.codec, sizes)
 
-    def _bucket(self, tensors: Mapping[str, int], *, undoable: bool) -> SizedBucket:
-        if self.settings.exchange == "shared":
-            return SummedBucket(self.shared, list(tensors), undoable=undoable)
-        feedback = self.feedback if self.settings.feedback else None
-        scatter = self.settings.scatter
-        return GatheredBucket(self.theta, feedback, tensors, scatter=scatter, undoable=undoable)
+    def _bucket(self, tensors: Mapping[str, int], *, undoable: bool) -> GraphBucket:
+        engine, settings = self.engine, self.settings
+        if settings.exchange == "shared":
+            return SummedBucket(engine.shared, list(tensors), undoable=undoable)
+        return GatheredBucket(
+            engine.theta.next_codec, engine.feedback if settings.feedback else None, tensors,
+            scatter=settings.scatter, undoable=undoable,
+        )  # fmt: skip
 
     def trace_again(self) -> None:
         """Let all functions be traced again that have used this memory; on all ranks at once."""
@@ -311,126 +358,205 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         for function in list(self._functions):
             forget(function)
 
-    def stepped(self, keys: Sequence[str]) -> None:
-        """Called in Python when a bucket's step has ended: sizes may be chosen now."""
-        if tuple(keys) in self._buckets and self._alike(keys) >= LEAST:
-            self.trace_again()
-
-    def begin(self, keys: Sequence[str], values: Any, **how: Any) -> Any:
-        """See Traced.begin; a graph that was sized is so no more."""
-        if self._sized:
-            self.retire(keys)
-        return super().begin(keys, values, **how)
-
-    def encode(self, keys: Sequence[str | None], values: Any, theta: float | None = None) -> Any:
-        """See Traced.encode; a graph that was sized is so no more."""
-        names = [key for key in keys if key is not None]
-        if self._sized:
-            self.retire(names)
-        made = super().encode(keys, values, theta)
-        self.stepped(names)
-        return made
-
     def read(self) -> None:
-        """Bring all that graphs have counted and remembered to the exchange and the report."""
+        """Bring all that graphs have counted and remembered to the engine and the report."""
+        engine, traffic = self.engine, self.engine.traffic
         with tf.init_scope():
-            told = [each.read() for each in self._sized.values()]
-            marks = [each.marks() for each in self._sized.values()]
-        with self._lock:
-            for each in marks:
-                self.marks.update(each)
-            # Python has counted some of these steps, for other calls in them.
-            beside = max(self.traffic.steps - self._counted, 0)
-            steps = max(0, *(each.steps - beside for each in told)) if told else 0
-            errors = np.sum([each.relative for each in told], axis=0) if told else (0.0, 0.0)
-            saturated = self.traffic.ran(
-                steps, [it for each in told for it in each.ran], tuple(errors),
-                sum(each.saturated for each in told),
-            )  # fmt: skip
-            self._counted = self.traffic.steps
+            counts = [graph.read() for graph in self.graphs.values()]
+            for graph in self.graphs.values():
+                self.outcomes.marks.update(graph.marks())
+                if graph.undoable:
+                    engine.transaction.reopen(graph.names)
+                if graph.names:  # calls of one step have counted it alike
+                    engine.theta.steps = max(engine.theta.steps, graph.began + graph.ran)
+        # The engine has counted some of these steps, for other calls in them.
+        beside = max(traffic.steps - self._counted, 0)
+        steps = max((count.steps - beside for count in counts), default=0)
+        errors = np.sum([count.relative for count in counts], axis=0) if counts else (0.0, 0.0)
+        saturated = traffic.ran(
+            max(steps, 0), [ran for count in counts for ran in count.ran], tuple(errors),
+            sum(count.saturated for count in counts),
+        )  # fmt: skip
+        self._counted = traffic.steps
         if saturated:
-            say_saturated("gradients")
+            _log.warning(
+                "gradients: values beyond the fixed window were clipped; see `saturated` in the "
+                "report"
+            )
 
     def retire(self, names: Iterable[str] | None = None) -> None:
-        """End the sized form of all calls, or those with some of these names; trace again."""
+        """End the graphs of all calls, or of those with some of these names; trace again."""
         wanted = None if names is None else set(names)
-        ends = [key for key in self._sized if wanted is None or wanted.intersection(key)]
+        ends = [key for key in self.graphs if wanted is None or wanted.intersection(key)]
         if not ends:
             return
         self.read()
         for key in ends:
             with tf.init_scope():
-                form = self._sized.pop(key)
-                if form.rests and self.tuner is not None:
-                    self.tuner.pass_by(form.ran)
-                form.alive.assign(False)
+                graph = self.graphs.pop(key)
+                graph.alive.assign(False)
         self._forget()
 
-    def exchange(self) -> ErrorFeedback | SharedExchange:
+    def _end_graphs(self) -> None:
+        """Of graphs that were traced so far nothing goes on."""
+        self.retire()
+        if self.settings.tune:
+            self.trace_again()
+
+    # AutoCompression: a graph sends each tensor in one way for good. While the tuner measures, a
+    # Python function asks it at the beginning of a step about all tensors; where it says otherwise
+    # than when the graph was traced, functions are traced again. The step under way still runs as
+    # it is: on all ranks, as what the tuner says comes from summed integers.
+
+    def choose(
+        self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
+    ) -> Choice:
+        """How AutoCompression lets tensors of a call travel that is being traced.
+
+        What was not sent of those that travel plain goes along with their gradients.
+
+        variables : by name; none where all gradients count as applied
+        """
+        refuse_untraced()
+        if self.tuner is None:
+            self.tuner = new_tuner(
+                self.settings,
+                ranks=process_set.size(),
+                total=partial(total, process_set, self.count_beside),
+            )
+        if self._tuned_set is None:
+            self._tuned_set = process_set.process_set_id
+        if self._tuned_set != process_set.process_set_id:
+            raise CompressError(
+                f"one AutoCompression is used in the process sets {self._tuned_set} and "
+                f"{process_set.process_set_id}. Make one for each with AutoCompression.using()."
+            )
+        plain = frozenset(tensors) if self.tuner.choice == "plain" else frozenset[str]()
+        left = [name for name in sorted(plain) if self.engine.shared.remembers(name)]
+        if left:
+            self.retire(left)
+            known = [name for name in left if name in variables]
+            self._note_now(known, [variables[name] for name in known])
+            for name in left:
+                self.engine.shared.stop(name)
+        return Choice(tensors, plain, _FOR_GOOD if self.tuner.rests else 0)
+
+    def asking(self, choice: Choice, graph: GraphStep | None) -> Any:
+        """A node, [] int64 zero, that asks the tuner at each step, as long as it measures.
+
+        Nothing is asked between a change and the trace that follows: in a loop inside of a
+        function steps go on as they were traced, which are not those that the tuner means.
+        """
+        traces, tuner = self._traces, self.tuner
+        assert tuner is not None
+
+        def ask() -> Any:
+            if graph is None:
+                for name, elements, nbytes in choice.counted:
+                    self.engine.traffic.plain(name, elements, nbytes)
+            if self._traces == traces:
+                for name, tensor in choice.tensors.items():
+                    tuner.method(name, tensor.shape)
+                all_plain = tuner.choice == "plain"
+                plain = frozenset(choice.tensors) if all_plain else frozenset[str]()
+                all_known = graph is not None or all_plain  # no size is to be chosen
+                if plain != choice.plain or (all_known and tuner.rests):
+                    self.trace_again()
+            return np.int64(0)
+
+        with tf.device("CPU"):
+            asked = tf.numpy_function(ask, [], tf.int64)
+        asked.set_shape([])
+        return asked
+
+    def with_owed(self, tensor: Any, name: str) -> Any:
+        """A gradient that travels plain, with what was not sent of it yet."""
+        shared = self.engine.shared
+        if not shared.remembers(name):
+            return tensor
+
+        def pay(gradient: Any) -> Any:
+            if not shared.remembers(name) or not np.isfinite(gradient).all():
+                return np.zeros(gradient.size, np.float32)
+            left = shared.release(name)
+            self._forget()
+            return left
+
+        with tf.device("CPU"):
+            # What is owed is no function of the gradient: nothing is differentiated through Python.
+            values = tf.stop_gradient(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
+            left = tf.numpy_function(pay, [values], tf.float32)
+        return tensor + tf.cast(tf.reshape(left, tensor.shape), tensor.dtype)
+
+    # What is asked between steps, and saved
+
+    def exchange(self) -> ErrorFeedback | AllReduceExchange:
         """Who keeps the memories, with what graphs have made of them."""
         self.read()
-        return super().exchange()
+        return self.engine.exchange
 
     def report(self) -> dict[str, float]:
         """See Compression.report."""
         self.read()
-        return super().report() | (self.tuner.report() if self.tuner else {})
+        return self.engine.traffic.report() | (self.tuner.report() if self.tuner else {})
 
-    def clear(self) -> None:
-        """Forget all variables and what was dropped of them: for models that are gone."""
-        self._end()
-        super().clear()
+    def remembers(self, name: str) -> bool:
+        """Whether anything of a tensor has yet to be sent."""
+        self.read()
+        return self.engine.remembers(name)
 
-    def begin_anew(self) -> None:
-        """When ranks have come or gone, on all of them: count steps from here."""
-        self._end()
-        super().begin_anew()
+    def residual(self, name: str) -> Floats:
+        """What this rank has yet to send of a tensor, [n] float32."""
+        return self.exchange().residual(name)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned on the same rank, with the same exchange."""
-        self.retire()
-        if self.settings.tune:
-            self.trace_again()
-        super().load_state_dict(state)
+    def state_dict(self) -> dict[str, Any]:
+        """The error memories by variable ("0:kernel"), as arrays; they differ between ranks."""
+        self.read()
+        return engine_state.state_dict(self.engine, **_place())
 
-    def _end(self) -> None:
-        """Of graphs that were traced so far nothing goes on, nor does the tuner."""
-        self.retire()
-        self._in_turns, self._outdone = set(), set()
-        self.tuner = self._tuned_set = None
-        if self.settings.tune:
-            self.trace_again()
-
-    def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
-        """See Compression.synchronize; called by all ranks of the set."""
-        own = self.exchange()
-        self.begin_anew()
-        state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
-        residuals, owed = {}, {}
-        for name, n in sorted(own.sizes(state).items()):
-            left = own.residual(name) if own.remembers(name) else None
-            residuals[name] = mean_over(process_set, n, left)
-        for name, values in sorted(state.get("owed", {}).items()):
-            left = self.owed.left(name) if name in self.owed else None
-            owed[name] = mean_over(process_set, values.size, left)
-        own.take_over(state, residuals)
-        self.owed = Owed.mean([owed])
-        self.follow(state)
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Take over what state_dict returned, on whichever rank, or the list of all ranks'."""
+        self._end_graphs()
+        place = _place()
+        if isinstance(state, dict):
+            state = state | place
+        engine_state.load_state_dict(self.engine, state, ranks=place["ranks"], rank=place["rank"])
+        self.outcomes.marks.clear()
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
-        return self.to_bytes(hvd.rank())
+        return engine_state.to_bytes(self.state_dict(), self.settings)
 
     def deserialize(self, string_value: bytes) -> None:
         """Called by tf.train.Checkpoint."""
-        self.from_bytes(string_value, hvd.rank())
+        self.load_state_dict(engine_state.from_bytes(string_value, self.settings, hvd.rank()))
+
+    def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
+        """See Compression.synchronize; called by all ranks of the set."""
+        self.begin_anew()
+        engine = self.engine
+        own = engine.exchange
+        state = {**own.state_dict(), "theta": engine.theta.state_dict()}
+        state = hvd.broadcast_object(state, root_rank, process_set=process_set)
+        residuals = {}
+        for name, n in sorted(own.sizes(state).items()):
+            left = own.residual(name) if own.remembers(name) else None
+            residuals[name] = mean_over(process_set, n, left)
+        own.take_over(state, residuals)
+        engine.theta.load_state_dict(state["theta"])
+        engine.forget_step()
+        self.outcomes.marks.clear()
+
+
+def _place() -> dict[str, int]:
+    return {"ranks": hvd.size(), "rank": hvd.rank()}
 
 
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
-_memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
 
 
-def memory_of(compression: Any) -> Memory:
+def memory_of(compression: Any) -> OptimizerState:
     """What a compression remembers and has sent, for all tapes that were given it.
 
     To keep two models apart in reports and checkpoints, give each its own:
@@ -439,36 +565,25 @@ def memory_of(compression: Any) -> Memory:
     return memory_at(compression, settings_of(compression, "memory_of"))
 
 
-def memory_at(compression: Any, settings: Settings) -> Memory:
+def memory_at(compression: Any, settings: Settings) -> OptimizerState:
     """That of a compression of these settings."""
     if compression not in _memories:
-        _memories[compression] = Memory(settings)
+        _memories[compression] = OptimizerState(settings)
     return _memories[compression]
 
 
 @cache
-def _say_python_once() -> None:
+def _warn_engine_once() -> None:
     _log.warning(
-        "TensorFlow %s shows no tf.function that is being traced: low rank is computed by Python "
-        "functions in the graph, which is slower",
+        "no tf.function that is being traced was found in TensorFlow %s: gradients are compressed "
+        "by a Python function in the graph, which is slower",
         tf.__version__,
     )
 
 
-def refuse_means_of_tapes(variables: Sequence[Any]) -> None:
-    """Raise CompressError if tapes with compression exchange gradients of these variables."""
-    for memory in list(_memories.values()):
-        for variable in variables:
-            if memory.exchanges(repr(variable.handle)):
-                raise averaged_twice(f"{variable.name}: its gradients are")
-
-
-def averaged_twice(what: str) -> CompressError:
-    """For gradients that are means of all ranks when an optimizer is about to average them."""
-    return CompressError(
-        f"{what} averaged twice, by Horovod's tape and by this optimizer, whose compression would "
-        "take clipped or unscaled means for new gradients, and add to them what it remembers; "
-        "expected each rank's own. Use a plain tf.GradientTape with this optimizer, or a plain "
-        "optimizer with the tape. If the tape's training is over: "
-        "memory_of(its compression).clear()."
-    )
+def exchanged_by_tapes(variables: Sequence[Any]) -> list[Any]:
+    """Those of these variables whose gradients tapes with compression exchange."""
+    memories = list(_memories.values())
+    return [
+        v for v in variables if any(memory.variables.knows(repr(v.handle)) for memory in memories)
+    ]

@@ -1,6 +1,6 @@
 """Who called `compress` while TensorFlow traced: which gradient, which operation.
 
-As in torch/under_horovod/caller.py, the answer is read from the local variables of Horovod's own
+As in torch/under_horovod/hooks.py, the answer is read from the local variables of Horovod's own
 functions, those of release 0.28.1. Two things differ. AutoGraph rewrites these functions
 ("tf__allreduce" for "allreduce") and puts frames of its own between them, so all frames above are
 looked at. And a traced gradient has no name: it is known by its place among the gradients of one
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from ..base.errors import CompressError
+from ..errors import CompressError
 
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
@@ -65,6 +66,10 @@ class Call:
     sparse: Sequence[tuple[int, Any]] = ()
     gradients: Sequence[Any] = ()
     branch: bool = False
+
+    def factor(self) -> float:
+        """From the mean to what was asked for; an elastic run changes the number of ranks."""
+        return float(self.scale * (self.process_set.size() if self.op == hvd.Sum else 1))
 
 
 def find_call(frame: FrameType | None, tensor: Any) -> Call:
@@ -121,9 +126,9 @@ def passed(frame: FrameType | None) -> list[Any]:
                 given = frame.f_locals["func_args"], frame.f_locals["func_kwargs"]
             except KeyError as error:
                 raise CompressError(
-                    f"TensorFlow {tf.__version__} keeps the arguments of a function that it traces "
-                    "elsewhere than expected, as release 2.21 does it. Use release 2.21, and "
-                    "please report your version."
+                    f"TensorFlow {tf.__version__} stores the arguments of a function that it "
+                    "traces elsewhere than release 2.21 does. Use release 2.21, and please report "
+                    "your version."
                 ) from error
             found += [v.handle for v in tf.nest.flatten(given) if isinstance(v, tf.Variable)]
         frame = frame.f_back
@@ -138,9 +143,9 @@ def forget(function: Any) -> None:
                 traced.function_cache.clear()
     except AttributeError as error:
         raise CompressError(
-            f"TensorFlow {tf.__version__} keeps what a tf.function has traced elsewhere than "
-            "expected, as release 2.21 does it: LowRankCompression cannot have it traced again. "
-            "Use release 2.21, and please report your version."
+            f"TensorFlow {tf.__version__} stores the traces of a tf.function elsewhere than "
+            "release 2.21 does, so LowRankCompression cannot have it retraced. Use release 2.21, "
+            "and please report your version."
         ) from error
 
 
@@ -165,7 +170,7 @@ def was_reduced(gradient: Any) -> bool:
         elif operation.type in _PASSING:
             # Not the factors: a norm over all ranks may clip a gradient of this one.
             n = tensor.shape.num_elements()
-            waiting += [it for it in operation.inputs if it.shape.num_elements() == n != 1]
+            waiting += [value for value in operation.inputs if value.shape.num_elements() == n != 1]
     return False
 
 

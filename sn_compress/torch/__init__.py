@@ -4,6 +4,6 @@ May import torch, Horovod's torch and all of the core; no other room, and nothin
 file loads none of them: what needs Horovod is imported by who has it.
 """
 
-from ..base.errors import need
+from ..errors import need
 
 need("torch", "sn_compress.torch")

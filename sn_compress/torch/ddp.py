@@ -17,7 +17,10 @@ where the tensors are; with the extra [cuda] the payloads of FFTCompression are 
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
-from collections.abc import Generator, Iterable, Sequence
+import logging
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,28 +28,44 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.agreement import Said
-from ..base.errors import CompressError
-from ..base.saved import held, reading
-from ..codecs import saving
+from ..allreduce.exchange import AllReduceExchange
+from ..codecs import registry
+from ..collective import GROUP, Gradient
 from ..compression import Compression, settings_of
+from ..consistency import Fingerprint, Total
 from ..engine import engine_state
-from ..engine.buckets import GROUP
-from ..engine.carry import Gradient
-from ..engine.engine import Chooser, Engine
+from ..engine.engine import Engine, MethodSelector
 from ..engine.feedback import ErrorFeedback
-from ..prediction.tuning import Tuner
-from ..sums.session import SharedExchange
-from .digests import digest
-from .outcomes import Outcomes
-from .under_ddp.collectives import Collectives
-from .under_ddp.given import Names, check_flag, check_scaler
-from .under_ddp.layout import Part as Part
-from .under_ddp.layout import changes_of, layout_of, parts_of, said_of
-from .under_ddp.model import HookedModel
-from .under_ddp.watch import CallWatch
+from ..engine.hierarchy import NodeLayout, state_of, whole_states
+from ..errors import CompressError
+from ..prediction import new_tuner
+from ..saved import held, reading
+from .layout import BucketSlice as BucketSlice
+from .layout import (
+    Names,
+    changes_of,
+    check_flag,
+    check_scaler,
+    fingerprint_of,
+    layout_of,
+    parts_of,
+)
+from .nodes import NodeGroups, Shard, find_layout
+from .outcomes import Outcomes, digest
+from .process_group import CallWatch, Collectives, HookedModel
 
+_log = logging.getLogger(__name__)
 _OVER = object()
+_EXCHANGED = object()  # what rounds by nodes yield before they hand out means inside their node
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Gradients, the vector that they are all of, and names of those of it that are elsewhere."""
+
+    gradients: list[Gradient]
+    flat: torch.Tensor
+    elsewhere: Collection[str] = ()
 
 
 class CompressionState:
@@ -89,7 +108,7 @@ class CompressionState:
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(
-            self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
+            self.settings, torch.get_num_threads(), stock="DDP", tuner=new_tuner, scaler=scaler,
             outcomes=self.outcomes, find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
@@ -100,12 +119,16 @@ class CompressionState:
         self._travelled: set[int] = set()  # identities of parameters that were in a bucket
         self._exchanged = False  # since the last step of an optimizer
         self._asks = False  # in this pass
-        self._said: Said | None = None  # of the parameters, behind the last step
+        self._said: Fingerprint | None = None  # of the parameters, behind the last step
         # Of the first pass of a static graph: parameters whose buckets have not come yet.
         self._to_come: set[int] = set()
         self._passed = False  # a first pass has ended
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
-        self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
+        self.pending: list[Generator[Any, None, None]] = []  # rounds that have begun
+        self.summing: list[Generator[Any, None, None]] = []  # of those, at the sum of their node
+        self.nodes: NodeGroups | None = None  # where gradients are summed by nodes first
+        self._looked = self.settings.hierarchy is None  # for nodes
+        self._loaded: list[dict[str, Any]] = []  # states, until it is known which nodes there are
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedState, (self.compression,)
@@ -121,24 +144,30 @@ class CompressionState:
         return self.collectives.rank
 
     @property
-    def exchange(self) -> ErrorFeedback | SharedExchange:
+    def exchange(self) -> ErrorFeedback | AllReduceExchange:
         """Where the memories are of what is compressed."""
         return self.engine.exchange
 
     @property
-    def tuner(self) -> Chooser | None:
+    def tuner(self) -> MethodSelector | None:
         """Of AutoCompression, from the first gradient on."""
         return self.engine.tuner
 
     @tuner.setter
-    def tuner(self, tuner: Chooser) -> None:
+    def tuner(self, tuner: MethodSelector) -> None:
         self.engine.tuner = tuner
 
     def report(self) -> dict[str, float]:
         """What this rank sent so far, and what the tuner chose; see Compression.report."""
-        return self.engine.report()
+        report = self.engine.report()
+        if self.nodes is None:
+            return report
+        steps = max(1, self.traffic.steps)
+        return report | {
+            "nodes": len(self.nodes.layout.nodes), "inside_bytes": self.nodes.sent_bytes / steps,
+        }  # fmt: skip
 
-    def parts(self, bucket: dist.GradBucket) -> list[Part]:
+    def parts(self, bucket: dist.GradBucket) -> list[BucketSlice]:
         """The parameters of a bucket in the order in which their gradients lie there."""
         named = [(self.names.of(each), each) for each in bucket.parameters()]
         for name, parameter in named:
@@ -146,33 +175,59 @@ class CompressionState:
         return parts_of(named)
 
     def rounds(
-        self, flats: Sequence[tuple[torch.Tensor, Sequence[Part]]]
-    ) -> Generator[None, None, None]:
-        """Average flat tensors in place.
+        self,
+        flats: Sequence[tuple[torch.Tensor, Sequence[BucketSlice]]],
+        futures: Sequence[torch.futures.Future[torch.Tensor]] = (),
+    ) -> Generator[Any, None, None]:
+        """Average flat tensors in place; futures of them are set in the end.
 
         Comes back whenever collectives have been started; going on waits for them. All ranks go
-        through the rounds of all their tensors in the same order.
+        through the rounds of all their tensors in the same order. By nodes what is begun first is
+        the sum inside the node, and _EXCHANGED comes before means are handed out there.
         """
-        total = partial(self._total, flats[0][0].device)
         self.agree(flats[0][0])
+        shards: list[Shard] = []
+        collectives = self.collectives
+        if self.nodes is None:
+            every = [
+                _Given([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
+                for flat, parts in flats
+            ]
+        else:
+            collectives = self.nodes.between
+            shards = [Shard(self.nodes, flat, parts) for flat, parts in flats]
+            for shard in shards:
+                shard.scatter()
+            yield
+            every = [_Given(shard.gradients(), shard.values, shard.elsewhere) for shard in shards]
+        ranks = collectives.ranks
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
         coded: list[Gradient] = []
-        for flat, parts in flats:
-            given = [Gradient(part.name, part.shape, part.of(flat)) for part in parts]
-            step = self.engine.sort(given, ranks=self.ranks, total=total)
+        for given in every:
+            total = partial(self._total, given.flat.device, collectives)
+            step = self.engine.sort(
+                given.gradients, ranks=ranks, total=total, elsewhere=given.elsewhere
+            )
             for each in step.dense:
                 each.values.copy_(self.engine.whole(each))
             if views := [each.values for each in (*step.plain, *step.dense)]:
-                packed = None if step.coded else flat
-                plain.append(self.collectives.averages(views, packed))
+                packed = None if step.coded else given.flat
+                plain.append(collectives.averages(views, packed))
             dense += step.dense
             coded += step.coded
         for begun in plain:
             next(begun)
         if coded:
-            rounds = self.engine.rounds(coded, ranks=self.ranks, rank=self.rank)
-            yield from self.collectives.carry(rounds)
+            rounds = self.engine.rounds(coded, ranks=ranks, rank=collectives.rank)
+            came = None
+            with suppress(StopIteration):
+                while True:
+                    with torch.no_grad():
+                        asked = rounds.send(came)  # type: ignore[arg-type]
+                    sent = [collectives.begin(carry) for carry in asked]
+                    yield
+                    came = [collectives.result(*each) for each in sent]
         else:
             yield
         for begun in plain:
@@ -180,6 +235,17 @@ class CompressionState:
                 pass
         for each in dense:
             self.engine.learn(str(each.name), each.values)
+        if shards:
+            # How many rounds there were differs inside a node. What follows are collectives of the
+            # node, which all of its ranks begin in one order: that of the groups of buckets.
+            yield _EXCHANGED
+            for shard in shards:
+                shard.gather()
+            yield
+            for shard in shards:
+                shard.finish()
+        for future, (flat, _) in zip(futures, flats, strict=bool(futures)):
+            future.set_result(flat)
 
     def agree(self, like: torch.Tensor) -> None:
         """CompressError, on every rank, unless all have the same settings and names; asked once.
@@ -187,17 +253,40 @@ class CompressionState:
         Before anything that may be an error of one rank only. like : a gradient
         """
         self.watch.called()
-        total = partial(self._total, like.device)
-        said = said_of(self.names.known()) if self.names.complete else []
+        total = partial(self._total, like.device, self.collectives)
+        fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
         self.engine.agree(
-            said, total=total, rank=self.rank, ranks=self.ranks, name="start",
+            fingerprint, total=total, rank=self.rank, ranks=self.ranks, name="start",
             like=torch.zeros(1, device=like.device), do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
+        if not self._looked:
+            self._looked = True
+            self._find_nodes(total)
 
-    def _total(self, device: torch.device, _: str, words: Any) -> Any:
-        """The sum over the ranks, at once."""
+    def _find_nodes(self, total: Total) -> None:
+        """See which ranks are on which node; with several of several ranks, go by nodes."""
+        layout = find_layout(total, rank=self.rank, ranks=self.ranks)
+        if isinstance(layout, NodeLayout):
+            self.nodes = NodeGroups(self.collectives, layout)
+            self._own()
+        elif self.rank == 0:
+            level = logging.WARNING if layout.startswith("nodes have") else logging.DEBUG
+            _log.log(level, "%s: all ranks exchange with all others", layout)
+        states, self._loaded = self._loaded, []
+        if states:
+            self._load_by_nodes(states)
+
+    def _own(self) -> dict[str, int]:
+        """See to it that all parameters that are known have an owner: those of each tensor."""
+        assert self.nodes is not None
+        for parameter, name in reversed(self.names.known()):  # the order in which gradients come
+            self.nodes.owners.of(name, parameter.numel())
+        return self.nodes.owners.of_name
+
+    def _total(self, device: torch.device, collectives: Collectives, _: str, words: Any) -> Any:
+        """The sum over the ranks of a group, at once."""
         self.traffic.beside(words.nbytes)
-        return self.collectives.total(words, device)
+        return collectives.total(words, device)
 
     def begin_pass(self) -> None:
         """A backward pass begins; what is still there is of one that ended with an error."""
@@ -213,6 +302,7 @@ class CompressionState:
         self.watch.begin_pass()
         self.waiting.clear()
         self.pending.clear()
+        self.summing.clear()
         self.engine.new_step()
         self._asks = self.engine.sameness.step()
         if self._asks and not self.watch.any_step:  # they are updated by hand
@@ -242,16 +332,16 @@ class CompressionState:
         """
         self._to_come.clear()
         self._passed = True
-        said, self._said, self._exchanged = self._said, None, True
+        fingerprint, self._said, self._exchanged = self._said, None, True
         if self._asks:
-            total = partial(self._total, device)
+            total = partial(self._total, device, self.collectives)
             late = [name for p, name in self._trained() if id(p) not in self._travelled]
             hint = late and (
-                f"{', '.join(late[:3])} requires_grad, and DDP, made before, averages nothing of "
-                "it: wrap the model anew. "
+                f"{', '.join(late[:3])} requires gradients now, but DDP was created before that "
+                "and does not average them: wrap the model again. "
             )
             self.engine.compare(
-                said, total=total, rank=self.rank, ranks=self.ranks, hint=hint or ""
+                fingerprint, total=total, rank=self.rank, ranks=self.ranks, hint=hint or ""
             )
 
     def _step_ended(self) -> None:
@@ -259,7 +349,7 @@ class CompressionState:
             self._said = self._digests()
         self._exchanged = False
 
-    def _digests(self) -> Said:
+    def _digests(self) -> Fingerprint:
         return [(name, digest(parameter)) for parameter, name in self._trained()]
 
     def _trained(self) -> list[tuple[torch.Tensor, str]]:
@@ -273,30 +363,59 @@ class CompressionState:
         """
         if not self.names.complete and self.names.known():
             raise CompressError(
-                "parameters are known by the order of DDP's buckets only, which the next run may "
-                "change; expected names. Make CompressionState(..., "
+                "parameters are identified only by the order of DDP's buckets, which may change in "
+                "the next run; expected names. Make CompressionState(..., "
                 "named_parameters=model.named_parameters())."
             )
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.outcomes.look()
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
-        return saving.each(
-            np.ndarray, torch.from_numpy, state | {"layout": layout_of(self.names.known())}
-        )
+        nodes = self.nodes and {
+            "nodes": [list(ranks) for ranks in self.nodes.layout.nodes],
+            "owners": dict(self.nodes.owners.of_name),
+        }
+        state |= {"layout": layout_of(self.names.known()), "hierarchy": nodes}
+        return registry.each(np.ndarray, torch.from_numpy, state)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
-        From another number of ranks, each takes the mean. Nothing changes if a state does not fit.
+        From another number of ranks, or other nodes, each takes the mean; for those the list is
+        needed. Nothing changes if a state does not fit.
         """
         with reading("the saved state"):
             held(state)
-            arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+            arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+        self._load(arrays)
+        states = [arrays] if isinstance(arrays, dict) else list(arrays)
+        if self._looked:
+            self._load_by_nodes(states)
+        else:
+            self._loaded = states
+
+    def _load(
+        self, state: dict[str, Any] | Sequence[dict[str, Any]], *, mean: bool = False
+    ) -> None:
         engine_state.load_state_dict(
-            self.engine, arrays, ranks=self.ranks, rank=self.rank,
+            self.engine, state, ranks=self.ranks, rank=self.rank, mean=mean,
             changes=lambda saved: changes_of(self.names.known(), saved.get("layout", {})),
         )  # fmt: skip
+
+    def _load_by_nodes(self, states: list[dict[str, Any]]) -> None:
+        """Take over what was loaded before the nodes were known; CompressError if it cannot be."""
+        layout = self.nodes and [list(ranks) for ranks in self.nodes.layout.nodes]
+        saved = states[0].get("hierarchy")
+        if self.nodes is None:
+            if saved is not None:
+                self._load(whole_states(states), mean=True)
+            return
+        if saved is not None and saved["nodes"] == layout:
+            self.nodes.owners.of_name.update(saved["owners"])  # this rank's state is loaded
+            return
+        own = [name for name, owner in self._own().items() if owner == self.nodes.number]
+        # Each node begins with the mean of what all remember: in the mean it is what it was.
+        self._load([state_of(each, own) for each in whole_states(states)], mean=True)
 
 
 def compression_hook(
@@ -328,22 +447,26 @@ def compression_hook(
     large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange == "gather"):
         group, state.waiting = state.waiting, []
-        state.pending.append(_group_rounds(state, group))
-        next(state.pending[-1])
-    while last and state.pending:
-        state.pending = [rounds for rounds in state.pending if next(rounds, _OVER) is not _OVER]
+        flats = [(flat, parts) for _, flat, parts in group]
+        state.pending.append(state.rounds(flats, [future for future, _, _ in group]))
+        summed, state.summing = state.summing, state.pending[-1:] if state.nodes else []
+        for rounds in (state.pending[-1], *summed):  # of those before, the node's sum is there
+            next(rounds)
     if last:
+        state.summing.clear()
+        going, exchanged = state.pending, set[int]()
+        while going:
+            came = [(rounds, next(rounds, _OVER)) for rounds in going]
+            exchanged.update(id(rounds) for rounds, mark in came if mark is _EXCHANGED)
+            going = [rounds for rounds, mark in came if mark is None]
+        by_nodes = [rounds for rounds in state.pending if id(rounds) in exchanged]
+        state.pending = []
+        for rounds in by_nodes:
+            next(rounds)
+        for rounds in by_nodes:
+            next(rounds, None)
         state.end_pass(flat.device)
     return future
-
-
-def _group_rounds(
-    state: CompressionState,
-    group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]],
-) -> Generator[None, None, None]:
-    yield from state.rounds([(flat, parts) for _, flat, parts in group])
-    for future, flat, _ in group:
-        future.set_result(flat)
 
 
 def _sparse_rounds(
@@ -373,9 +496,9 @@ def check_state(state: Any, where: str) -> None:
     if isinstance(state, CopiedState):
         raise CompressError(
             f"{where} got a copy of a CompressionState, made by copy.deepcopy or pickle, which "
-            "keeps its settings only; expected a CompressionState. Make "
-            f"CompressionState({state.compression!r}, ...) anew, and to go on where another one "
-            "was, load_state_dict(what its state_dict() returned)."
+            "keeps its settings only; expected a CompressionState. Create a new "
+            f"CompressionState({state.compression!r}, ...); to continue from another one, call "
+            "load_state_dict() with what its state_dict() returned."
         )
     if not isinstance(state, CompressionState):
         raise CompressError(

@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from ..base.errors import CompressError
 from ..compression import Compression
-from .ddp import CompressionState, Part
+from ..errors import CompressError
+from .ddp import BucketSlice, CompressionState
 from .outcomes import Outcomes
 
 
@@ -61,7 +61,7 @@ def compress_replicas(
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # Modules that were sharded together have one group; one whose parameters are all in others
     # has none.
-    found = {id(own): (module, own) for module in modules if (own := _param_group(module))}
+    found = {id(own): (module, own) for module in modules if (own := param_group(module))}
     if not found:
         raise CompressError(
             f"compress_replicas got a {type(model).__qualname__} without a module of FSDP2; "
@@ -90,11 +90,11 @@ def _check_before_pass(model: nn.Module, _: Any) -> None:
         if isinstance(module, FSDPModule):
             if module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
                 raise CompressError(
-                    "the last backward pass has not come to its end, and FSDP2 averages nothing "
-                    "until it is told; expected reset_iter_state() after an exception. Call it on "
-                    "the module that was sharded last, the root, and take the step again."
+                    "the last backward pass did not finish, and FSDP2 averages nothing until it is "
+                    "reset; expected reset_iter_state() after an exception. Call it on the module "
+                    "that was sharded last, the root, and take the step again."
                 )
-            group = _param_group(module)
+            group = param_group(module)
             if group is not None and group._all_reduce_hook is None:
                 raise CompressError(
                     f"the module {name!r} was sharded after compress_replicas, so nothing averages "
@@ -121,10 +121,10 @@ class _Shards:
 
     def __init__(self, group: Any, names: dict[tuple[int, str], str]) -> None:
         self._group = group
-        owners = [it._module_info for it in group.fsdp_params]
+        owners = [param._module_info for param in group.fsdp_params]
         self._names = [names[id(owner.module), owner.param_name] for owner in owners]
         # Elements in the flat tensor: those of the longest rank's shard.
-        self._padded = [it.padded_sharded_param_size.numel() for it in group.fsdp_params]
+        self._padded = [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
         self._used: set[int] = set()  # with a gradient since the last reduction
         self._watched: dict[int, torch.Tensor] = {}
         self._waiting: dict[str, torch.Tensor] = {}  # reduce-scattered and not yet averaged
@@ -133,8 +133,8 @@ class _Shards:
         """Name, and a tensor of the shard's shape and type that holds nothing."""
         params = self._group.fsdp_params
         return [
-            (name, torch.empty(it.sharded_size, dtype=it.sharded_param.dtype, device="meta"))
-            for name, it in zip(self._names, params, strict=True)
+            (name, torch.empty(param.sharded_size, dtype=param.sharded_param.dtype, device="meta"))
+            for name, param in zip(self._names, params, strict=True)
         ]
 
     def check(self, replicas: dist.ProcessGroup | None) -> None:
@@ -142,8 +142,8 @@ class _Shards:
         group = self._group
         if getattr(group.mesh_info, "replicate_mesh_size", 1) > 1:
             raise CompressError(
-                "fully_shard got a mesh with replicas and averages over them by itself; expected "
-                "one dimension. Call fully_shard(module, mesh=mesh['shard'])."
+                "fully_shard got a mesh with replicas, over which it averages itself; expected one "
+                "dimension. Call fully_shard(module, mesh=mesh['shard'])."
             )
         if group._all_reduce_hook is not None:
             raise CompressError(
@@ -174,7 +174,7 @@ class _Shards:
     def _use(self, place: int, _: torch.Tensor) -> None:
         self._used.add(place)
 
-    def parts(self, flat: torch.Tensor) -> list[Part]:
+    def parts(self, flat: torch.Tensor) -> list[BucketSlice]:
         """Where the shards lie, those without elements left out."""
         used, every = sorted(self._used), list(range(len(self._padded)))
         self._used.clear()
@@ -189,7 +189,7 @@ class _Shards:
         found, start = [], 0
         for place in places:
             shape = tuple(self._group.fsdp_params[place].sharded_size)
-            part = Part(self._names[place], start, shape)
+            part = BucketSlice(self._names[place], start, shape)
             found += [part] if part.elements else []
             start += self._padded[place]
         return found
@@ -203,7 +203,7 @@ class _Shards:
             outcomes.follow(name, it.sharded_param)
         outcomes.reached()
 
-    def accumulate(self, flat: torch.Tensor, parts: list[Part]) -> bool:
+    def accumulate(self, flat: torch.Tensor, parts: list[BucketSlice]) -> bool:
         """Whether to average now; with set_requires_all_reduce(False) gradients wait for a later.
 
         FSDP2 adds what it gets back to the gradients: zeros, until then.
@@ -218,7 +218,7 @@ class _Shards:
         return False
 
 
-def _param_group(module: FSDPModule) -> Any:
+def param_group(module: FSDPModule) -> Any:
     """FSDP2's record of the parameters of one module; None if it has none of its own."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -18,44 +18,47 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from ..base.errors import CompressError
-from ..engine.buckets import Buckets
-from ..engine.carry import Gradient
+from ..collective import Buckets, Gradient
+from ..errors import CompressError
 from ..settings import Settings
-from .under_horovod.alike import (
-    Checked,
+from .under_horovod.agreement import (
+    CheckedHandle,
+    Elastic,
     agree_on_calls,
     agree_on_fresh,
     agree_on_number,
     agree_on_optimizers,
     alike_in_hardware,
     end_what_is_left,
-    total,
-)
-from .under_horovod.caller import Caller, find_caller, sparse_gradient
-from .under_horovod.horovod_state import (
-    Elastic,
     load_state_dict,
     residuals,
     restart,
     state_dict,
     synchronize,
+    total,
+)
+from .under_horovod.hooks import (
+    Caller,
+    GradientHook,
+    find_caller,
+    placeholder,
+    send_plain,
+    sparse_gradient,
+    wire_type,
 )
 from .under_horovod.in_flight import (
     Cast,
-    Fused,
-    InRounds,
+    FusedHandle,
+    PlainHandle,
     Reducer,
-    Shown,
+    RoundsHandle,
     begin,
     complete,
     count_ranks,
     require_all_ranks,
     rounds,
 )  # fmt: skip
-from .under_horovod.memory import Memory, memory_of
-from .under_horovod.pending import Pending
-from .under_horovod.submission import Submission, send_plain, stand_in, wire_type
+from .under_horovod.memory import OptimizerState, Pending, memory_of
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -64,14 +67,14 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-_of_calls: OrderedDict[tuple[Settings, int], Memory] = OrderedDict()  # plain hvd.allreduce
+_of_calls: OrderedDict[tuple[Settings, int], OptimizerState] = OrderedDict()  # plain hvd.allreduce
 _MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which make the same calls
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see Compression."""
     wire, ctx = _ask(tensor, find_caller(frame, tensor), settings)
-    return (stand_in(tensor) if wire is None else wire), ctx
+    return (placeholder(tensor) if wire is None else wire), ctx
 
 
 def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any, Any]:
@@ -94,11 +97,11 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
     due = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
-        _come(caller, ctx if isinstance(ctx, InRounds | Fused) else None, memory)
-    return wire, Checked.begin(memory, caller.optimizer, ctx) if due else ctx
+        _come(caller, ctx if isinstance(ctx, RoundsHandle | FusedHandle) else None, memory)
+    return wire, CheckedHandle.begin(memory, caller.optimizer, ctx) if due else ctx
 
 
-def _come(caller: Caller, filed: InRounds | Fused | None, memory: Memory) -> None:
+def _come(caller: Caller, filed: RoundsHandle | FusedHandle | None, memory: OptimizerState) -> None:
     """Start the bucket of which this gradient was the last; take on what has arrived."""
     assert memory.buckets is not None
     if filed is not None:
@@ -109,7 +112,7 @@ def _come(caller: Caller, filed: InRounds | Fused | None, memory: Memory) -> Non
     memory.pending.poll()
 
 
-def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple[Any, Any]:
     engine, sets, name = memory.engine, caller.process_set, caller.name
     own = caller.optimizer is not None
     kind, flat = wire_type(tensor), tensor.detach().reshape(-1)
@@ -119,15 +122,12 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         plain_itemsize=kind.itemsize,
     )  # fmt: skip
     if step.plain:
-        chosen = own and gradient.is_float and memory.settings.compresses(gradient.shape)
-        if chosen and all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
-            memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
-        # Groups are the user's own way to fuse; a tuner may stand aside in the middle of a step, at
-        # which ranks have come to different gradients.
+        chosen = own and memory.settings.compresses(gradient.shape)
+        # Groups are the user's own way to fuse; a tuner's plain steps are to be stock Horovod's.
         apart = not own or caller.optimizer._groups is not None or memory.settings.tune
         if gradient.is_float and not (chosen or apart or memory.stands_in()):
             send, end = partial(send_plain, caller), partial(complete, memory, sets)
-            return None, Fused(tensor.detach(), kind, send, end)
+            return None, FusedHandle(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
         return wire.to(kind), None if kind == tensor.dtype else Cast(tensor.dtype)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
@@ -135,13 +135,15 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         if own:
             memory.begins([str(name)], dense=True)
         wire = engine.whole(gradient, wire=kind).view(tensor.shape)
-        return wire, Shown(memory, str(name), factor, tensor.dtype)
+        return wire, PlainHandle(memory, str(name), factor, tensor.dtype)
     if own:
         assert memory.buckets is not None
         count_ranks(memory, memory.buckets.members[0][0], sets)
-        return None, InRounds(gradient, tensor.detach(), factor, partial(complete, memory, sets))
+        return None, RoundsHandle(
+            gradient, tensor.detach(), factor, partial(complete, memory, sets)
+        )
     copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
-    alone = InRounds(copied, tensor.detach(), factor, memory.pending.complete)
+    alone = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
     memory.counts_ranks = False
     count_ranks(memory, name, sets)
     require_all_ranks(memory, str(name), sets)
@@ -151,7 +153,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
     return None, alone
 
 
-def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
+def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
     """A step begins, or a call: what is still on its way is of one that failed.
 
     Before the first of them, and after ranks have come or gone, all ranks agree.
@@ -191,7 +193,7 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
         own.engine.agreed = ranks
 
 
-def _again(memory: Memory, caller: Caller) -> bool:
+def _again(memory: OptimizerState, caller: Caller) -> bool:
     """Whether the optimizer asks again about gradients that are the ranks' means already.
 
     `step()` does so behind `synchronize()` where no `skip_synchronize()` is around it. The mean may
@@ -210,7 +212,7 @@ def _again(memory: Memory, caller: Caller) -> bool:
     return memory.repeats
 
 
-def _lay_out(memory: Memory, optimizer: Any) -> None:
+def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
     """Lay buckets out, or see to it that they are still of all that Horovod asks about."""
     asked, names = optimizer._requires_update, optimizer._parameter_names
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -220,7 +222,7 @@ def _lay_out(memory: Memory, optimizer: Any) -> None:
             raise CompressError(
                 f"{what} of shape {tuple(parameter.shape)} is trained, but Horovod does not reduce "
                 "it: it was added, or set to require gradients, after DistributedOptimizer was "
-                "made. Make that anew, with all parameters."
+                "created. Create it again, with all parameters."
             )
     for parameter in asked:
         memory.outcomes.follow(names[parameter], parameter)
@@ -230,22 +232,22 @@ def _lay_out(memory: Memory, optimizer: Any) -> None:
         memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(every))
     if memory.submission is None:
         ask = partial(_ask, settings=memory.settings)
-        memory.submission = Submission(
+        memory.submission = GradientHook(
             optimizer, memory.stands_in, ask, partial(_again, memory), memory.settings.wait_s
         )
     memory.submission.begin()
 
 
-def _memory_for(caller: Caller, settings: Settings) -> Memory:
+def _memory_for(caller: Caller, settings: Settings) -> OptimizerState:
     if caller.optimizer is None:
         return _memory_of_calls(settings, caller.process_set.process_set_id)
     return memory_of(caller.optimizer)
 
 
-def _memory_of_calls(settings: Settings, process_set: int) -> Memory:
+def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:
     key = settings, process_set
     if key not in _of_calls:
-        _of_calls[key] = Memory(settings, alone=True)
+        _of_calls[key] = OptimizerState(settings, alone=True)
         if len(_of_calls) > _MOST_CALLS:
             _of_calls.popitem(last=False)
             _say_dropped_once()
@@ -266,17 +268,15 @@ def count_sparse(frame: FrameType) -> None:
 @cache
 def _say_dropped_once() -> None:
     _log.warning(
-        "hvd.allreduce was called with compressions of more than %d settings: what those used "
-        "longest ago remember is dropped. Make one with using(...) and keep it.",
+        "hvd.allreduce was called with compressions of more than %d settings; the least recently "
+        "used state was evicted. Make one with using(...) and keep it.",
         _MOST_CALLS,
     )
 
 
 def report(optimizer: Any) -> dict[str, float]:
     """See Compression.report."""
-    memory = memory_of(optimizer)
-    memory.count()
-    return memory.engine.report()
+    return memory_of(optimizer).engine.report()
 
 
 def watch(optimizer: Any, scaler: Any) -> None:

@@ -15,14 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..engine.outcome import Outcome
+from ..consistency import weigh, weights
+from ..engine.transaction import Outcome
 
 
 class _FoundInf:
@@ -157,3 +158,23 @@ def _stepped(own: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
 def _reached(own: weakref.ref[Outcomes], _: torch.Tensor) -> None:
     if (outcomes := own()) is not None:
         outcomes.reached()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """By its bits, in the order of its indices; see weigh."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    word = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    return weigh(
+        flat.view(word), _weights(tensor.device), lambda part: part.to(torch.int64), _fetched
+    )
+
+
+def _fetched(sums: list[torch.Tensor]) -> list[int]:
+    return torch.stack(sums).tolist() if sums else []
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(weights()).to(device)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from sn_compress.codecs.frequency import fft
+from sn_compress.codecs import fft
 
 # A kernel, a matrix and a vector long enough to be compressed; a section of blocks each.
 SHAPES = ((16, 8, 3, 3), (64, 48), (65536,))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sn_compress.devices.arrays import Constant, like_of
+from sn_compress.arrays import Constant, asarray_like
 
 torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(
-    "across", [lambda host, like: Constant(host).on(like), like_of], ids=["constant", "like_of"]
+    "across",
+    [lambda host, like: Constant(host).on(like), asarray_like],
+    ids=["constant", "like_of"],
 )
 def test_what_may_not_be_written_shares_no_memory_with_a_tensor(across):
     """torch knows no such tensors: it warns, once in a process, and writes to it."""

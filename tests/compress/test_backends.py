@@ -29,7 +29,7 @@ def backends(wish: str | None, *, hide: bool = False) -> subprocess.CompletedPro
 def test_numpy_on_request_gives_the_same_bytes(core):
     own, asked = backends(None), backends("numpy")
     assert own.stdout.startswith("cpp: ")
-    assert asked.stdout.startswith("numpy: asked for by SN_COMPRESS_BACKEND")
+    assert asked.stdout.startswith("numpy: requested by SN_COMPRESS_BACKEND")
     assert own.stdout.splitlines()[1] == asked.stdout.splitlines()[1]
     assert not own.stderr
     assert not asked.stderr
@@ -41,7 +41,7 @@ def test_cpp_on_request(core):
 
 def test_a_missing_extension_is_not_silent():
     done = backends(None, hide=True)
-    assert done.stdout.startswith("numpy: the compiled extension is not there")
+    assert done.stdout.startswith("numpy: the compiled extension is missing")
     assert "many times slower" in done.stderr
     assert done.returncode == 0
 
@@ -50,7 +50,8 @@ def test_cpp_on_request_but_missing():
     done = backends("cpp", hide=True)
     assert done.returncode == 1
     assert (
-        "CompressError: SN_COMPRESS_BACKEND=cpp, but the compiled extension is not" in done.stderr
+        "CompressError: SN_COMPRESS_BACKEND=cpp, but the compiled extension is missing"
+        in done.stderr
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from samples import random
 
 from sn_compress import FFTCodec, Payload, PayloadError, codec
-from sn_compress.ops.words import checksum
+from sn_compress.ops import checksum
 
 CRC = slice(28, 32)
 

@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress.base.errors import CompressError, PayloadError
-from sn_compress.sums import proposal
-from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.choose import (
-    Curve,
-    Size,
+from sn_compress.allreduce.allocate import (
+    Allocation,
+    EnergyCurve,
     allocate,
     decode_sizes,
     encode_sizes,
     words_of,
 )
-from sn_compress.sums.parts.low_rank import LowRank
-from sn_compress.sums.parts.rows import Rows
-from sn_compress.sums.parts.whole import Whole
-from sn_compress.sums.session import SharedExchange
+from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.low_rank import LowRank
+from sn_compress.allreduce.methods.rows import Rows
+from sn_compress.collective import Gradient
+from sn_compress.errors import CompressError, PayloadError
 
 SIZES = {
-    "table": Size((800, 32), 5, "rows"),
-    "thin": Size((64, 48), 7),
-    "bias": Size((100,), 0),
+    "table": Allocation((800, 32), 5, "rows"),
+    "thin": Allocation((64, 48), 7),
+    "bias": Allocation((100,), 0),
 }
 SHAPES = {name: size.shape for name, size in SIZES.items()}
 
@@ -39,9 +39,9 @@ def test_directions_go_where_energy_is_within_the_budget():
     thin = np.outer(rng.standard_normal(64), rng.standard_normal(96)).astype(np.float32)
     noise = rng.standard_normal((64, 96)).astype(np.float32)
     curves = {
-        "thin": Curve.of(thin.reshape(-1), (64, 96)),
-        "noise": Curve.of(noise.reshape(-1), (64, 96)),
-        "bias": Curve.of(noise[0], (96,)),
+        "thin": EnergyCurve.of(thin.reshape(-1), (64, 96)),
+        "noise": EnergyCurve.of(noise.reshape(-1), (64, 96)),
+        "bias": EnergyCurve.of(noise[0], (96,)),
     }
     for budget in (300, 700, 2000):
         chosen = allocate(curves, budget, 8)
@@ -58,14 +58,14 @@ def test_a_curve_shows_the_shares_of_the_singular_values(shape):
     left, right = (np.linalg.qr(rng.standard_normal((side, 12)))[0] for side in shape)
     shares = 2.0 ** -np.arange(12)
     mean = (left * np.sqrt(shares)) @ right.T
-    curve = Curve.of(mean.astype(np.float32).reshape(-1), shape)
+    curve = EnergyCurve.of(mean.astype(np.float32).reshape(-1), shape)
     np.testing.assert_allclose(curve.shares[:12], shares / shares.sum(), atol=1e-5)
     assert curve.shares[12:].sum() < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_words_are_those_that_a_part_sends(ranks):
-    for size in (*SIZES.values(), Size((7, 2), 7, "rows"), Size((24, 5, 3), 1)):
+    for size in (*SIZES.values(), Allocation((7, 2), 7, "rows"), Allocation((24, 5, 3), 1)):
         said = words_of(size.shape, size.size, ranks, size.way)
         assert Bucket([size.part()]).words(ranks) == said
     kinds = [type(size.part()) for size in SIZES.values()]
@@ -74,7 +74,7 @@ def test_words_are_those_that_a_part_sends(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_all_take_the_sizes_of_the_first_rank_that_has_not_joined(ranks):
-    others = {**SIZES, "thin": Size((64, 48), 8), "table": Size((800, 32), 3)}
+    others = {**SIZES, "thin": Allocation((64, 48), 8), "table": Allocation((800, 32), 3)}
     words = [
         encode_sizes(others if rank else SIZES, ranks=ranks, rank=rank) for rank in range(ranks)
     ]
@@ -99,22 +99,22 @@ def test_damaged_sizes_are_an_error():
         for bit in range(32):
             total = total_of(words)
             total.view(np.uint32)[place] ^= np.uint32(1 << bit)
-            with pytest.raises((PayloadError, CompressError), match=r"damaged|other tensors"):
+            with pytest.raises((PayloadError, CompressError), match=r"corrupt|different tensors"):
                 decode_sizes(total, SHAPES, ranks=3)
-    with pytest.raises(PayloadError, match="0 ranks spoke"):
+    with pytest.raises(PayloadError, match="0 ranks replied"):
         decode_sizes(np.zeros_like(words[0]), SHAPES, ranks=3)
 
 
 def test_ranks_with_other_tensors_are_told_so():
     words = [encode_sizes(SIZES, ranks=2, rank=0)]
-    words.append(encode_sizes({**SIZES, "thin": Size((48, 64), 7)}, ranks=2, rank=1))
-    with pytest.raises(CompressError, match="sizes for other tensors"):
+    words.append(encode_sizes({**SIZES, "thin": Allocation((48, 64), 7)}, ranks=2, rank=1))
+    with pytest.raises(CompressError, match="ranks allocate different tensors"):
         decode_sizes(total_of(words), SHAPES, ranks=2)
     with pytest.raises(CompressError, match="got 9 words of sizes; expected 5"):
         decode_sizes(words[0], {"thin": (64, 48)}, ranks=2)
     # Two that say they are rank 0: their sizes add up to what no tensor has.
     twice = total_of([encode_sizes(SIZES, ranks=2, rank=0)] * 2)
-    with pytest.raises(PayloadError, match="1 were heard"):
+    with pytest.raises(PayloadError, match="1 were received"):
         decode_sizes(twice, SHAPES, ranks=2)
     with pytest.raises(CompressError, match="expected 0 to 1"):
         encode_sizes(SIZES, ranks=2, rank=2)
@@ -142,7 +142,7 @@ def run(rounds, joined=()):
 
 def sessions_of(ranks, **settings):
     """A session for each rank; the last product has the same bits in NumPy and in torch."""
-    sessions = [SharedExchange(**{"ratio": 20, "warmup": 1, **settings}) for _ in range(ranks)]
+    sessions = [AllReduceExchange(**{"ratio": 20, "warmup": 1, **settings}) for _ in range(ranks)]
     for own in sessions:
         own.exact = True
     return sessions
@@ -178,14 +178,14 @@ def gradients_of(rng, ranks, shapes, *, torch_too=True):
 @pytest.fixture
 def disturbed(monkeypatch):
     """Curves that differ from session to session, far more than rounding would make them."""
-    plain, rng = Curve.of, np.random.default_rng(3)
+    plain, rng = EnergyCurve.of, np.random.default_rng(3)
 
     def of(mean, shape):
         curve = plain(mean, shape)
         shares = np.sort(curve.shares * rng.uniform(0.1, 10, curve.shares.size))[::-1]
-        return Curve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.way)
+        return EnergyCurve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.way)
 
-    monkeypatch.setattr(proposal.Curve, "of", of)
+    monkeypatch.setattr(EnergyCurve, "of", of)
 
 
 def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
@@ -272,16 +272,16 @@ def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
         dense_step(sessions, first, shapes)
         lent = [{"wide": np.array(np.asarray(values["wide"]))} for values in second]
         rounds = [
-            own.exchange("wide", values["wide"], ranks=2, rank=rank)
+            own.rounds([Gradient("wide", (6000,), values["wide"].reshape(-1))], ranks=2, rank=rank)
             for rank, (own, values) in enumerate(zip(sessions, lent, strict=True))
         ]
         for own in sessions:
-            own.tensors["wide"].proposed = Size((30, 200), 6)
-        total = total_of([next(each) for each in rounds])
+            own.tensors["wide"].proposed = Allocation((30, 200), 6)
+        total = total_of([next(each)[0].words for each in rounds])
         if spoil:
             for values in lent:
                 values["wide"][:] = 7
-        words = [each.send(total) for each in rounds]
+        words = [each.send([total])[0].words for each in rounds]
         found.append([np.asarray(each).tobytes() for each in words])
     assert found[0] == found[1]
 
@@ -377,7 +377,7 @@ def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
             _, seen = run(rounds)
             assert (seen[0] == 3 + 2) == (turn == 0)
         states = [own.state_dict() for own in sessions]
-        resumed = [SharedExchange(ratio=20, warmup=1) for _ in sessions]
+        resumed = [AllReduceExchange(ratio=20, warmup=1) for _ in sessions]
         for own, state in zip(resumed, states, strict=True):
             own.load_state_dict(state)
         assert [own.tensors["table"].size for own in resumed] == [
@@ -388,4 +388,4 @@ def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
         state = sessions[0].state_dict()
         state["tensors"]["wide"].update(entry)
         with pytest.raises(CompressError):
-            SharedExchange(ratio=20, warmup=1).load_state_dict(state)
+            AllReduceExchange(ratio=20, warmup=1).load_state_dict(state)

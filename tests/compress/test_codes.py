@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sn_compress import PayloadError
-from sn_compress.ops.quantizers import codes
+from sn_compress.ops import codes
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 31, 32]
 SIZES = [(bits, n) for bits in WIDTHS for n in (0, 1, 7, 8, 9, 33, 1000)]

@@ -10,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCompression, Link, LowRankCompression, predict
-from sn_compress.codecs.gather import on_wire
-from sn_compress.engine.scattered import shares_of
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.codecs.base import on_wire
+from sn_compress.engine.payloads import shares_of
 from sn_compress.prediction.cost import (
     FUSED_BYTES,
+    MODELS,
+    Layer,
     Route,
     break_even,
     choose,
     collective_s,
+    layers,
     step,
     wire_bytes,
 )
-from sn_compress.prediction.layers import MODELS, Layer, layers
-from sn_compress.prediction.predict import METHODS, routes_of
-from sn_compress.prediction.rates import FREE, Rates, fit_link, measure_rates
+from sn_compress.prediction.predict import FREE, METHODS, Rates, fit_link, measure_rates, routes_of
 from sn_compress.settings import Settings
-from sn_compress.sums.session import SharedExchange
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)
 SOME = Rates(1e-9, 1e-9, 1e-10, 2e-9, 1e-10, 1e-8, 1e-9)
@@ -222,8 +223,8 @@ def test_sizes_are_those_of_the_real_exchange():
         Layer("d", (16, 9)),
     ]
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    session = SharedExchange(**chosen.shared)
-    assert isinstance(session, SharedExchange)
+    session = AllReduceExchange(**chosen.shared)
+    assert isinstance(session, AllReduceExchange)
     rng = np.random.default_rng(0)
     ranks = 8
     for tensor in model:

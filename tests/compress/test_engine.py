@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
-from sn_compress.engine import summed
-from sn_compress.engine.carry import Gradient
+from sn_compress.allreduce import exchange as shared_exchange
+from sn_compress.collective import Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.engine_state import load_state_dict, state_dict
 from sn_compress.prediction.tuning import Tuner
-from sn_compress.schedule import EnergyBudget
+from sn_compress.schedule import Constant, Warmup
 
 RANKS = 2
 SHAPES = {"wide": (40, 60), "kernel": (16, 8, 3, 3), "bias": (60,), "count": (3, 700)}
@@ -32,11 +32,13 @@ class Scaler:
 class Chosen:
     """A tuner that has settled, on what the test says."""
 
+    settled = True
+
     def __init__(self, method):
-        self.chosen = method
+        self.choice = method
 
     def method(self, name, shape):
-        return self.chosen
+        return self.choice
 
 
 def engines(compression, **options):
@@ -186,7 +188,7 @@ def test_a_step_that_the_scaler_skips_is_taken_back(way):
     def at(scale):
         scaler.scale = scale
         for engine in both:
-            engine.settle()
+            engine.transaction.settle()
         return left()
 
     for seed in range(4):
@@ -222,7 +224,7 @@ def test_what_was_dropped_is_as_if_never_sent(way):
 
     def left():
         for engine in both:
-            engine.settle()
+            engine.transaction.settle()
         return [engine.residual(name) for engine in both for name in ("wide", "kernel", "count")]
 
     for seed in range(4):
@@ -260,13 +262,13 @@ def test_a_mean_that_was_dropped_chooses_no_sizes():
     assert step(both, spoilt)[0]["dense"] == ["wide", "kernel", "count"]
     outcomes.outcome = "dropped"
     for engine, own in zip(both, left, strict=True):
-        engine.settle()
+        engine.transaction.settle()
         np.testing.assert_array_equal(engine.residual("wide"), own)
     outcomes.outcome = "held"
     step(both, noise(7))
     outcomes.outcome = "dropped"
     for engine, state, own in zip(both, states, left, strict=True):
-        engine.settle()
+        engine.transaction.settle()
         assert {name: it.size for name, it in engine.shared.tensors.items()} == sizes
         np.testing.assert_array_equal(engine.shared.tensors["wide"].summable.state["basis"], state)
         np.testing.assert_array_equal(engine.residual("wide"), own)
@@ -285,8 +287,8 @@ def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
     for outcome in ("dropped", "dropped", "applied"):
         step(both, noise(9))
         outcomes.outcome = outcome
-        both[0].settle()
-        both[1].settle()
+        both[0].transaction.settle()
+        both[1].transaction.settle()
         if outcome == "dropped":
             np.testing.assert_array_equal(both[0].residual("wide"), left)
     assert not both[0].remembers("wide")
@@ -305,7 +307,7 @@ def test_a_scaler_skips_what_was_not_applied(way):
         step(both, noise(4))
         outcomes.outcome, scaler.scale = outcome, 4.0
         for engine in both:
-            engine.settle()
+            engine.transaction.settle()
         found[outcome] = np.abs(2 * both[0].residual("wide") - before).max()
     assert found["applied"] > 0.1
     assert max(found["held"], found["unknown"]) < 1e-4
@@ -390,28 +392,6 @@ def test_what_a_run_before_has_left_leaves_once():
     assert not both[0].remembers("wide")
 
 
-def test_theta_follows_what_all_ranks_have_lost():
-    """Both ranks ask for the sum once a step, and take the same theta."""
-    for lost, up in ((1e-6, True), (0.999, False)):
-        budget = EnergyBudget(lost=lost, start=0.9, every=2)
-        both, asked = engines(FFTCompression.using(theta=budget)), []
-
-        def total(name, words, asked=asked):
-            asked.append((name, words))
-            return words * RANKS  # both bring the same here
-
-        taken = []
-        for seed in range(8):
-            same = noise(seed)[:1] * RANKS
-            step(both, list(map(copied, same)), total=total)
-            assert both[0].codec.theta == both[1].codec.theta
-            taken.append(both[0].codec.theta)
-        assert [name for name, _ in asked] == ["lost"] * 8 * RANKS
-        start = EnergyBudget(lost=lost, start=0.9).theta(0)
-        assert taken[0] == start
-        assert taken[-1] < start if up else taken[-1] > start
-
-
 def copied(values):
     return {name: value.copy() for name, value in values.items()}
 
@@ -472,7 +452,7 @@ def test_what_is_no_float_travels_plain():
         gather = compression.settings.exchange == "gather"
         assert (way.coded if gather else way.plain) == nameless
     changing = Engine(
-        FFTCompression.using(theta=EnergyBudget(lost=0.1)).settings, 1, stock="DDP", tuner=Tuner
+        FFTCompression.using(theta=Warmup(4, Constant(0.9))).settings, 1, stock="DDP", tuner=Tuner
     )
     with pytest.raises(CompressError, match="without a name"):
         changing.sort(nameless, ranks=1, total=twice)
@@ -540,7 +520,7 @@ def test_what_a_device_has_lost_is_told_one_step_late():
     told = both[0].report()["relative_error"]
     assert 0 < told < 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summed, "on_host", lambda values: False)
+        patch.setattr(shared_exchange, "on_host", lambda values: False)
         late = engines(LowRankCompression.using(ratio=8, warmup=1))
         for seed in range(4):
             step(late, noise(seed))

@@ -8,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_compress.base.errors import CompressError
-from sn_compress.ops.linear.orthonormal import Orthonormal, most, orthonormal
-from sn_compress.ops.linear.remember import remember
-from sn_compress.ops.words import scales
-from sn_compress.ops.words.digits import MAX_RANKS, Digits
-from sn_compress.ops.words.word_sum import PRIME, word_sum
-from sn_compress.sums.parts.columns import Columns
+from sn_compress.errors import CompressError
+from sn_compress.ops import fixed_point
+from sn_compress.ops.fixed_point import MAX_RANKS, PRIME, Digits, FixedPointColumns, word_sum
+from sn_compress.ops.orthonormal import Orthonormal, most, orthonormal
+from sn_compress.ops.products import remember
 
 SIZES = [0, 1, 31, 32, 33, 63, 1000]
 
@@ -65,22 +63,26 @@ def test_more_ranks_than_digits_can_sum_are_refused():
 @pytest.mark.parametrize("peak", [0.0, 1e-45, 1e-38, 2.0**-64, 1.0, 1.5, 2.0**63, 3e38, np.inf])
 def test_scales_cover_peaks(peak):
     peaks = np.array([peak], np.float32)
-    found, some = scales.covering(peaks)
+    found, some = fixed_point.covering(peaks)
     exponent = int(found[0])
     assert some[0] == (peak > 0)
-    assert scales.LOWEST <= exponent <= scales.HIGHEST
+    assert fixed_point.LOWEST <= exponent <= fixed_point.HIGHEST
     if 2.0**-64 <= peak <= 2.0**63:
         # A quarter of an octave is rounded to float32 once.
         assert 2.0 ** (exponent / 4) >= peak * (1 - 2**-24)
         assert 2.0 ** ((exponent - 1) / 4) < peak
-    for one, other in zip((found, some), scales.covering(torch.from_numpy(peaks)), strict=True):
+    for one, other in zip(
+        (found, some), fixed_point.covering(torch.from_numpy(peaks)), strict=True
+    ):
         same(one, other)
 
 
-@given(st.lists(st.integers(scales.LOWEST, scales.HIGHEST), max_size=30), st.integers(0, 2))
+@given(
+    st.lists(st.integers(fixed_point.LOWEST, fixed_point.HIGHEST), max_size=30), st.integers(0, 2)
+)
 @settings(deadline=None, max_examples=100)
 def test_the_mean_exponent_is_rounded_from_whole_numbers(told, at):
-    columns, ranks = Columns([(3, 2)]), MAX_RANKS
+    columns, ranks = FixedPointColumns([(3, 2)]), MAX_RANKS
     total = np.zeros(columns.words(ranks), np.int32)
     total[at] = sum(e + 2**20 for e in told)
     before = np.full(3, 7, np.int32)
@@ -92,12 +94,12 @@ def test_the_mean_exponent_is_rounded_from_whole_numbers(told, at):
 
 
 def test_units_are_divided_once_on_the_host():
-    exponents = np.arange(scales.LOWEST, scales.HIGHEST + 1, dtype=np.int32)
+    exponents = np.arange(fixed_point.LOWEST, fixed_point.HIGHEST + 1, dtype=np.int32)
     for limit, ranks in ((15, 1), (31, 3), (32767, 2)):
-        found = scales.units(exponents, limit, ranks)
+        found = fixed_point.units(exponents, limit, ranks)
         expected = 2.0 ** ((exponents + 1) / 4) / limit / ranks
         np.testing.assert_allclose(found, expected, rtol=2e-7)
-        same(found, scales.units(torch.from_numpy(exponents), limit, ranks))
+        same(found, fixed_point.units(torch.from_numpy(exponents), limit, ranks))
 
 
 @pytest.mark.parametrize("count", [2, 31, 32, 33, 63, 1000, 2047, 2048, 2049, 5000])

@@ -26,7 +26,7 @@ from samples import (
 )
 
 from sn_compress import FFTCodec
-from sn_compress.ops.records.record import decode_records
+from sn_compress.ops.record import decode_records
 
 CODECS = codecs()
 IDS = [repr(codec)[9:-1] for codec in CODECS]

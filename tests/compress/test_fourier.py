@@ -9,9 +9,9 @@ from samples import ENERGY, U, fft_error, layouts, random
 from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec, PayloadError
-from sn_compress.ops.records.blockwise import decode_blocks, encode_blocks
-from sn_compress.ops.records.layout import Layout
-from sn_compress.ops.spectra import fourier, spectrum
+from sn_compress.ops import spectrum
+from sn_compress.ops.quantize import Layout
+from sn_compress.ops.record import decode_blocks, encode_blocks
 
 BLOCKS = [2**power for power in range(5, 17)]
 CUTS = [(64, 32), (256, 64), (4096, 32), (4096, 64), (4096, 1024), (8192, 4096), (2**17, 64)]
@@ -40,41 +40,41 @@ def rows(block: int, scale: float) -> np.ndarray:
 def test_equal_bits_on_both_back_ends(core, block, scale):
     if block > 4096 and scale not in (1, 3e38):
         return
-    x, table = rows(block, scale), fourier.roots(block)
+    x, table = rows(block, scale), spectrum.roots(block)
     bins = np.full((6, block + 2), np.nan, np.float32)
     core.fourier(x, bins, table, block, block, False)
-    equal(bins, fourier.forward_twin(x))
+    equal(bins, spectrum.forward_twin(x))
     noise = rows(block + 2, scale)  # imaginary parts at the edges, which count for nothing
     back = np.full((6, block), np.nan, np.float32)
     core.fourier(back, noise, table, block, block, True)
-    equal(back, fourier.inverse_twin(noise, block))
+    equal(back, spectrum.inverse_twin(noise, block))
 
 
 @pytest.mark.parametrize("scale", [1, 1e-42, 3e38])
 @pytest.mark.parametrize(("block", "span"), CUTS)
 def test_spans_have_equal_bits_on_both_back_ends(core, block, span, scale):
-    x, table = rows(block, scale), fourier.roots(span)
+    x, table = rows(block, scale), spectrum.roots(span)
     bins = np.full((6, block + 2), np.nan, np.float32)
     core.fourier(x, bins, table, block, span, False)
-    equal(bins, fourier.forward_twin(x, span))
+    equal(bins, spectrum.forward_twin(x, span))
     noise = rows(block + 2, scale)
     back = np.full((6, block), np.nan, np.float32)
     core.fourier(back, noise, table, block, span, True)
-    equal(back, fourier.inverse_twin(noise, block, span))
+    equal(back, spectrum.inverse_twin(noise, block, span))
 
 
 @pytest.mark.parametrize(("block", "span"), CUTS)
 def test_spans_against_float64(backend, block, span):
     """Each span by itself; its norm in a block is that of the values, as a block's is."""
     x = random(2 * block, seed=1).reshape(2, block)
-    bins = fourier.forward(x, span)
+    bins = spectrum.forward_fourier(x, span)
     exact = spans_joined(scipy.fft.rfft(x.astype("f8").reshape(-1, span), norm="ortho"), block)
     # A span's last rounding is that of its edge bins, which are scaled once more.
     e = (fft_error(span) + U) * np.linalg.norm(x.astype("f8"))
     assert np.linalg.norm(bins - exact) <= e
     energy = spectrum.energy(bins, block, 2)
     assert energy == pytest.approx(float((x.astype("f8") ** 2).sum()), rel=4 * fft_error(span))
-    back = fourier.inverse(bins, block, span)
+    back = spectrum.inverse_fourier(bins, block, span)
     assert np.linalg.norm(back - x.astype("f8")) <= 2.01 * e
     other = scipy.fft.irfft(spans_parted(exact.view(complex), span), n=span, norm="ortho")
     np.testing.assert_allclose(other.reshape(2, block), x, atol=1e-11)
@@ -82,7 +82,7 @@ def test_spans_against_float64(backend, block, span):
 
 def test_a_span_of_the_block_is_the_block():
     x = random(4096).reshape(4, 1024)
-    np.testing.assert_array_equal(fourier.forward(x, 1024), fourier.forward(x))
+    np.testing.assert_array_equal(spectrum.forward_fourier(x, 1024), spectrum.forward_fourier(x))
     whole, cut = FFTCodec(block=1024), FFTCodec(block=1024, span=1024)
     state, other = whole.new_state(4096), cut.new_state(4096)
     one, two = whole.encode(x.reshape(-1), state=state), cut.encode(x.reshape(-1), state=other)
@@ -93,7 +93,7 @@ def test_a_span_of_the_block_is_the_block():
 @pytest.mark.parametrize("block", BLOCKS)
 def test_against_float64_by_bin(backend, block):
     x = random(2 * block, seed=1).reshape(2, block)
-    bins = fourier.forward(x)
+    bins = spectrum.forward_fourier(x)
     exact = scipy.fft.rfft(x.astype(np.float64), norm="ortho")
     e = fft_error(block) * np.linalg.norm(x.astype(np.float64))
     assert np.linalg.norm(bins.view(np.complex64) - exact) <= e
@@ -102,14 +102,14 @@ def test_against_float64_by_bin(backend, block):
         single[:] = 0
         single[0, 2 * at] = 1
         want = scipy.fft.irfft(single.view(np.complex64).astype(complex), n=block, norm="ortho")
-        got = fourier.inverse(single, block)
+        got = spectrum.inverse_fourier(single, block)
         assert np.linalg.norm(got - want) <= fft_error(block) * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_table_is_good_to_half_a_unit(block):
     """Against the library's sines: what float32 takes, and float64 on the way."""
-    table = fourier.roots(block).astype(np.float64)
+    table = spectrum.roots(block).astype(np.float64)
     angles = 2 * np.pi * np.arange(block // 2) / block
     exact = np.concatenate([np.cos(angles), -np.sin(angles)])
     assert abs(table[:block] - exact).max() <= 2.0**-25 + 1e-14
@@ -124,14 +124,14 @@ def test_the_table_is_good_to_half_a_unit(block):
 
 
 def test_which_blocks_it_takes():
-    takes = [block for block in range(1, 5000) if fourier.fits(block)]
+    takes = [block for block in range(1, 5000) if spectrum.fits(block)]
     assert takes == [32, 64, 128, 256, 512, 1024, 2048, 4096]
-    assert fourier.fits(2**16)
-    assert not any(map(fourier.fits, (0, 2**17, 3 * 2**10)))
+    assert spectrum.fits(2**16)
+    assert not any(map(spectrum.fits, (0, 2**17, 3 * 2**10)))
 
 
 def test_the_extension_checks_sizes(core):
-    table, x, bins = fourier.roots(64), np.zeros(64, np.float32), np.zeros(66, np.float32)
+    table, x, bins = spectrum.roots(64), np.zeros(64, np.float32), np.zeros(66, np.float32)
     core.fourier(x, bins, table, 64, 64, False)
     for block in (0, -64, 16, 48, 128, 2**17, 2**40):
         with pytest.raises(ValueError, match="roots"):
@@ -148,7 +148,7 @@ def test_the_extension_checks_sizes(core):
         core.fourier(frozen, bins, table, 64, 64, True)
 
 
-FITTING = [x for x in layouts(blocks=(32, 1024, 4096)) if x.parts == 2 and fourier.fits(x.block)]
+FITTING = [x for x in layouts(blocks=(32, 1024, 4096)) if x.parts == 2 and spectrum.fits(x.block)]
 LAYOUTS = FITTING[::3]
 
 
@@ -156,7 +156,7 @@ def both(core, monkeypatch, layout: Layout, x, memory, decay=0.9, top=None, span
     """Encode on both back ends: words, memories and tallies."""
     runs = []
     for module in (core, None):
-        monkeypatch.setattr("sn_compress.devices._native.core", lambda module=module: module)
+        monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
         words = np.full((len(x), layout.words), 0xFFFFFFFF, np.uint32)  # poison
         kept = None if memory is None else memory.copy()
         tally = encode_blocks("fft", x, kept, words, layout, decay, top, span)
@@ -178,11 +178,10 @@ def test_encode_and_decode_blocks_agree(core, monkeypatch, layout, span):
         np.testing.assert_allclose(fast[2][1:], slow[2][1:], rtol=ENERGY, atol=0)
         outs = []
         for module in (core, None):
-            monkeypatch.setattr("sn_compress.devices._native.core", lambda module=module: module)
+            monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
             out = np.full(x.shape, np.nan, np.float32)
             records = [fast[0], fast[0][::-1].copy(), fast[0]]
-            decode_blocks("fft", records, out, layout, 1 / 3, span)
-            outs.append(out)
+            outs.append(decode_blocks("fft", records, out, layout, 1 / 3, span))
         equal(*outs)
 
 
@@ -199,7 +198,7 @@ def test_a_damaged_record_is_named(backend):
 
 
 def test_encode_blocks_checks_sizes(core, monkeypatch):
-    monkeypatch.setattr("sn_compress.devices._native.core", lambda: core)
+    monkeypatch.setattr("sn_compress._native.core", lambda: core)
     layout = Layout(64, 4, "range", 8, 3, "elias-fano")
     x, words = np.zeros((3, 64), np.float32), np.zeros((3, layout.words), np.uint32)
     for values, memory, out in (

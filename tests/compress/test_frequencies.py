@@ -9,13 +9,12 @@ from scipy.fft import dctn, idctn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress import AutoCompression, LowRankCompression
-from sn_compress.base.errors import CompressError
-from sn_compress.ops.linear.kernels import kernels_of, waves
-from sn_compress.sums.bucket import HEAD, Bucket
-from sn_compress.sums.choose import Curve, Size, with_frequencies, words_of
-from sn_compress.sums.parts.frequencies import Frequencies
-from sn_compress.sums.session import SharedExchange
-from sn_compress.sums.step import bucket_of, step
+from sn_compress.allreduce.allocate import Allocation, EnergyCurve, with_frequencies, words_of
+from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.allreduce.methods.base import HEAD
+from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of, waves
+from sn_compress.errors import CompressError
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 TORCH, KERAS, ROW, ONE = (8, 6, 3, 3), (3, 3, 6, 8), (10, 4, 5), (5, 1, 2, 2)
@@ -385,7 +384,7 @@ def test_the_words_are_few():
     part = Frequencies([kernels_of((64, 32, 3, 3)), kernels_of((3, 3, 16, 16))], [5, 2])
     expected = [HEAD + 2 + (5 * 64 + 2 * 16) // 4, HEAD + 2 + (5 * 32 + 2 * 16) // 4]
     assert Bucket([part]).words(8) == expected
-    size = Size((64, 32, 3, 3), 5, "frequencies")
+    size = Allocation((64, 32, 3, 3), 5, "frequencies")
     assert Bucket([size.part()]).words(8) == words_of(size.shape, 5, 8, "frequencies")
 
 
@@ -405,12 +404,12 @@ def test_frequencies_are_taken_where_they_catch_more():
     rng, shape = np.random.default_rng(8), (32, 32, 3, 3)
     for make, way in ((smooth, "frequencies"), (thin, "low_rank")):
         mean = make(rng, shape)
-        low_rank, frequencies = Curve.of(mean, shape), Curve.of_frequencies(mean, shape)
+        low_rank, frequencies = EnergyCurve.of(mean, shape), EnergyCurve.of_frequencies(mean, shape)
         sigma = np.sort(np.linalg.svd(spectrum(mean, shape), compute_uv=False).reshape(-1))[::-1]
         shares = np.square(sigma[:256]) / np.square(mean, dtype=np.float64).sum()
         np.testing.assert_allclose(frequencies.shares, shares, atol=1e-5)
         assert with_frequencies(low_rank, frequencies, mean.size / 20, 8).way == way
-    assert Curve.of_frequencies(mean.reshape(-1), (288, 32)) is None
+    assert EnergyCurve.of_frequencies(mean.reshape(-1), (288, 32)) is None
 
 
 def thin(rng, shape):
@@ -448,7 +447,9 @@ def drawn(rng, ranks):
 
 
 def begun(rng, ranks, frequencies=True):
-    sessions = [SharedExchange(ratio=20, warmup=1, frequencies=frequencies) for _ in range(ranks)]
+    sessions = [
+        AllReduceExchange(ratio=20, warmup=1, frequencies=frequencies) for _ in range(ranks)
+    ]
     sent = drawn(rng, 1)[0]
     for own in sessions:
         for name, shape in SESSION.items():
@@ -469,7 +470,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     plain = begun(rng, 2, frequencies=False)
     exchanged(plain, drawn(rng, 2), 2)
     assert {plain[0].way(name) for name in SESSION} == {"low_rank"}
-    resumed = [SharedExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
+    resumed = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
     for own, other in zip(resumed, sessions, strict=True):
         own.load_state_dict(other.state_dict())
     for turn in range(4):
@@ -486,7 +487,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     # Another number of ranks goes on with what these shared, and the mean of what they owe.
     states = [own.state_dict() for own in sessions]
     mean = {n: np.mean([own.residual(n) for own in sessions], axis=0) for n in SESSION}
-    three = [SharedExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
+    three = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
     for own in three:
         own.take_over(states[0], mean)
     exchanged(three, drawn(rng, 3), 3)
@@ -494,7 +495,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
         state = sessions[0].state_dict()
         state["tensors"]["smooth"].update(entry)
         with pytest.raises(CompressError):
-            SharedExchange(ratio=20, warmup=1).load_state_dict(state)
+            AllReduceExchange(ratio=20, warmup=1).load_state_dict(state)
 
 
 def test_auto_compression_has_frequencies_and_low_rank_has_not():
@@ -505,7 +506,7 @@ def test_auto_compression_has_frequencies_and_low_rank_has_not():
 @pytest.mark.parametrize("graph", [False, True])
 def test_tensorflow_shares_every_bit(graph):
     tf = pytest.importorskip("tensorflow")
-    import sn_compress.tensorflow.nodes.namespace  # noqa: F401 - it makes tensors known
+    import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
 
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
@@ -516,7 +517,7 @@ def test_tensorflow_shares_every_bit(graph):
     memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
 
     def stepped(state, memories, gradients, first, second):
-        rounds = step(bucket, state, memories, gradients, ranks=ranks, rank=0, exact=True)
+        rounds = traced_step(bucket, state, memories, gradients, ranks=ranks, rank=0, exact=True)
         words = [next(rounds), rounds.send(first)]
         with pytest.raises(StopIteration) as end:
             rounds.send(second)

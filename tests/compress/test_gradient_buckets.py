@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sn_compress.engine.buckets import Buckets
+from sn_compress.collective import Buckets
 
 NAMES = [f"t{number}" for number in range(10)]
 

@@ -8,14 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from sn_compress.engine.hardware import said
-from sn_compress.ops.linear.products import kernel
+from sn_compress.ops.products import hardware_fingerprint, kernel
 
 PROGRAM = """
 import sys
 import numpy as np
-from sn_compress.engine.hardware import said
-print(said(np.zeros(1, np.float32)))
+from sn_compress.ops.products import hardware_fingerprint
+print(hardware_fingerprint(np.zeros(1, np.float32)))
 """
 
 
@@ -66,5 +65,5 @@ def test_the_extension_has_one_set_of_bits_which_is_no_library_s(core, kinds):
 
 def test_libraries_differ():
     torch = pytest.importorskip("torch")
-    assert said(torch.zeros(1)) != said(np.zeros(1, np.float32))
-    assert said(torch.zeros(1)) == said(torch.ones(3))
+    assert hardware_fingerprint(torch.zeros(1)) != hardware_fingerprint(np.zeros(1, np.float32))
+    assert hardware_fingerprint(torch.zeros(1)) == hardware_fingerprint(torch.ones(3))

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress.devices import _native
-from sn_compress.devices.arrays import host_view, steady
-from sn_compress.ops.linear import products, remember
-from sn_compress.ops.linear.orthonormal import Orthonormal
-from sn_compress.sums.parts.columns import Columns, numbers
+from sn_compress import _native
+from sn_compress.arrays import full_fp32_matmul, host_view
+from sn_compress.ops import products
+from sn_compress.ops.fixed_point import FixedPointColumns, numbers
+from sn_compress.ops.orthonormal import Orthonormal
 
 SIDES = [(1, 1), (31, 32), (33, 63), (4, 1000), (1000, 5), (130, 257)]
 DIRECTIONS = [1, 2, 7, 16, 33]
@@ -175,7 +175,7 @@ def test_what_is_remembered_and_its_norm(core, monkeypatch, n, decay, make):
     rng = np.random.default_rng(n)
     memory, gradient = drawn(rng, n), drawn(rng, n)
     out = make(np.full(n, np.nan, np.float32))
-    vector, energy = remember.remembered(make(memory), make(gradient), decay, out)
+    vector, energy = products.remembered(make(memory), make(gradient), decay, out)
     assert vector is out
     alike(vector, memory * np.float32(decay) + gradient)
     exact = float((np.asarray(vector).astype(np.float64) ** 2).sum())
@@ -183,8 +183,8 @@ def test_what_is_remembered_and_its_norm(core, monkeypatch, n, decay, make):
     assert abs(float(energy) - exact) <= 20 * 2.0**-24 * exact
     assert energy.shape == ()
     assert energy.dtype == vector.dtype
-    monkeypatch.setattr(remember, "host_threads", lambda _: 3)
-    alike(remember.remembered(make(memory), make(gradient), decay)[1], energy)
+    monkeypatch.setattr(products, "host_threads", lambda _: 3)
+    alike(products.remembered(make(memory), make(gradient), decay)[1], energy)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
@@ -192,8 +192,8 @@ def test_what_is_remembered_and_its_norm(core, monkeypatch, n, decay, make):
 def test_a_norm_that_is_no_number_is_told(core, n, value):
     memory, gradient = np.zeros(n, np.float32), np.zeros(n, np.float32)
     gradient[-1] = value
-    with steady(memory):
-        assert not np.isfinite(remember.remembered(memory, gradient, 1.0)[1])
+    with full_fp32_matmul(memory):
+        assert not np.isfinite(products.remembered(memory, gradient, 1.0)[1])
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -220,7 +220,7 @@ def test_orthonormal_rows_are_those_of_the_array_form(core, monkeypatch, top, ki
 @pytest.mark.parametrize(("ranks", "fine"), [(1, False), (2, True), (8, False), (2047, False)])
 def test_digits_are_those_of_the_array_form(core, monkeypatch, ranks, fine, make):
     rng = np.random.default_rng(ranks)
-    columns = Columns([(3, 31), (1, 1), (2, 1000), (5, 33), (1, 63)], fine=fine)
+    columns = FixedPointColumns([(3, 31), (1, 1), (2, 1000), (5, 33), (1, 63)], fine=fine)
     flat = drawn(rng, columns.size)
     flat[:31] = 0  # a column that says nothing
     flat[31:34] = 3e38, -3e38, 1e-45
@@ -263,7 +263,7 @@ def test_numbers_are_all_finite_or_all_zero(core, monkeypatch, n, make, compiled
 
 
 def test_columns_of_other_sizes_or_scales_are_refused(core):
-    columns = Columns([(2, 5)])
+    columns = FixedPointColumns([(2, 5)])
     flat, exponents = np.ones(10, np.float32), np.zeros(2, np.int32)
     for bad in ((flat[:9], exponents), (flat, exponents - 257), (flat, exponents + 256)):
         with pytest.raises(ValueError, match="do not belong together"):

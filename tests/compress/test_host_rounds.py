@@ -1,16 +1,16 @@
 """Whole rounds of low rank by the extension: the bits of the rounds that are put together."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from sn_compress import PayloadError
-from sn_compress.devices import _native
-from sn_compress.ops.words.word_sum import word_sum
-from sn_compress.sums import summable
-from sn_compress.sums.host_rounds import rounds_for
-from sn_compress.sums.parts.low_rank import LowRank
-from sn_compress.sums.summable import Summable, exchange
+from sn_compress import PayloadError, _native
+from sn_compress.allreduce.bucket import bucket_of
+from sn_compress.allreduce.methods.low_rank import LowRank, _Tables
+from sn_compress.allreduce.state import TensorState, exchange
+from sn_compress.ops.fixed_point import word_sum
 
 SHAPES = [(10, 128), (33, 300), (64, 31), (7, 5), (1, 1)]
 SIZES = [10, 8, 31, 1, 1]
@@ -52,7 +52,7 @@ def trained(ranks, *, steps=9, damage=None):
     means = [rng.standard_normal(a * b).astype("f4") for a, b in SHAPES]
     parts = [LowRank([shape], [size]) for shape, size in zip(SHAPES, SIZES, strict=True)]
     each = [
-        [Summable.of(part, mean) for part, mean in zip(parts, means, strict=True)]
+        [TensorState.of(part, mean) for part, mean in zip(parts, means, strict=True)]
         for _ in range(ranks)
     ]
     told = []
@@ -96,15 +96,16 @@ def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage
     """With 45 ranks digits take two bytes."""
     taken = []
 
-    def noted(*args, **options):
-        taken.append(rounds_for(*args, **options))
+    def noted(self, **given):
+        taken.append(compiled(self, **given))
         return taken[-1]
 
-    monkeypatch.setattr(summable, "rounds_for", noted)
+    compiled = LowRank.compiled_step
+    monkeypatch.setattr(LowRank, "compiled_step", noted)
     ours = trained(ranks, steps=steps, damage=damage)
     assert len(taken) == steps * ranks
     assert None not in taken
-    monkeypatch.setattr(summable, "rounds_for", lambda *args, **options: None)
+    monkeypatch.setattr(LowRank, "compiled_step", lambda self, **given: None)
     theirs = trained(ranks, steps=steps, damage=damage)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -113,9 +114,25 @@ def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage
     assert sum(it.ndim == 0 and it == -1 for it in ours) == (ranks if damage else 0)
 
 
+def test_rows_that_are_multiplied_chunk_by_chunk_have_the_same_bits(monkeypatch):
+    """Of more than a chunk of 2**18 elements; of so many columns that a chunk has few rows."""
+    rng = np.random.default_rng(3)
+    parts = [LowRank([shape], [5]) for shape in ((700, 900), (70, 9001), (6, 50_000))]
+    means = [rng.standard_normal(math.prod(part.shapes[0])).astype("f4") for part in parts]
+    found = []
+    for compiled in (True, False):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(LowRank, "compiled_step", lambda self, **given: None)
+            tensors = [TensorState.of(*pair) for pair in zip(parts, means, strict=True)]
+            words = next(exchange(tensors, means, ranks=1, rank=0))
+            found.append(words.tobytes())
+    assert found[0] == found[1]
+
+
 def test_what_is_sent_is_what_the_memory_loses():
     rng = np.random.default_rng(0)
-    one = Summable.of(LowRank([(40, 60)], [4]), rng.standard_normal(2400).astype("f4"))
+    one = TensorState.of(LowRank([(40, 60)], [4]), rng.standard_normal(2400).astype("f4"))
     gradient = rng.standard_normal(2400).astype("f4")
     steps = exchange([one], [gradient], ranks=1, rank=0)
     words = steps.send(next(steps))
@@ -130,36 +147,41 @@ def test_what_is_sent_is_what_the_memory_loses():
     assert left < 0.9 * energy
 
 
-def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike():
-    bucket, _ = summable.bucket_of((LowRank([(40, 60)], [4]),))
-    gradient = np.zeros(2400, np.float32)
-    assert rounds_for(bucket, [gradient], ranks=2, exact=False) is not None
-    assert rounds_for(bucket, [gradient], ranks=2, exact=True) is None
-    assert rounds_for(bucket, [torch.zeros(2400)], ranks=2, exact=False) is None
-    torch.set_num_threads(2)
-    assert rounds_for(bucket, [gradient], ranks=2, exact=False) is None
+def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike(monkeypatch):
+    asked = []
+    monkeypatch.setattr(LowRank, "compiled_step", lambda self, **given: asked.append(self))
+    bucket, _ = bucket_of((LowRank([(40, 60)], [4]),))
+    for library, threads, exact in (
+        (np, 1, False),
+        (np, 1, True),
+        (torch, 1, False),
+        (np, 2, False),
+    ):
+        torch.set_num_threads(threads)
+        zeros = [library.zeros(2400, dtype=library.float32)]
+        state = bucket.new_state(zeros[0])
+        next(bucket.step(state, zeros, zeros, ranks=2, rank=0, exact=exact))
+    assert len(asked) == 1
 
 
 def test_buffers_that_do_not_belong_together_are_refused():
-    host = rounds_for(
-        summable.bucket_of((LowRank([(4, 6)], [2]),))[0],
-        [np.zeros(24, np.float32)], ranks=2, exact=False,
-    )  # fmt: skip
+    tables = _Tables(LowRank([(4, 6)], [2]), 2)
     core, right = _native.core(), np.zeros(24, np.float32)
     basis, scales = np.zeros(12, np.float32), np.zeros(2, np.int32)
-    words = np.zeros(host.left_words, np.int32)
+    words = np.zeros(tables.left_words, np.int32)
 
     def first(**changed):
         given = {
-            "shapes": host.table, "memories": (right,), "gradients": (right,), "outs": (right + 0,),
-            "decay": 1.0, "basis": basis, "left": host.left, "exponents": scales,
-            "kernel": host.kernel, "words": words,
+            "shapes": tables.shapes, "memories": (right,), "gradients": (right,),
+            "outs": (right + 0,),
+            "decay": 1.0, "basis": basis, "left": tables.left, "exponents": scales,
+            "kernel": 1, "words": words,
         }  # fmt: skip
         return core.low_rank_first(*(given | changed).values())
 
     assert first() == (0.0, True)
     wrong = {
-        "shapes": host.table[:, :2].copy(), "memories": (right[:23],), "gradients": (),
+        "shapes": tables.shapes[:, :2].copy(), "memories": (right[:23],), "gradients": (),
         "kernel": 99, "basis": basis[1:], "exponents": scales + 400, "words": words[1:],
     }  # fmt: skip
     for name, value in wrong.items():

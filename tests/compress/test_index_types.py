@@ -6,15 +6,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from rivals.codecs import CODECS, codec
 
-from sn_compress import CompressError, FFTCodec, Payload, codec
+from sn_compress import CompressError, FFTCodec, Payload
+from sn_compress.codecs import fft
 from sn_compress.codecs.base import HEADER_BYTES, MAX_ELEMENTS
-from sn_compress.codecs.frequency import fft
-from sn_compress.codecs.registry import CODECS
-from sn_compress.ops.cuda import launch, seal, whole
-from sn_compress.ops.quantizers import buckets, codes, indexed
-from sn_compress.ops.records import record
-from sn_compress.ops.records.layout import Layout
+from sn_compress.ops import codes, indexed, launch, record
+from sn_compress.ops.quantize import Layout
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
 SHAPE = (ROWS, COLUMNS)
@@ -137,8 +135,8 @@ def test_positions_in_the_vector_are_64_bits_wide(at):
     data = indexed.write_indices(np.array([at], np.int64), 64)
     assert indexed.locate(indexed.read_indices(data, 1, 64), [far]).tolist() == [at]
     assert codes.packed_bytes(at, 3) == -(-3 * at // 8)
-    assert buckets.count(at, 512) == -(-at // 512)
-    assert buckets.lengths(at, None).tolist() == [at]
+    assert codes.bucket_count(at, 512) == -(-at // 512)
+    assert codes.bucket_lengths(at, None).tolist() == [at]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -160,9 +158,8 @@ def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions
 def test_sizes_that_kernels_take_are_64_bits_wide():
     for table, names in (
         (launch.SECTION, ("elements", "first_block", "first_word", "rank_words")),
-        (seal.SHEET, ("words", "used", "rank_words")),
+        (launch.SHEET, ("words", "used", "rank_words")),
         (launch.SETTINGS, ("kept", "bins", "words")),
-        (whole._WHOLE, ("first_word", "chunks", "edge")),
     ):
         assert {table.fields[name][0] for name in names} == {np.dtype("<i8")}
 

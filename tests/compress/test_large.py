@@ -6,8 +6,8 @@ import torch
 from samples import random
 
 from sn_compress import FFTCodec
-from sn_compress.codecs.frequency import batched
-from sn_compress.ops.records import large
+from sn_compress.codecs import batched
+from sn_compress.ops import quantize
 
 N = 4096 + 333
 HIGHEST = np.finfo(np.float32).max
@@ -37,7 +37,7 @@ def steps(codec, gradients, count=4):
 @pytest.fixture(params=["extension", "python"])
 def backend(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("sn_compress.devices._native.core", lambda: None)
+        monkeypatch.setattr("sn_compress._native.core", lambda: None)
 
 
 def gradients_at(power):
@@ -156,5 +156,5 @@ def test_the_smallest_gradients_wait_until_codes_reach_them():
 
 
 def test_the_limits_fit_the_longest_block():
-    assert large.LIMIT * 2.0**32 < HIGHEST
-    assert HIGHEST * 2.0**-large.SHIFT < large.LIMIT
+    assert quantize.LARGE_FROM * 2.0**32 < HIGHEST
+    assert HIGHEST * 2.0**-quantize.LARGE_SHIFT < quantize.LARGE_FROM

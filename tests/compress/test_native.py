@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 
-from sn_compress.devices import _native
+from sn_compress import _native
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -5,9 +5,16 @@ import pytest
 import torch
 from test_choose import dense_step, run, sessions_of, total_of
 
-from sn_compress.base.errors import CompressError, PayloadError
-from sn_compress.sums.choose import words_of
-from sn_compress.sums.outgrown import VOTE, is_outgrown, looks, majority, next_vote, votes
+from sn_compress.allreduce.allocate import (
+    VOTE,
+    is_outgrown,
+    looks,
+    majority,
+    next_vote,
+    votes,
+    words_of,
+)
+from sn_compress.errors import CompressError, PayloadError
 
 SHAPES = {"trunk": (128, 96), "late": (128, 64)}
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from samples import examples, for_each
 
 from sn_compress import PayloadError
-from sn_compress.ops.records import pack
-from sn_compress.ops.records.layout import Layout
-from sn_compress.ops.records.record import decode_records
-from sn_compress.ops.words import elias_fano
+from sn_compress.ops import bits as elias_fano
+from sn_compress.ops import record as pack
+from sn_compress.ops.quantize import Layout
+from sn_compress.ops.record import decode_records
 
 
 def as_integer(bits: np.ndarray) -> int:

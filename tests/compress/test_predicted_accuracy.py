@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sn_compress import Link, predict
-from sn_compress.prediction import accuracy
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction import predict as accuracy
+from sn_compress.prediction.cost import layers
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 METHOD = {

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from samples import TINY, examples, for_each
 
 from sn_compress import CompressError, RangeFloat, SaturationWarning
-from sn_compress.ops.records import quantize
-from sn_compress.ops.records.select import MAX_FINITE
+from sn_compress.ops import quantize
+from sn_compress.ops.quantize import MAX_FINITE
 
 FORMATS = [(n, m) for n in range(4, 13) for m in range(max(0, n - 7), n)]
 HIGHS = (1.0, 0.37, 3e20)

@@ -7,14 +7,8 @@ from hypothesis import strategies as st
 from samples import ENERGY, TINY, edges, examples, for_each, layouts, support_mask, weights
 
 from sn_compress import PayloadError
-from sn_compress.ops.records.layout import NON_FINITE, Layout
-from sn_compress.ops.records.record import (
-    decode_records,
-    decode_twin,
-    encode_records,
-    encode_twin,
-    numbers,
-)
+from sn_compress.ops.quantize import NON_FINITE, Layout
+from sn_compress.ops.record import decode_records, decode_twin, encode_records, encode_twin, numbers
 
 LAYOUTS = layouts(blocks=(32, 64, 1024))
 LONG = [x for x in layouts(blocks=(4096, 2**14), thetas=(0.5, 0.98)) if x.block > 1000]

@@ -1,4 +1,4 @@
-"""Every codec by name, and what all of them promise."""
+"""Every codec by name, those of benchmarks too, and what all of them promise."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rivals.codecs import CODECS, RIVALS, codec, presets
 from samples import for_each
 
 import sn_compress
-from sn_compress import CompressError, Payload, PayloadError, codec, presets
+from sn_compress import CompressError, Payload, PayloadError
+from sn_compress.codecs import fft, registry
 from sn_compress.codecs.base import MAX_ELEMENTS, SETTINGS_BYTES
-from sn_compress.codecs.frequency import fft
-from sn_compress.codecs.registry import CODECS
-from sn_compress.ops.words.checksum import crc
+from sn_compress.ops.checksum import crc
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097)
 U = 2.0**-24  # unit roundoff of float32
@@ -67,7 +67,11 @@ CASES = {
 }
 TRANSFORMS = ("fft", "dct", "hadamard")
 # Bound to a shape, and to an n above zero: these keep the same promises in files of their own.
-ELSEWHERE = {"axes": "test_fft.py", "lowrank": "test_lowrank.py", "auto": "test_auto.py"}
+ELSEWHERE = {
+    "axes": "test_fft.py",
+    "lowrank": "rivals/test_lowrank.py",
+    "auto": "rivals/test_auto.py",
+}
 NEEDED = {"axes": {"shape": (9, 9), "axes": (1,)}, "lowrank": {"shape": (9, 9)}}
 NEEDED["bounded"] = {"bound": 1.0}
 KEEPS_INF = ("fp16", "bf16", "bounded")  # and sends it as it is; all others send NaN
@@ -370,6 +374,15 @@ def test_payloads_of_other_codecs_are_refused():
                     own.decode(other.encode(gradient(n)))
 
 
+@pytest.mark.parametrize("rival", RIVALS)
+def test_the_package_refuses_payloads_of_codecs_that_only_benchmarks_have(rival):
+    n = 81
+    payload = codec(rival, **NEEDED.get(rival, {})).encode(gradient(n))
+    for name in registry.CODECS:
+        with pytest.raises(PayloadError, match=f"payload of codec {payload.codec_id} with"):
+            codec(name, **NEEDED.get(name, {})).decode(payload)
+
+
 @every_case
 def test_repr_is_the_call_that_makes_it(case):
     made = CASES[case](1000)
@@ -427,9 +440,9 @@ def test_what_rivals_ship_costs_what_they_ship():
 
 def test_mistakes_are_named():
     with pytest.raises(
-        CompressError, match="no codec is called 'zip'; known: auto, axes, bf16, bounded, dct"
+        CompressError, match="no codec is called 'zip'; known: axes, bf16, bounded, dct, fft"
     ):
-        codec("zip")
+        sn_compress.codec("zip")
     with pytest.raises(CompressError, match="no preset 'grac'; it has: grace, paper"):
         codec("qsgd", preset="grac")
     with pytest.raises(CompressError, match=r"level.*Its settings are: levels, bucket"):
@@ -513,10 +526,10 @@ def test_a_codec_is_loaded_when_it_is_named_and_the_name_stays_a_function():
 import sys, sn_compress
 made = sn_compress.codec("qsgd")
 loaded = {name for name in sys.modules if name.startswith("sn_compress.codecs.")}
-names = "base", "registry", "quantizers", "quantizers.qsgd", "frame", "through_host"
+names = "base", "registry", "qsgd", "frame"
 own = {f"sn_compress.codecs.{name}" for name in names}
 assert loaded == own, loaded
-import sn_compress.codecs.frequency.fft
+import sn_compress.codecs.fft
 assert callable(sn_compress.codec)
 assert not {"torch", "tensorflow", "horovod", "cupy"} & set(sys.modules)
 """

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sn_compress.base.errors import CompressError
-from sn_compress.ops.quantizers import indexed
-from sn_compress.ops.records import pack
-from sn_compress.ops.words import elias_fano, positions
-from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.parts.rows import Rows
+from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.rows import Rows
+from sn_compress.errors import CompressError
+from sn_compress.ops import bits as elias_fano
+from sn_compress.ops import bits as positions
+from sn_compress.ops import indexed, record
+from sn_compress.ops.bits import agreed_rows
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 SHAPES = {
@@ -24,6 +25,13 @@ SHAPES = {
     "one column": ((300, 1), 5),
     "one value": ((1, 1), 1),
 }
+
+
+def agreed(part, state, ranks):
+    """The rows of a method's one tensor that all ranks send."""
+    (shape,), (size,) = part.shapes, part.sizes
+    count = min(size * ranks, shape[0])
+    return agreed_rows(state["spread"], state["age"], state["named"], count)
 
 
 def bits(array):
@@ -37,17 +45,17 @@ def test_positions_travel_as_elias_fano_has_them_and_come_back(data):
     count = data.draw(st.integers(1, n))
     seed = data.draw(st.integers(0, 2**32))
     ascending = np.sort(np.random.default_rng(seed).permutation(n)[:count]).astype(np.int64)
-    parts = pack.elias_fano(ascending[None].astype(np.uint32), n)
-    expected = pack.bits_to_words(np.concatenate(parts, axis=1))[0].view(np.int32)
+    parts = record.elias_fano(ascending[None].astype(np.uint32), n)
+    expected = record.bits_to_words(np.concatenate(parts, axis=1))[0].view(np.int32)
     for library in LIBRARIES:
-        words = positions.write(library(ascending), n)
+        words = positions.write_positions(library(ascending), n)
         assert bits(words) == bits(expected)
         assert words.shape == (positions.slot_words(count, n),)
         # Whoever has joined adds zeros, and tells nothing.
         slots = np.stack([np.zeros_like(expected), expected, np.zeros_like(expected)])
-        found = np.asarray(positions.told(library(slots), count, n))
+        found = np.asarray(positions.read_positions(library(slots), count, n))
         assert (np.flatnonzero(found) == ascending).all()
-        assert not np.asarray(positions.told(library(slots[:1]), count, n)).any()
+        assert not np.asarray(positions.read_positions(library(slots[:1]), count, n)).any()
 
 
 def test_any_words_are_read_as_something():
@@ -55,7 +63,9 @@ def test_any_words_are_read_as_something():
     for count, n in ((1, 1), (3, 40), (40, 40), (5, 1000)):
         for _ in range(50):
             slots = rng.integers(-(2**31), 2**31, (2, positions.slot_words(count, n)))
-            found = [positions.told(lib(slots.astype(np.int32)), count, n) for lib in LIBRARIES]
+            found = [
+                positions.read_positions(lib(slots.astype(np.int32)), count, n) for lib in LIBRARIES
+            ]
             assert found[0].shape == (n,)
             assert bits(found[0]) == bits(found[1])
 
@@ -100,7 +110,7 @@ def test_the_rows_are_those_of_a_plain_sort(data):
     expected = naive_choice(**state, count=count)
     for library in LIBRARIES:
         own = {name: library(value) for name, value in state.items()}
-        assert np.asarray(part._agreed(own, 0, ranks)).tolist() == expected
+        assert np.asarray(agreed(part, own, ranks)).tolist() == expected
 
 
 class Ranks:
@@ -365,7 +375,7 @@ def test_beginning_with_a_mean_sends_its_largest_rows_first_and_a_bad_one_says_n
     for name, value in states[0].items():
         assert bits(states[1][name]) == bits(value)
     # Four places of six are for what is large, and ties go to the lower.
-    assert set(part._agreed(states[0], 0, 2).tolist()) == {0, 1, 4, 17, 30, 31}
+    assert set(agreed(part, states[0], 2).tolist()) == {0, 1, 4, 17, 30, 31}
 
 
 def test_the_words_are_few():

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings, strategies
 
 from sn_compress import FFTCodec, FFTCompression, PayloadError
+from sn_compress.codecs import fft
 from sn_compress.codecs.base import HEADER_BYTES
-from sn_compress.codecs.frequency import fft
+from sn_compress.collective import Gradient
 from sn_compress.engine import payloads
-from sn_compress.engine.carry import Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.engine_state import load_state_dict, state_dict
-from sn_compress.engine.scattered import shares_of
+from sn_compress.engine.payloads import shares_of
 
 SHAPES = {"wide": (300, 300), "kernel": (16, 8, 3, 3), "square": (64, 64), "rows": (9000, 3)}
 WAY = FFTCompression.using(theta=0.9, min_elements=1)
@@ -213,12 +213,12 @@ def test_a_step_that_the_scaler_skips_is_taken_back():
     all_ = engines(ranks, scaler=scaler)
     step(all_, noise(ranks, 0))
     for engine in all_:
-        engine.settle()
+        engine.transaction.settle()
     before = [{name: engine.residual(name) for name in SHAPES} for engine in all_]
     step(all_, noise(ranks, 1))
     scaler.scale = 4.0
     for engine, kept in zip(all_, before, strict=True):
-        engine.settle()
+        engine.transaction.settle()
         for name, values in kept.items():
             # Rescaled by way of its values, and transformed anew.
             assert abs(engine.residual(name) - values / 2).max() < 2e-6

@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCodec
-from sn_compress.engine.theta import ThetaInTime
 from sn_compress.schedule import (
     Annealed,
     Constant,
     Diminishing,
-    EnergyBudget,
     Warmup,
     on_ladder,
 )
-from sn_compress.settings import Settings
+from sn_compress.settings import Settings, ThetaInTime
 
 
 @given(st.floats(0, 0.9999))
@@ -101,21 +99,6 @@ def test_annealed_refuses_what_is_no_rate(settings, told):
         Annealed(**{"mean": 0.9, "rate": lambda step: 1.0, "steps": 10} | settings)
 
 
-def test_energy_budget_finds_the_theta_that_loses_the_target():
-    rng = np.random.default_rng(0)
-    budget = EnergyBudget(lost=0.67, start=0.5, every=1)
-    for _ in range(30):
-        codec = FFTCodec(theta=budget.theta(0), values="fp16")
-        payload = codec.encode(rng.standard_normal(1 << 16, dtype=np.float32))
-        budget.observe(payload.energy, payload.error)
-    # Complex bins of white noise: keep k leaves 1 - k (1 - ln k) of the energy out, 0.67 at 0.1;
-    # the controller goes to and fro around it by a rung or two.
-    assert 0.1 / 2**0.5 < 1 - budget.theta(0) < 0.1 * 2**0.5
-    before = budget.theta(0)
-    budget.observe(float("nan"), float("inf"))
-    assert budget.theta(0) == before
-
-
 @pytest.mark.parametrize("bad", [-0.1, 1.0, float("nan")])
 def test_bad_theta_is_refused(bad):
     with pytest.raises(CompressError, match="theta"):
@@ -170,13 +153,7 @@ def test_how_long_theta_stays_is_known_ahead():
     ):  # fmt: skip
         settings = Settings().changed(theta=theta)
         time = ThetaInTime(settings, 1)
-        time.go_to("a", step)
-        assert time.stays(["a"]) == expected, (theta, step)
-        own = settings.schedule().theta(step)
-        assert time.codec_of("a").theta == own
-        assert time.step_of("a") == step
-    time = ThetaInTime(Settings().changed(theta=Listed()), 1)
-    time.go_to("b", 3)
-    assert time.stays(["a", "b"]) == 4, "until the first of them changes"
-    time.go_to("b", 7)
-    assert time.stays(["a", "b"]) == 0, "they differ"
+        time.steps = step
+        assert time.steady_steps() == expected, (theta, step)
+        assert time.next_codec.theta == settings.schedule().theta(step)
+        assert time.steps == step

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples, for_each, read_support
 
-from sn_compress.ops.records import select
-from sn_compress.ops.records.layout import Layout
-from sn_compress.ops.records.record import encode_records
+from sn_compress.ops import quantize
+from sn_compress.ops.quantize import Layout
+from sn_compress.ops.record import encode_records
 
 
 def chosen(bins: np.ndarray, k: int) -> np.ndarray:
@@ -109,8 +109,8 @@ def test_peak_bits_show_non_finite(bad, part):
     parts = np.ones((3, 40), np.float32)
     parts[1, 20 + part] = bad
     parts[2] = np.finfo(np.float32).max
-    peaks = select.peak_bits(parts)
-    assert (peaks > select.MAX_FINITE).tolist() == [False, True, False]
+    peaks = quantize.peak_bits(parts)
+    assert (peaks > quantize.MAX_FINITE).tolist() == [False, True, False]
 
 
 @examples
@@ -128,10 +128,10 @@ def test_bins_below_2_to_the_minus_75_of_the_largest_are_zero():
     """For complex bins, whose squares are compared: said in the module, and harmless."""
     bins = np.array([[1, 2.0**-76, 2.0**-70, 2.0**-77]], np.complex64)
     parts = bins.view(np.float32)
-    keys = select.magnitude_keys(parts, select.peak_bits(parts), 2)
+    keys = quantize.magnitude_keys(parts, quantize.peak_bits(parts), 2)
     assert (keys[0] > 0).tolist() == [True, False, True, False]
     real = np.array([[1, 2.0**-76, 2.0**-149, 0]], np.float32)
-    assert (select.magnitude_keys(real, select.peak_bits(real), 1)[0] > 0).tolist() == [
+    assert (quantize.magnitude_keys(real, quantize.peak_bits(real), 1)[0] > 0).tolist() == [
         True, True, True, False,
     ]  # fmt: skip
 
@@ -139,4 +139,4 @@ def test_bins_below_2_to_the_minus_75_of_the_largest_are_zero():
 def test_largest_of_few():
     keys = np.array([[5, 0, 5, 9, 5], [0, 0, 0, 0, 0]], np.int32)
     for k, want in {1: [[3], [0]], 2: [[0, 3], [0, 1]], 3: [[0, 2, 3], [0, 1, 2]]}.items():
-        assert select.largest(keys, k).tolist() == want
+        assert quantize.largest_keys(keys, k).tolist() == want

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from sn_compress.base.errors import CompressError
-from sn_compress.sums.session import SharedExchange
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.errors import CompressError
 
 RANKS = 2
 LARGER = 2.0**10  # a power of two: everything that follows is exact
@@ -39,7 +39,7 @@ def step(exchanges, name, gradients, wire=np.float32):
 
 
 def ranks(**settings):
-    return [SharedExchange(ratio=8, warmup=2, **settings) for _ in range(RANKS)]
+    return [AllReduceExchange(ratio=8, warmup=2, **settings) for _ in range(RANKS)]
 
 
 def gradients_of(shape, steps, seed=0):

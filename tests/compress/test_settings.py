@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import codecs, examples, for_each, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.frequency.fft import PAPER
+from sn_compress.codecs.fft import PAPER
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from sn_compress.base.errors import CompressError, PayloadError
-from sn_compress.sums.choose import Curve, Size, allocate, words_of
-from sn_compress.sums.parts.low_rank import LowRank
-from sn_compress.sums.parts.rows import Rows
-from sn_compress.sums.session import SharedExchange
-from sn_compress.sums.summable import Summable, exchange
+from sn_compress.allreduce.allocate import Allocation, EnergyCurve, allocate, words_of
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.allreduce.methods.low_rank import LowRank
+from sn_compress.allreduce.methods.rows import Rows
+from sn_compress.allreduce.state import TensorState, exchange
+from sn_compress.errors import CompressError, PayloadError
 
 SHAPE = (24, 5, 3)
 N = math.prod(SHAPE)
@@ -54,7 +54,7 @@ def step(parts, values, *, ranks=None, joined=(), decay=1.0):
 def of(part, start=None):
     """A Summable that begins with a gradient that all ranks know, or with none."""
     (shape,) = part.shapes
-    return Summable.of(part, np.zeros(math.prod(shape), np.float32) if start is None else start)
+    return TensorState.of(part, np.zeros(math.prod(shape), np.float32) if start is None else start)
 
 
 def made(kind):
@@ -65,7 +65,9 @@ def made(kind):
 @lru_cache
 def _part(kind):
     """What does not change in a step, and so is shared by many ranks here."""
-    return Size(SHAPE, kind).part() if isinstance(kind, int) else Rows(**ast.literal_eval(kind))
+    return (
+        Allocation(SHAPE, kind).part() if isinstance(kind, int) else Rows(**ast.literal_eval(kind))
+    )
 
 
 ROWS = {"shapes": [(N // 15, 15)], "sizes": [2]}
@@ -223,7 +225,7 @@ def test_words_are_what_is_said():
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_a_support_sends_the_words_it_says(shape, ranks):
     for each in (1, 3, shape[0]):
-        part = of(Size(shape, each, "rows").part())
+        part = of(Allocation(shape, each, "rows").part())
         words = next(rounds(part, np.ones(math.prod(shape), np.float32), ranks=ranks, rank=0))
         assert [words.size] == part.words(ranks)
 
@@ -265,7 +267,7 @@ def test_rows_want_to_know_their_rank():
 
 def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
     rng = np.random.default_rng(11)
-    sessions = [SharedExchange(ratio=20, warmup=1) for _ in range(2)]
+    sessions = [AllReduceExchange(ratio=20, warmup=1) for _ in range(2)]
     shapes = {"table": (800, 32), "thin": (64, 48)}
     given_, got = np.zeros(800 * 32), np.zeros(800 * 32)
     for turn in range(12):
@@ -290,7 +292,7 @@ def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
                 got += mean
         if turn in (0, 6):  # before the choice, and after
             states = [s.state_dict() for s in sessions]
-            sessions = [SharedExchange(ratio=20, warmup=1) for _ in sessions]
+            sessions = [AllReduceExchange(ratio=20, warmup=1) for _ in sessions]
             for s, state in zip(sessions, states, strict=True):
                 s.load_state_dict(state)
     kinds = {name: type(t.summable.part) for name, t in sessions[0].tensors.items()}
@@ -302,7 +304,7 @@ def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
 
 
 def test_without_a_rank_nothing_goes_by_rows():
-    session = SharedExchange(ratio=20, warmup=1)
+    session = AllReduceExchange(ratio=20, warmup=1)
     session.dense("table", (800, 32))
     mean = np.zeros((800, 32), np.float32)
     mean[::100] = 1
@@ -317,9 +319,9 @@ def test_ranks_go_where_energy_is_within_the_budget():
     thin = np.outer(rng.standard_normal(64), rng.standard_normal(96)).astype(np.float32)
     noise = rng.standard_normal((64, 96)).astype(np.float32)
     curves = {
-        "thin": Curve.of(thin.reshape(-1), (64, 96)),
-        "noise": Curve.of(noise.reshape(-1), (64, 96)),
-        "bias": Curve.of(noise[0], (96,)),
+        "thin": EnergyCurve.of(thin.reshape(-1), (64, 96)),
+        "noise": EnergyCurve.of(noise.reshape(-1), (64, 96)),
+        "bias": EnergyCurve.of(noise[0], (96,)),
     }
     for budget in (300, 700, 2000):
         chosen = allocate(curves, budget, 8)
@@ -332,7 +334,7 @@ def test_ranks_go_where_energy_is_within_the_budget():
 
 def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
     rng = np.random.default_rng(8)
-    sessions = [SharedExchange(ratio=10, warmup=2, every=5, min_elements=200) for _ in range(2)]
+    sessions = [AllReduceExchange(ratio=10, warmup=2, every=5, min_elements=200) for _ in range(2)]
     shapes = {"a": (40, 30), "b": (100,)}
     kinds, given_, got = [], np.zeros(1200), np.zeros(1200)
     for step in range(14):
@@ -358,7 +360,7 @@ def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
         if step == 7:  # a fresh pair goes on from saved states
             states = [s.state_dict() for s in sessions]
             sessions = [
-                SharedExchange(ratio=10, warmup=2, every=5, min_elements=200) for _ in range(2)
+                AllReduceExchange(ratio=10, warmup=2, every=5, min_elements=200) for _ in range(2)
             ]
             for s, state in zip(sessions, states, strict=True):
                 s.load_state_dict(state)
@@ -371,7 +373,7 @@ def test_what_goes_plain_counts_for_the_ratio():
     mean = np.random.default_rng(12).standard_normal(64 * 96).astype(np.float32)
 
     def words(small):
-        session = SharedExchange(ratio=20, warmup=1)
+        session = AllReduceExchange(ratio=20, warmup=1)
         assert session.takes("large", (64, 96))
         for index in range(small):
             assert not session.takes(f"bias {index}", (64,))
@@ -379,7 +381,7 @@ def test_what_goes_plain_counts_for_the_ratio():
         session.dense("large", (64, 96))
         session.whole("large", mean)
         session.learn("large", mean)
-        resumed = SharedExchange(ratio=20, warmup=1)
+        resumed = AllReduceExchange(ratio=20, warmup=1)
         resumed.load_state_dict(session.state_dict())
         for each in (session, resumed):
             next(each.exchange("large", mean, ranks=2))
@@ -397,7 +399,7 @@ def test_what_goes_plain_counts_for_the_ratio():
 
 def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
     rng = np.random.default_rng(13)
-    sessions = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
+    sessions = [AllReduceExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
 
     def one_step(shape):
         values = gradients(rng, 2, math.prod(shape))
@@ -419,7 +421,7 @@ def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
     sessions[0].takes("gone", (10,))
     for s, left in zip(sessions, cut, strict=True):
         s.restart({"a": left})
-    resumed = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
+    resumed = [AllReduceExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
     for s, other in zip(sessions, resumed, strict=True):
         other.load_state_dict(s.state_dict())
         np.testing.assert_array_equal(other.residual("a"), s.residual("a"))
@@ -436,7 +438,7 @@ def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
 
 
 def test_shapes_may_not_change():
-    session = SharedExchange(ratio=10)
+    session = AllReduceExchange(ratio=10)
     session.dense("a", (4, 4))
     with pytest.raises(CompressError, match="before it was"):
         session.dense("a", (4, 5))
@@ -456,7 +458,7 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind, round_):
             words = steps.send(words)
         words = words.copy()
         words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
-        with pytest.raises(PayloadError, match="damaged"):
+        with pytest.raises(PayloadError, match="corrupt in transit"):
             steps.send(steps.send(words))
         after = part.state_dict()
         assert (after["memory"] == before["memory"]).all()

@@ -14,7 +14,7 @@ from samples import (
 )
 
 from sn_compress import FFTCodec
-from sn_compress.ops.spectra import spectrum
+from sn_compress.ops import spectrum
 
 BLOCKS = (32, 45, 64, 75, 1000, 4096, 2**16, 3**5 * 5**3)
 CASES = [

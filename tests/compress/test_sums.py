@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_compress.devices import _native
-from sn_compress.devices.arrays import steady
-from sn_compress.engine.buckets import Buckets
-from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.parts.low_rank import LowRank
-from sn_compress.sums.parts.rows import Rows
-from sn_compress.sums.parts.whole import Whole
-from sn_compress.sums.summable import Summable, exchange
+from sn_compress import _native
+from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.low_rank import LowRank
+from sn_compress.allreduce.methods.rows import Rows
+from sn_compress.allreduce.state import TensorState, exchange
+from sn_compress.arrays import full_fp32_matmul
+from sn_compress.collective import Buckets
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
@@ -132,12 +132,16 @@ def test_each_round_of_low_rank_is_one_graph(monkeypatch):
 
     def rounds(state, matrices, totals):
         own = [it.clone() for it in matrices]
-        first, finite = part.first(state, own, 2)
-        second, also, seen = part.second(state, own, Found(totals[0]), 2)
-        end = part.last(state, own, seen, Found(totals[1]), 2, exact=False, outs=None)
-        return first, finite, second, also, end.left, end.mean, end.state, end.sent
+        step = part.step(state, own, ranks=2, rank=None)
+        first, second = next(step), step.send(Found(totals[0]))
+        try:
+            step.send(Found(totals[1]))
+        except StopIteration as ended:
+            end = ended.value
+        sent = first.words, first.finite, second.words, second.finite
+        return *sent, end.left, end.mean, end.state, end.sent
 
-    with steady(matrices[0]), monkeypatch.context() as patch:
+    with full_fp32_matmul(matrices[0]), monkeypatch.context() as patch:
         patch.setattr(_native, "core", lambda: None)  # what is captured is the array form
         zeros = [torch.zeros(words, dtype=torch.int32) for words in part.words(2)]
         totals = [2 * rounds(state, matrices, zeros)[0]]
@@ -206,9 +210,9 @@ def launches(shapes):
 
 MIX = """
 import hashlib, numpy as np
-from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.parts.low_rank import LowRank
-from sn_compress.sums.parts.whole import Whole
+from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.low_rank import LowRank
+from sn_compress.allreduce.methods.dense import Whole
 
 parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Whole([(3, 70)])])
 rng = np.random.default_rng(0)
@@ -255,7 +259,7 @@ def owed_after(steps, shape, rank, *, carried):
     decay = np.exp(-np.arange(min(shape)) / 4)
     left, right = (np.linalg.qr(rng.standard_normal((side, min(shape))))[0] for side in shape)
     memory, basis = np.zeros(shape), np.linalg.qr(rng.standard_normal((shape[1], rank)))[0]
-    part = Summable.of(LowRank([shape], [rank]), np.zeros(shape[0] * shape[1], np.float32))
+    part = TensorState.of(LowRank([shape], [rank]), np.zeros(shape[0] * shape[1], np.float32))
     norms = []
     for _ in range(steps):
         left = np.linalg.qr(left + 0.02 * rng.standard_normal(left.shape))[0]
@@ -290,7 +294,7 @@ def test_a_lost_step_is_as_if_it_had_not_been(library, bad):
 
     def fresh():
         zeros = [make(np.zeros(size, np.float32)) for size in sizes]
-        return [[Summable.of(kind, zero) for kind, zero in zip(kinds, zeros, strict=True)]
+        return [[TensorState.of(kind, zero) for kind, zero in zip(kinds, zeros, strict=True)]
                 for _ in range(2)]  # fmt: skip
 
     def step(ranks, values):

@@ -6,30 +6,36 @@ each column of a matrix has one number at most, a power of two.
 """
 
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from sn_compress.base.errors import CompressError  # noqa: E402
-from sn_compress.codecs.frequency import batched  # noqa: E402
-from sn_compress.codecs.frequency.fft import FFTCodec  # noqa: E402
-from sn_compress.devices import arrays  # noqa: E402
-from sn_compress.ops.linear.orthonormal import Orthonormal  # noqa: E402
-from sn_compress.ops.records import value_arrays  # noqa: E402
-from sn_compress.ops.records.layout import Layout  # noqa: E402
-from sn_compress.ops.words import scales  # noqa: E402
-from sn_compress.ops.words.digits import Digits  # noqa: E402
-from sn_compress.ops.words.positions import largest, orders, told, write  # noqa: E402
-from sn_compress.ops.words.word_sum import word_sum  # noqa: E402
-from sn_compress.sums.bucket import Bucket  # noqa: E402
-from sn_compress.sums.parts.columns import Columns  # noqa: E402
-from sn_compress.sums.parts.low_rank import LowRank  # noqa: E402
-from sn_compress.sums.parts.rows import Rows  # noqa: E402
-from sn_compress.sums.parts.whole import Whole  # noqa: E402
-from sn_compress.sums.step import bucket_of, step  # noqa: E402
-from sn_compress.tensorflow.nodes import namespace as space  # noqa: E402
+from sn_compress import arrays  # noqa: E402
+from sn_compress.allreduce.bucket import (  # noqa: E402
+    Bucket,
+    bucket_of,
+    traced_step,
+)
+from sn_compress.allreduce.methods.dense import Whole  # noqa: E402
+from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
+from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
+from sn_compress.codecs import batched  # noqa: E402
+from sn_compress.codecs.fft import FFTCodec  # noqa: E402
+from sn_compress.errors import CompressError  # noqa: E402
+from sn_compress.ops import fixed_point  # noqa: E402
+from sn_compress.ops.bits import largest, orders, read_positions, write_positions  # noqa: E402
+from sn_compress.ops.fixed_point import (  # noqa: E402
+    Digits,
+    FixedPointColumns,
+    word_sum,
+)
+from sn_compress.ops.orthonormal import Orthonormal  # noqa: E402
+from sn_compress.ops.quantize import Layout, Values  # noqa: E402
+from sn_compress.ops.record_arrays import decode_values, encode_values  # noqa: E402
+from sn_compress.tensorflow import namespace as space  # noqa: E402
 
 RANKS = 2
 GRAPHS = ["graph", "xla"]
@@ -86,7 +92,7 @@ def both(state, memories, gradients, add):
     add : of a round's number and all ranks' words
     """
     steps = [
-        step(BUCKET, state, memory, gradient, ranks=RANKS, rank=rank)
+        traced_step(BUCKET, state, memory, gradient, ranks=RANKS, rank=rank)
         for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
     ]
     words, sums, ended = [next(one) for one in steps], [], []
@@ -256,11 +262,11 @@ def test_a_gradient_of_another_size_is_refused():
     assert order == (0,)
     state = tensors(bucket.new_state(np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
-        next(step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
+        next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("values", value_arrays.SERVED)
+@pytest.mark.parametrize("values", get_args(Values))
 def test_codes_of_values_are_those_of_numpy(kind, values):
     rng, layout = np.random.default_rng(5), Layout(64, 20, values, 4, 1, "bitmap")
     some = rng.standard_normal((6, 40)) * 10.0 ** rng.integers(-20, 20, (6, 1))
@@ -269,13 +275,13 @@ def test_codes_of_values_are_those_of_numpy(kind, values):
     peaks = np.abs(some).max(axis=1).view(np.int32)
 
     def run(some, peaks):
-        heads, scale, codes, saturated = value_arrays.encode(some, peaks, layout, None)
-        return heads, codes, saturated, value_arrays.decode(codes, scale, layout)
+        heads, scale, codes, saturated = encode_values(some, peaks, layout, None)
+        return heads, codes, saturated, decode_values(codes, scale, layout)
 
     same(compiled(run, kind)(tf.constant(some), tf.constant(peaks)), run(some, peaks))
 
 
-@pytest.mark.parametrize("values", value_arrays.SERVED)
+@pytest.mark.parametrize("values", get_args(Values))
 def test_payloads_of_a_graph_are_those_of_the_codec(values):
     """Whose transform is exact; those of FFTs differ in last bits."""
     codec = FFTCodec(theta=0.9, transform="identity", values=values)
@@ -313,12 +319,14 @@ def test_digits_and_checksums_are_those_of_numpy(kind, count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_are_those_of_numpy(kind):
     rng = np.random.default_rng(1)
-    columns = Columns([(3, 40), (1, 7), (2, 1), (12, 5)])
+    columns = FixedPointColumns([(3, 40), (1, 7), (2, 1), (12, 5)])
     flat = (rng.standard_normal(columns.size) * 2.0 ** rng.integers(-9, 9, columns.size)).astype(
         np.float32
     )
     flat[:40] = 0  # a column that says nothing
-    exponents = rng.integers(scales.LOWEST, scales.HIGHEST + 1, columns.count).astype(np.int32)
+    exponents = rng.integers(fixed_point.LOWEST, fixed_point.HIGHEST + 1, columns.count).astype(
+        np.int32
+    )
     exponents[:9] = columns.expected(columns.peaks(flat), exponents)[:9]
     # Heads that say all there is: no rank, negative means, ties of half a quarter.
     total = columns.pack(flat, exponents, 3)[0] * np.int32(3)
@@ -328,7 +336,7 @@ def test_columns_are_those_of_numpy(kind):
         new = columns.expected(columns.peaks(flat), exponents)
         return new, columns.pack(flat, exponents, 3), columns.unpack(total, exponents, 3)
 
-    with arrays.steady(flat):
+    with arrays.full_fp32_matmul(flat):
         same(compiled(run, kind)(*tensors([flat, exponents, total])), run(flat, exponents, total))
 
 
@@ -360,8 +368,8 @@ def test_positions_are_those_of_numpy(kind, count, n):
 
     def run(values):
         at = largest(orders(values), count)
-        slot = write(at, n)
-        return at, slot, told(slot[None, :], count, n)
+        slot = write_positions(at, n)
+        return at, slot, read_positions(slot[None, :], count, n)
 
     same(compiled(run, kind)(tf.constant(values)), run(values))
 

@@ -5,10 +5,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from sn_compress import FFTCodec  # noqa: E402
+from sn_compress import FFTCodec, _native  # noqa: E402
 from sn_compress.codecs.base import Payload  # noqa: E402
-from sn_compress.devices import _native  # noqa: E402
-from sn_compress.tensorflow.nodes import kernels  # noqa: E402
+from sn_compress.tensorflow import kernels  # noqa: E402
 
 RANKS = 3
 pytestmark = pytest.mark.skipif(_native.core() is None, reason="the extension was not built")

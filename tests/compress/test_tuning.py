@@ -1,4 +1,4 @@
-"""The tuner: all ranks decide alike, trust the clock over the model, and look again."""
+"""The tuner: all ranks decide alike, once, and trust the clock over the model."""
 
 import itertools
 import logging
@@ -10,7 +10,7 @@ import pytest
 
 from sn_compress import AutoCompression, CompressError
 from sn_compress.prediction.cost import Link, collective_s
-from sn_compress.prediction.rates import FREE, Rates
+from sn_compress.prediction.predict import FREE, Rates
 from sn_compress.prediction.tuning import Tuner
 
 RANKS = 4
@@ -127,7 +127,7 @@ def test_what_the_clock_does_not_confirm_is_given_up(caplog):
 
     for seen, tuner in train(World(link), 40, seconds, rates=FREE):
         tried = Counter(methods["a"] for methods in seen)
-        assert tried["shared"] + tried["gather"] > 0
+        assert tried["shared"] > 0
         assert seen[-1] == dict.fromkeys(SHAPES, "plain")
         assert tuner.settled
     assert "plain Horovod is faster here" in caplog.text
@@ -135,70 +135,11 @@ def test_what_the_clock_does_not_confirm_is_given_up(caplog):
 
 def test_the_trial_waits_for_the_dense_steps_of_the_shared_exchange():
     link = Link.of_gbit(0.1)
-    settings = {"rates": FREE, "steps": 4, "skip": 2, "methods": ("shared",)}
+    settings = {"rates": FREE, "steps": 4, "skip": 2}
     seen, tuner = train(World(link), 60, by_bytes(link), **settings)[0]
     assert tuner.settled
     # What is timed in a trial would else be the dense steps, as slow as plain.
     assert seen[-1]["a"] == "shared"
-
-
-def test_it_looks_again():
-    link = Link.of_gbit(0.1)
-    world = World(link)
-    seen, _ = train(world, 90, by_bytes(link), rates=FREE, again=30, share=np.inf)[0]
-    changes = sum(a["a"] != b["a"] for a, b in itertools.pairwise(seen))
-    assert changes >= 3  # plain, compressed, plain, compressed
-    assert sum(name.startswith("sn.tune.rates") for name in world.names[0]) >= 2
-
-
-def test_looking_again_takes_a_small_share_of_the_time():
-    world = World(Link.of_gbit(0.1), ranks=2)
-
-    def body(rank):
-        tuner, steps, measuring = world.tuner(rank, rates=SLOW, again=5, share=0.05), 0, []
-        while len(measuring) < 2:
-            before = world.now[rank]
-            tuner.method("a", SHAPES["a"])
-            if world.now[rank] - before > 0.5:  # five all-reduces of 4 MiB
-                measuring.append(world.now[rank] - before)
-                began = before
-            world.now[rank] += 0.1
-            steps += 1
-        return steps, measuring[0] / began
-
-    for steps, share in world.run(body):
-        # Much later than the 5 steps asked for: 20 times 1.7 s is worth 340 steps of 0.1 s.
-        assert steps > 300
-        # Ranks measure 1 % apart, and wait for the mean.
-        assert 0.04 < share < 0.0505
-
-
-def test_steps_that_do_not_ask_are_taken_note_of():
-    """The rim may leave out idle steps: the next look comes at the same step on all ranks."""
-    world = World(Link.of_gbit(100), ranks=2)
-
-    def body(rank):
-        tuner, asked = world.tuner(rank, rates=SLOW, again=50, share=np.inf), 0
-        while not tuner.idle_steps:
-            for name in sorted(SHAPES, reverse=bool(rank)):
-                tuner.method(name, SHAPES[name])
-                world.now[rank] += 0.1
-            asked += 1
-        measured = len(world.names[rank])
-        tuner.pass_by(20)
-        assert tuner.idle_steps == 50 - 20 - 1
-        tuner.pass_by(tuner.idle_steps)
-        assert len(world.names[rank]) == measured
-        while len(world.names[rank]) == measured:
-            for name in SHAPES:
-                tuner.method(name, SHAPES[name])
-                world.now[rank] += 0.1
-            asked += 1
-        return asked
-
-    one, other = world.run(body)
-    # Eight steps until it has measured, one to settle; then one that begins anew, and eight.
-    assert one == other == 8 + 1 + 1 + 8
 
 
 def test_settled_steps_send_nothing_of_the_tuner():
@@ -233,6 +174,18 @@ def test_one_rank_alone_stays_plain():
     assert seen == 20 * [dict.fromkeys(SHAPES, "plain")]
     assert tuner.settled
     assert tuner.report()["plain_step_s"] == 1.0
+
+
+def test_one_choice_for_all_tensors_and_for_good():
+    link = Link.of_gbit(0.1)
+    world = World(link)
+    seen, tuner = train(world, 200, by_bytes(link), rates=FREE)[0]
+    methods = [next(iter(step.values())) for step in seen]
+    assert all(set(step.values()) == {method} for step, method in zip(seen, methods, strict=True))
+    changes = [a != b for a, b in itertools.pairwise(methods)]
+    assert sum(changes) == 1, "plain at first, then compressed"
+    assert tuner.report()["tuned_tensors"] == 2, "the vector is not worth it"
+    assert sum(name.startswith("sn.tune.rates") for name in world.names[0]) == 1
 
 
 def test_legal_settings_or_an_error():

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import TINY, examples, specials
 
-from sn_compress.ops.records import pack, values
-from sn_compress.ops.records.layout import Layout
-from sn_compress.ops.records.record import decode_records, encode_records
+from sn_compress.ops import quantize, record
+from sn_compress.ops.quantize import Layout
+from sn_compress.ops.record import decode_records, encode_records
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -28,9 +28,9 @@ def coded(row: np.ndarray, kind: str) -> tuple[list[int], list[int], np.ndarray]
     encode_records(row[None].copy(), None, words, form)
     accum = np.zeros((1, row.size), np.float32)
     decode_records(words, accum, form, 1.0)
-    stream = pack.words_to_bits(words)
-    heads = pack.bits_to_codes(stream[:, : form.head_bits], 16)[0].tolist()
-    codes = pack.bits_to_codes(stream[:, form.head_bits : form.positions_at], form.code_bits)
+    stream = record.words_to_bits(words)
+    heads = record.bits_to_codes(stream[:, : form.head_bits], 16)[0].tolist()
+    codes = record.bits_to_codes(stream[:, form.head_bits : form.positions_at], form.code_bits)
     return heads, codes[0].tolist(), accum[0]
 
 
@@ -205,7 +205,7 @@ def test_fixed_point_keeps_below_two_to_the_24():
         row = np.array([[peak, peak / 2, 0, -peak]], np.float32)
         peaks = np.float32(peak).view(np.uint32)
         exponent = np.array([min(int(peaks) >> 23, 253)])
-        fixed = values.to_fixed(row, exponent)
+        fixed = quantize.to_fixed(row, exponent)
         assert fixed.dtype == np.int64
         assert fixed.max() < 2**24
         assert fixed[0, 0] == fixed[0, 3] == Fraction(float(row[0, 0])) // unit(row)

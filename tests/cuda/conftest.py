@@ -1,8 +1,9 @@
-"""The helpers beside the tests are plain modules."""
+"""The helpers beside the tests are plain modules; rivals are among the benchmarks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]

@@ -16,7 +16,7 @@ import scipy.fft
 import torch
 from host import Host
 
-from sn_compress.devices import _cuda
+from sn_compress import _cuda, arrays
 
 
 class FakeDevice(contextlib.AbstractContextManager):
@@ -113,13 +113,17 @@ class _Fft:
         return lambda *args, **kwargs: fake(getattr(scipy.fft, name)(*args, **kwargs))
 
 
+def _fft_of(like: Any) -> Any:
+    return _Fft() if isinstance(like, FakeArray) else scipy.fft
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """The stand-in in place of CuPy; remembers its launches."""
     device = FakeCuda()
     monkeypatch.setattr(_cuda, "cupy", lambda: CUPY)
     monkeypatch.setattr(_cuda, "installed", lambda: True)
-    monkeypatch.setattr(_cuda, "fft", _Fft)
+    monkeypatch.setattr(arrays, "scipy_fft", _fft_of)
     monkeypatch.setattr(_cuda, "current", lambda number, framework: device)
     monkeypatch.setattr(_cuda, "from_host", lambda array, number, framework: made(array, framework))
     monkeypatch.setattr(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from host import Host, address
 
-from sn_compress.ops.cuda import launch
-from sn_compress.ops.cuda.launch import Format, Piece
+from sn_compress.ops import launch
+from sn_compress.ops.launch import Format, Piece
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sn_compress.devices._cuda import Program
-from sn_compress.devices._sources import source
+from sn_compress._cuda import Program, source
 
 ORDERS = {"up": 0, "down": 1, "mixed": 2}
 SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -1,7 +1,7 @@
 """What a record holds, in NumPy, from the formulas of ops/: the oracle of the kernels.
 
 It knows both kinds of coefficients (complex bins, real ones) and every value coder, whatever
-`ops/records/record.py` is asked for; `test_fused.py` holds it to that where both can answer.
+`ops/record.py` is asked for; `test_fused.py` holds it to that where both can answer.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import zlib
 
 import numpy as np
 
-from sn_compress.ops.cuda.launch import Format
-from sn_compress.ops.records import pack, quantize
-from sn_compress.ops.words import checksum as sums
-from sn_compress.ops.words import elias_fano
+from sn_compress.ops import bits as elias_fano
+from sn_compress.ops import checksum as sums
+from sn_compress.ops import quantize, record
+from sn_compress.ops.launch import Format
 
 MAX_FINITE, NON_FINITE = 0x7F7FFFFF, 0x7FC0
 
@@ -73,11 +73,11 @@ def encode(
     heads[~finite] = NON_FINITE
     place = []
     if form.positions == "bitmap":
-        place = [pack.bitmap(positions, form.bins)]
+        place = [record.bitmap(positions, form.bins)]
     elif form.positions == "elias-fano":
-        place = list(pack.elias_fano(positions.astype(np.uint32), form.bins))
-    head = [pack.codes_to_bits(heads[:, i : i + 1], 16) for i in range(heads.shape[1])]
-    stream = np.concatenate([*head, pack.codes_to_bits(codes, form.code_bits), *place], axis=1)
+        place = list(record.elias_fano(positions.astype(np.uint32), form.bins))
+    head = [record.codes_to_bits(heads[:, i : i + 1], 16) for i in range(heads.shape[1])]
+    stream = np.concatenate([*head, record.codes_to_bits(codes, form.code_bits), *place], axis=1)
     stream[~finite, 16:] = 0
     residual = values.copy()
     with np.errstate(all="ignore"):
@@ -88,14 +88,14 @@ def encode(
             residual[:, -1] = 0
     if memory is not None:
         residual[~finite] = memory[~finite]
-    return pack.bits_to_words(stream), residual, saturated
+    return record.bits_to_words(stream), residual, saturated
 
 
 def decode(words: np.ndarray, form: Format) -> np.ndarray:
     """[nb, words] of sound records -> coefficients [nb, floats] float32; NaN where marked."""
-    stream, parts, count = pack.words_to_bits(words), form.parts, form.kept * form.parts
+    stream, parts, count = record.words_to_bits(words), form.parts, form.kept * form.parts
     head = 32 if form.values == "2bit" else 16
-    heads = pack.bits_to_codes(stream[:, :head], 16).astype(np.uint16)
+    heads = record.bits_to_codes(stream[:, :head], 16).astype(np.uint16)
     finite = heads[:, 0] != NON_FINITE
     out = np.full((len(words), form.bins * parts), np.nan, np.float32)
     out[finite] = 0
@@ -103,14 +103,14 @@ def decode(words: np.ndarray, form: Format) -> np.ndarray:
     at = head + count * form.code_bits
     k, f = form.kept, form.bins
     if form.positions == "bitmap":
-        positions = pack.read_bitmap(stream[:, at : at + f], k)
+        positions = record.read_bitmap(stream[:, at : at + f], k)
     elif form.positions == "all":
         positions = np.tile(np.arange(f), (len(stream), 1))
     else:
         split = at + k * elias_fano.low_bits(k, f)
         uppers = stream[:, split : split + elias_fano.upper_bits(k, f)]
-        positions = pack.read_elias_fano(stream[:, at:split], uppers, k, f)
-    codes = pack.bits_to_codes(stream[:, head:at], form.code_bits).astype(np.uint16)
+        positions = record.read_elias_fano(stream[:, at:split], uppers, k, f)
+    codes = record.bits_to_codes(stream[:, head:at], form.code_bits).astype(np.uint16)
     index = (positions.astype(np.int64)[:, :, None] * parts + np.arange(parts)).reshape(-1, count)
     rows = np.flatnonzero(finite)[:, None]
     out[rows, index] = _values(codes, heads, form)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 import oracle
-import test_whole
 from fused_case import decode, encode, samples
 from host import SANITIZE, Host, address
 
-from sn_compress.ops.cuda import seal, whole
+from sn_compress.ops import launch
 
 
 def fused() -> None:
@@ -45,33 +44,17 @@ def fused() -> None:
                     decode(device, form, garbage, given.size, "bfloat16")
 
 
-def vectors() -> None:
-    test_whole.Host = lambda order="up": Host(order, SANITIZE)
-    rng = np.random.default_rng(0)
-    for transform in ("fft", "identity"):
-        for positions in ("elias-fano", "bitmap"):
-            form = oracle.make_format(9001, transform, 0.9, positions=positions)
-            for case in samples(form, 1).values():
-                words, _, _ = test_whole.encode(form, case[0], np.zeros_like(case[0]), "mixed")
-                test_whole.decode(form, [words, words], "mixed")
-            for _ in range(5):
-                garbage = rng.integers(0, 2**32, form.words, dtype=np.uint32)
-                test_whole.decode(form, [garbage], "mixed")
-    assert whole.scratch_bytes(form) % 8 == 0
-
-
 def seals() -> None:
     device, buffer = Host("mixed", SANITIZE), np.zeros((3, 20), np.uint32)
     totals, flags = np.zeros(3, np.uint64), np.zeros(1, np.uint32)
-    sheet = seal.Sheet(address(buffer), address(totals), 20, 18, b"x" * 24, address(flags), 20)
-    seal.open_payloads(device, [sheet])
-    seal.seal_payloads(device, [sheet])
-    seal.open_checks(device, [sheet], 3)
-    seal.check_payloads(device, [sheet], 3)
+    sheet = launch.Sheet(address(buffer), address(totals), 20, 18, b"x" * 24, address(flags), 20)
+    launch.open_payloads(device, [sheet])
+    launch.seal_payloads(device, [sheet])
+    launch.open_checks(device, [sheet], 3)
+    launch.check_payloads(device, [sheet], 3)
 
 
 if __name__ == "__main__":
     fused()
-    vectors()
     seals()
     print("no complaint")

@@ -8,11 +8,10 @@ import re
 import nvrtc
 import pytest
 
-from sn_compress.devices import _cuda
-from sn_compress.devices._cuda import Program
-from sn_compress.devices._sources import source
-from sn_compress.ops.cuda import seal
-from sn_compress.ops.cuda.launch import Format
+from sn_compress import _cuda
+from sn_compress._cuda import Program, source
+from sn_compress.ops import launch
+from sn_compress.ops.launch import Format
 
 ARCHITECTURES = ["compute_75", "sm_75", "compute_80", "sm_80", "compute_90", "sm_90",
                  "compute_100", "sm_100"]  # fmt: skip
@@ -30,9 +29,7 @@ PROGRAMS = {
     "fused identity 4096": fused(4096, "identity"),
     "fused fft 32": fused(32, "fft"),
     "fused fft 8192": fused(8192, "fft"),
-    "seal": seal.SEAL,
-    "whole complex": Program("whole.cu", (("SN_PARTS", 2),)),
-    "whole real": Program("whole.cu", (("SN_PARTS", 1),)),
+    "seal": launch.SEAL,
 }
 
 

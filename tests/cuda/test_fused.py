@@ -14,11 +14,10 @@ from fused_case import decode, encode, samples
 from host import ORDERS, Host, address
 from spans_by_hand import spans_joined, spans_parted
 
-from sn_compress.base.errors import CompressError
-from sn_compress.ops.cuda import launch
-from sn_compress.ops.cuda.launch import Format, Piece
-from sn_compress.ops.records import record
-from sn_compress.ops.records.layout import Layout
+from sn_compress.errors import CompressError
+from sn_compress.ops import launch, record
+from sn_compress.ops.launch import Format, Piece
+from sn_compress.ops.quantize import Layout
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

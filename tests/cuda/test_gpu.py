@@ -11,15 +11,15 @@ from fused_case import decode as host_decode
 from fused_case import encode as host_encode
 from fused_case import samples
 from host import Host
+from rivals.codecs import codec as make_codec
 
 from sn_compress import ErrorFeedback, FFTCodec
-from sn_compress import codec as make_codec
-from sn_compress.base.errors import PayloadError
+from sn_compress import _cuda as cuda
+from sn_compress.codecs import _fft_cuda, batched
 from sn_compress.codecs.base import Payload
-from sn_compress.codecs.frequency import _device
-from sn_compress.devices import _cuda as cuda
-from sn_compress.ops.cuda import launch
-from sn_compress.ops.cuda.launch import Piece
+from sn_compress.errors import PayloadError
+from sn_compress.ops import launch
+from sn_compress.ops.launch import Piece
 
 pytestmark = pytest.mark.gpu("cupy")
 
@@ -110,7 +110,7 @@ def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int
         there = codec.encode(xp.asarray(values(n, seed)), state=device_state)
         assert there.to_bytes() == payload.to_bytes()
     np.testing.assert_array_equal(codec.decode(there).get(), codec.decode(payload))
-    _device.raise_if_damaged()
+    _fft_cuda.raise_if_damaged()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_cufft_and_fused_paths_add_up(xp: Any, settings: dict[str, Any]) -> None
     state = codec.new_state(n, like=xp.asarray(given))
     payload = codec.encode(xp.asarray(given), state=state)
     back = Payload.from_bytes(payload.to_bytes())  # a sealed payload, to the CPU, too
-    kept = codec.state_to_values(_device.to_host(state), n)
+    kept = codec.state_to_values(batched.memory_on_host(state), n)
     # test_device.py has this bound.
     bound = 2 * (np.log2(n) + 4) * 7 * 2.0**-24 * np.linalg.norm(given)
     assert np.linalg.norm(codec.decode(payload).get() + kept - given) <= bound
@@ -142,7 +142,7 @@ def test_torch_tensors_of_every_type(torch: Any, dtype: str) -> None:
     payload = codec.encode(tensor)
     assert payload.to_bytes() == codec.encode(tensor.float().cpu().numpy()).to_bytes()
     out = torch.empty_like(tensor)
-    _device.decode_mean(codec, [payload, payload], out)
+    _fft_cuda.decode_mean(codec, [payload, payload], out)
     expected = codec.decode(Payload.from_bytes(payload.to_bytes()))
     assert torch.equal(out.cpu(), torch.from_numpy(expected).to(out.dtype))
 
@@ -218,9 +218,9 @@ def test_encode_and_decode_in_a_cuda_graph(torch: Any, xp: Any) -> None:
     codec = FFTCodec(theta=0.95)
     tensors = [torch.zeros(n, device="cuda") for n in (100_000, 4096, 70)]
     states = [codec.new_state(t.numel(), like=t) for t in tensors]
-    encoder = _device.Encoder(codec, tensors, states)
+    encoder = _fft_cuda.Encoder(codec, tensors, states)
     outs = [torch.empty_like(t) for t in tensors]
-    decoder = _device.Decoder(codec, [b[None] for b in encoder.buffers], outs)
+    decoder = _fft_cuda.Decoder(codec, [b[None] for b in encoder.buffers], outs)
     encoder.run()
     decoder.run()  # compiles and makes tables
     torch.cuda.synchronize()
@@ -242,7 +242,7 @@ def test_encode_and_decode_in_a_cuda_graph(torch: Any, xp: Any) -> None:
             payload = feedback.encode(str(i), tensor)
             assert payload.to_bytes() == encoder.buffers[i].tobytes()
             assert torch.equal(codec.decode(payload), out)
-    _device.raise_if_damaged()
+    _fft_cuda.raise_if_damaged()
 
 
 def test_damaged_payloads_are_reported_and_harm_nothing(xp: Any) -> None:
@@ -255,10 +255,10 @@ def test_damaged_payloads_are_reported_and_harm_nothing(xp: Any) -> None:
             noise = xp.asarray(rng.integers(0, 256, size, dtype=np.uint8))
             codec.decode_mean([Payload(noise, 1, 9000, codec.settings)])
             with pytest.raises(PayloadError):
-                _device.raise_if_damaged()
+                _fft_cuda.raise_if_damaged()
     codec = FFTCodec(theta=0.9)
     codec.decode(good)
-    _device.raise_if_damaged()
+    _fft_cuda.raise_if_damaged()
 
 
 def test_memory_beside_payload_and_state_is_small(xp: Any) -> None:
@@ -285,7 +285,7 @@ def test_more_than_two_to_the_31_elements(xp: Any) -> None:
     tensor[-5000:] = tail
     payload = codec.encode(tensor)
     out = codec.decode(payload)
-    _device.raise_if_damaged()
+    _fft_cuda.raise_if_damaged()
     # The last section's blocks start at 2**31, a multiple of the block.
     assert not bool(out[:-5000].any())
     np.testing.assert_array_equal(out[-5000:].get(), codec.decode(codec.encode(tail)).get())

@@ -163,7 +163,7 @@ def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
 
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
-    with pytest.warns(UncalledWarning, match="it begins empty"):
+    with pytest.warns(UncalledWarning, match="it starts empty"):
         attach.load(state, tmp_path)
 
 

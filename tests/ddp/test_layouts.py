@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
-from sn_compress.torch.under_ddp.layout import axes_of, shape_of
+from sn_compress.torch.layout import axes_of, shape_of
 
 
 @pytest.fixture

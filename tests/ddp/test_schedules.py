@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
-from sn_compress.torch.ddp import CompressionState, Part
-from sn_compress.torch.under_ddp import collectives as rim
+from sn_compress.collective import Gradient
+from sn_compress.engine import engine_state
+from sn_compress.engine.engine import Engine
+from sn_compress.schedule import Constant, Diminishing, Warmup
+from sn_compress.torch import process_group as rim
+from sn_compress.torch.ddp import BucketSlice, CompressionState
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
 
@@ -19,7 +22,7 @@ from counted import SHAPES, transforms
 
 RANKS = Path(__file__).parent / "ranks"
 N = 50_000
-WARMUP = Warmup(4, EnergyBudget(lost=0.5, start=0.9, every=2), dense=0.25)
+WARMUP = Warmup(4, Constant(0.9), dense=0.25)
 STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
 
 
@@ -43,7 +46,7 @@ def steps_of(state: CompressionState, steps: int, sent: list[int]) -> list[int]:
     for seed in range(steps):
         del sent[:]
         flat = torch.from_numpy(np.random.default_rng(seed).standard_normal(N).astype("f4"))
-        for _ in state.rounds([(flat, [Part("w", 0, (N // 200, 200))])]):
+        for _ in state.rounds([(flat, [BucketSlice("w", 0, (N // 200, 200))])]):
             pass
         found.append(sent[-1])
     return found
@@ -52,13 +55,13 @@ def steps_of(state: CompressionState, steps: int, sent: list[int]) -> list[int]:
 @pytest.fixture
 def sent(alone, monkeypatch):
     """What is gathered, in bytes."""
-    found, gather = [], rim._all_gather
+    found, gather = [], rim.all_gather
 
     def counted(out, wire, **options):
         found.append(wire.numel())
         return gather(out, wire, **options)
 
-    monkeypatch.setattr(rim, "_all_gather", counted)
+    monkeypatch.setattr(rim, "all_gather", counted)
     return found
 
 
@@ -73,48 +76,42 @@ def test_ddp_follows_the_steps(sent):
     assert steps_of(again, 4, sent) == want[5:]
 
 
-def test_ddp_learns_what_was_lost(sent):
-    """Far above the budget theta falls, far below it rises; not before the warm-up is over."""
-    for lost, up in ((1e-6, True), (0.999, False)):
-        budget = EnergyBudget(lost=lost, start=0.9, every=2)
-        state = CompressionState(FFTCompression.using(theta=Warmup(3, budget)))
-        sizes = steps_of(state, 12, sent)
-        start = expected(EnergyBudget(lost=lost, start=0.9), 1)[0]
-        assert sizes[3] == start
-        assert sizes[11] > start if up else sizes[11] < start
-        assert budget.theta(0) == EnergyBudget(lost=lost, start=0.9).theta(0)  # the user's own
-
-
 def test_bare_computes_ffts(alone):
     """One of each gradient's blocks, whatever its shape."""
     sizes = [int(np.prod(shape)) for shape in SHAPES]
     starts = np.cumsum([0, *sizes])
-    parts = [Part(f"p{at}", int(starts[at]), shape) for at, shape in enumerate(SHAPES)]
+    parts = [BucketSlice(f"p{at}", int(starts[at]), shape) for at, shape in enumerate(SHAPES)]
     with transforms() as found:
         for _ in CompressionState(FFTCompression).rounds([(torch.ones(sum(sizes)), parts)]):
             pass
     assert found == ["fft"] * 3
 
 
-def test_tensorflow_follows_the_steps():
-    traced = pytest.importorskip("sn_compress.tensorflow.traced")
-    own = traced.Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
-    rng, want, found = np.random.default_rng(0), expected(STEPWISE, 9), []
-    for step in range(9):
-        for key in ("0:w", "1:v"):  # steps are counted for each
-            x = rng.standard_normal(N).astype("f4")
-            wire = own.encode([key], [x])
-            (mean,) = own.mean([key], wire, ranks=1, sizes=[N], factor=1.0)
-            assert np.isfinite(mean).all()
-        found.append(wire.size)
-        if step == 4:
-            state = own.state_dict()
-            own = traced.Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
-            own.load_state_dict(state)
+def test_the_engine_follows_the_steps():
+    """Of gradients that a rim has chosen by itself, as that of TensorFlow does."""
 
+    def made():
+        settings = FFTCompression.using(theta=STEPWISE).settings
+        return Engine(settings, 1, stock="", tuner=None, drops_unused=False)
+
+    own, rng, want, found = made(), np.random.default_rng(0), expected(STEPWISE, 9), []
+    for step in range(9):
+        for name in ("0:w", "1:v"):  # of one step, in two calls
+            gradient = Gradient(name, (N,), rng.standard_normal(N).astype("f4"))
+            coded = own.sort([gradient], ranks=1, total=None, taken=True).coded
+            rounds = own.rounds(coded, ranks=1, rank=0)
+            (carry,) = next(rounds)
+            with pytest.raises(StopIteration):
+                rounds.send([carry.words])
+            assert np.isfinite(gradient.values).all()
+        found.append(carry.words.size)
+        if step == 4:
+            state = engine_state.state_dict(own, ranks=1, rank=0)
+            own = made()
+            engine_state.load_state_dict(own, state, ranks=1, rank=0)
     assert found == want
     with pytest.raises(CompressError, match="without a name"):
-        own.encode([None], [x])
+        own.theta.refuse_unnamed()
 
 
 @pytest.mark.slow
@@ -122,51 +119,25 @@ def test_every_kind_of_schedule_on_real_ranks(ranks):
     """DDP with several buckets and accumulation, a run resumed bit by bit, and FSDP2."""
     for rank in ranks(2, RANKS / "schedules.py", timeout=120):
         assert rank.returncode == 0, rank.output
-        assert "ok thrifty\n" in rank.output, rank.output  # the last of KINDS
+        assert "ok cosine\n" in rank.output, rank.output  # the last of KINDS
 
 
 def test_settings_say_the_same_in_every_process():
-    for schedule in (WARMUP, STEPWISE, EnergyBudget(lost=0.1), Diminishing(0.5, rate=np.sin)):
+    for schedule in (WARMUP, STEPWISE, Diminishing(0.5, rate=np.sin)):
         assert "0x" not in repr(FFTCompression.using(theta=schedule).settings)
-    budget = EnergyBudget(lost=0.1, start=0.8, low=0.1, high=0.99, every=7)
-    before = repr(budget)
-    for _ in range(20):
-        budget.observe(1.0, 0.9)
-    assert repr(budget) == before  # what it was made with
-    assert repr(eval(before)) == before
-    assert before != repr(EnergyBudget(lost=0.1))
 
 
 def test_a_saved_place_in_a_schedule_that_is_damaged_is_refused(alone):
-    budget = EnergyBudget(lost=0.2, every=2)
     named = [("w", torch.zeros(N))]
-    state = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
-    steps = [torch.randn(N) for _ in range(3)]
-    for flat in steps:
-        for _ in state.rounds([(flat, [Part("w", 0, (N // 200, 200))])]):
+    state = CompressionState(FFTCompression.using(theta=WARMUP), named_parameters=named)
+    for _ in range(3):
+        for _ in state.rounds([(torch.randn(N), [BucketSlice("w", 0, (N // 200, 200))])]):
             pass
     saved = state.state_dict()
-    assert saved["lost"][0] > saved["lost"][1] > 0
-    again = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
-    for lost in ([-1.0, 0.0], [1.0], "ab", None):
+    again = CompressionState(FFTCompression.using(theta=WARMUP), named_parameters=named)
+    for steps in (None, [3], -1, "x"):
         with pytest.raises(CompressError):
-            again.load_state_dict(saved | {"lost": lost})
-        assert again.state_dict()["theta"]["steps"] == {}
+            again.load_state_dict(saved | {"theta": {"steps": steps}})
+        assert again.state_dict()["theta"]["steps"] == 0
     again.load_state_dict(saved)
-    assert again.state_dict()["lost"] == saved["lost"]
-
-
-def test_who_learns():
-    inner = WARMUP.then
-    assert learner(WARMUP, 3) is None
-    assert learner(WARMUP, 4) is inner
-    assert learner(Warmup(2, WARMUP), 6) is inner
-    assert learner(STEPWISE, 100) is None
-    inner = EnergyBudget(lost=0.1)
-    with pytest.raises(CompressError):
-        inner.load_state_dict({"theta": 2.0, "energy": 0, "error": 0, "seen": 0})
-    for _ in range(60):
-        inner.observe(1.0, 0.9)
-    other = EnergyBudget(lost=0.1)
-    other.load_state_dict(inner.state_dict())
-    assert other.theta(0) == inner.theta(0) < EnergyBudget(lost=0.1).theta(0)
+    assert again.state_dict()["theta"] == saved["theta"]

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, FFTCompression, codec
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.engine_state import from_bytes, load_state_dict, state_dict, to_bytes
 
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
-CASES = 360  # twenty for each subject
+CASES = 280  # twenty for each subject
 
 
 @pytest.fixture(scope="module")
 def states():
-    """fuzz/states.py as a module; subjects of TensorFlow are among its own."""
-    pytest.importorskip("tensorflow")
+    """fuzz/states.py as a module."""
     sys.path.insert(0, str(FUZZ))
     try:
         spec = importlib.util.spec_from_file_location("fuzz_states", FUZZ / "states.py")
@@ -61,7 +62,7 @@ def peak(load) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["topk", "dgc", "onebit", "demo", "dct"])
+@pytest.mark.parametrize("name", ["topk", "onebit", "dct"])
 @pytest.mark.parametrize("n", [2**34, 2**40, 2**47])
 def test_a_forged_number_of_elements_makes_nothing(name, n):
     own = ErrorFeedback(codec(name))
@@ -134,15 +135,14 @@ def header(shape: tuple[int, ...], rest: bytes = b"", dtype: str = "<f4") -> byt
 
 
 def test_the_file_of_a_checkpoint():
-    traced = pytest.importorskip("sn_compress.tensorflow.traced")
-    own = traced.Traced(FFTCompression.using(min_elements=1).settings, threads=1)
-    own.encode(["0:w"], [np.ones(500, np.float32)])
-    data = own.to_bytes(3)
-    other = traced.Traced(FFTCompression.using(min_elements=1).settings, threads=1)
-    other.from_bytes(data, 3)
+    settings = FFTCompression.using(min_elements=1).settings
+    own, other = (Engine(settings, 1, stock="", tuner=None) for _ in range(2))
+    own.feedback.encode("0:w", np.ones(500, np.float32))
+    data = to_bytes(state_dict(own, ranks=4, rank=3), settings)
+    load_state_dict(other, from_bytes(data, settings, 3), ranks=4, rank=3)
     np.testing.assert_array_equal(other.feedback.residual("0:w"), own.feedback.residual("0:w"))
     with pytest.raises(CompressError, match="rank 3"):
-        other.from_bytes(data, 2)
+        from_bytes(data, settings, 2)
     head = json.dumps({"rank": 3, "exchange": "gather", "state": {}}).encode()
     for wrong in (
         b"", b"PK", data[:-30], data[: len(data) // 2],
@@ -151,7 +151,22 @@ def test_the_file_of_a_checkpoint():
         file_of(head=header((len(head),), head, "|u1")),
         file_of(other=header((1,), b"1234")),
     ):  # fmt: skip
-        assert peak(lambda wrong=wrong: other.from_bytes(wrong, 3)) < 1 << 20
+        assert peak(lambda wrong=wrong: loaded(other, wrong, settings)) < 1 << 20
+
+
+def loaded(engine, data, settings):
+    load_state_dict(engine, from_bytes(data, settings, 3), ranks=4, rank=3)
+
+
+def test_a_file_takes_what_was_seen_of_a_size(states):
+    """How many gradients the memory of a tensor holds is a number of NumPy, not of JSON."""
+    engine = Engine(states.LOW_RANK.settings, 1, stock="", tuner=None)
+    engine.shared = states._shared()
+    engine.shared.tensors["w"].held = 1.5
+    state = state_dict(engine, ranks=1, rank=0)
+    read = from_bytes(to_bytes(state, engine.settings), engine.settings, 0)
+    load_state_dict(engine, read, ranks=1, rank=0)
+    assert engine.shared.tensors["w"].held == 1.5
 
 
 def test_means_of_states_of_other_sizes():

@@ -14,7 +14,7 @@ N = 2000 + 7 + 1500
 CODECS = {
     "top-k": codec("topk", theta=0.95),
     "fft": codec("fft", theta=0.8),
-    "by shape": lambda shape: codec("auto", ratio=20, shape=shape),
+    "by shape": lambda shape: codec("axes", theta=0.9, shape=shape, axes=(0,)),
 }
 
 

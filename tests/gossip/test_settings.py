@@ -6,9 +6,10 @@ import pytest
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
-from sn_compress.gossip.settings import check, graph_of
+from sn_compress.gossip.settings import GossipSettings
 
 LEGAL = {
+    "topology": "exact", "overlap": True,
     "average": "weights", "codec": None, "momentum": 0, "pull": 0.1, "limit": None, "every": 10,
 }  # fmt: skip
 TOPK = codec("topk", theta=0.98)
@@ -25,16 +26,16 @@ TOPK = codec("topk", theta=0.98)
     ],
 )
 def test_legal(changed):
-    check(**(LEGAL | changed))
+    GossipSettings(**(LEGAL | changed))
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"average": "models"}, "expected 'weights' or 'gradients'"),
-        ({"average": "gradients", "limit": 0.1}, "these are of weights"),
-        ({"average": "gradients", "momentum": 1}, "these are of weights"),
-        ({"average": "gradients", "codec": TOPK}, "these are of weights"),
+        ({"average": "gradients", "limit": 0.1}, "which apply to weights"),
+        ({"average": "gradients", "momentum": 1}, "which apply to weights"),
+        ({"average": "gradients", "codec": TOPK}, "which apply to weights"),
         ({"momentum": -1}, "momentum=-1"),
         ({"every": -1}, "every=-1"),
         ({"pull": 0}, "pull=0"),
@@ -42,15 +43,18 @@ def test_legal(changed):
         ({"limit": 0.0}, "limit=0.0"),
         ({"limit": float("nan")}, "limit=nan"),
         ({"limit": 0.1, "every": 0}, "every=0"),
-        ({"codec": TOPK, "momentum": 1}, "travel in full"),
+        ({"codec": TOPK, "momentum": 1}, "sent uncompressed"),
     ],
 )
 def test_not_legal(changed, told):
     with pytest.raises(CompressError, match=told):
-        check(**(LEGAL | changed))
+        GossipSettings(**(LEGAL | changed))
 
 
 def test_a_topology_by_name_or_of_as_many_ranks():
+    def graph_of(topology, ranks, codec):
+        return GossipSettings(**LEGAL | {"topology": topology, "codec": codec}).graph(ranks)
+
     assert graph_of("exact", 6, TOPK).ranks == 6
     own = topology("hypercube", 4)
     assert graph_of(own, 4, None) is own

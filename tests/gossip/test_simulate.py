@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sn_cli.main import main
-from sn_compress.base.errors import CompressError
+from sn_compress.errors import CompressError
 from sn_compress.gossip import topology
 from sn_compress.gossip.simulate import SCHEMES, simulate
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sn_compress.gossip.sketch import WIDTH, rows_of, signs, spread
+from sn_compress.gossip.differences import WIDTH, rows_of, signs, spread
 
 
 def total(replicas):

@@ -317,7 +317,7 @@ def differ(world):
         ("setting pull", net(), {"pull": 0.5 if odd else 0.25, "codec": codec("fft", theta=0.5)}),
         ("tensor", longer if odd else net(), {}),
     ):
-        with pytest.raises(CompressError, match="ranks have other settings") as raised:
+        with pytest.raises(CompressError, match="ranks have different settings") as raised:
             GossipOptimizer(sgd(model), **options, **world.places[0])
         every = world.gather(str(raised.value))
         assert len(set(every)) == 1, every

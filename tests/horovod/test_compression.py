@@ -20,7 +20,7 @@ from sn_compress import (
     report,
 )
 from sn_compress.compression import settings_of
-from sn_compress.report import Told, Traffic
+from sn_compress.report import PayloadStats, Traffic
 from sn_compress.schedule import Constant, Warmup
 
 ALL = (FFTCompression, LowRankCompression, AutoCompression)
@@ -178,7 +178,7 @@ def test_traffic_counts_steps_by_the_return_of_a_name():
     for _ in range(3):
         for name in ("a", "b"):
             payload = codec.encode(rng.standard_normal(8192, dtype=np.float32))
-            traffic.payload(name, 8192, Told.of([payload]))
+            traffic.payload(name, 8192, PayloadStats.of([payload]))
         traffic.plain("bias", 10, 40)
     report = traffic.report()
     assert report["steps"] == 3
@@ -197,11 +197,11 @@ def test_traffic_counts_steps_by_the_return_of_a_name():
 
 def test_traffic_of_graphs_is_settled_where_something_was_compressed():
     traffic = Traffic()
-    one = report.Ran("a", 100, 400, 400, "plain", 3)
+    one = report.TensorTraffic("a", 100, 400, 400, "plain", 3)
     traffic.ran(3, [one], (0.0, 0.0))
     assert traffic.report()["ratio_after_warmup"] == 0
-    small = report.Ran("a", 100, 400, 40, "low_rank", 5)
-    traffic.ran(5, [small, report.Ran("bias", 10, 40, 40, "plain", 5)], (0.0, 0.0))
+    small = report.TensorTraffic("a", 100, 400, 40, "low_rank", 5)
+    traffic.ran(5, [small, report.TensorTraffic("bias", 10, 40, 40, "plain", 5)], (0.0, 0.0))
     assert traffic.report()["ratio_after_warmup"] == pytest.approx(440 / 80)
     assert traffic.report()["ratio"] == pytest.approx((3 * 400 + 5 * 440) / (3 * 400 + 5 * 80))
     traffic.fixed("vector", 10, 40)  # in every step
@@ -222,7 +222,7 @@ def test_traffic_says_what_travels_how(caplog):
                 else:
                     traffic.shared(name, 100, 20, 1.0, 0.5, way=way)
             traffic.plain("bias", 10, 40)
-            traffic.payload("kernel", 4096, Told.of([payload]))
+            traffic.payload("kernel", 4096, PayloadStats.of([payload]))
         found = {way: traffic.report()[way] for way in report.WAYS}
         assert found == {"low_rank": 2, "rows": 1, "frequencies": 1, "whole": 1, "plain": 1}
     assert [record.getMessage() for record in caplog.records] == [

@@ -76,7 +76,7 @@ def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
 @pytest.mark.slow
 def test_theta_follows_every_kind_of_schedule(horovodrun):
     run = horovodrun(2, RANKS / "tensorflow_schedules.py", timeout=280).check()
-    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
+    assert run.stdout.count(">:ok cosine") == 2, run.stdout  # the last of the kinds
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_gradients_travel_in_buckets(horovodrun, cases_of):
 @pytest.mark.slow
 def test_theta_follows_every_kind_of_schedule(horovodrun):
     run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
-    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
+    assert run.stdout.count(">:ok cosine") == 2, run.stdout  # the last of the kinds
 
 
 @pytest.mark.slow

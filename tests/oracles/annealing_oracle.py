@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sn_memory.base.clock import now
+from sn_memory.base.progress import now
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
 from sn_memory.graph.graph import Ints
-from sn_memory.graph.holes import KEEP, Holes
+from sn_memory.graph.liveness import KEEP, Holes
 from sn_memory.plan.search.candidates import Candidate, carried
 from sn_memory.plan.search.improve import COLD, Rules
 

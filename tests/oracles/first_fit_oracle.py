@@ -8,7 +8,7 @@ from sn_memory.pool.problem import Ints, Problem
 
 
 def first_fit(problem: Problem, order: Ints) -> Ints:
-    """Return what `sn_memory.pool.search.first_fit` returns."""
+    """Return what `sn_memory.pool.pack.first_fit` returns."""
     offsets = np.zeros(len(problem), np.int64)
     # What is placed so far, in order of placing: first, last, offset, end.
     done = np.zeros((4, len(problem)), np.int64)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sn_memory.base.clock import now
-from sn_memory.cost.schedule import Impossible, Schedule
+from sn_memory.base.progress import now
+from sn_memory.cost.offload import Impossible, Schedule
 from sn_memory.graph.graph import Floats, Ints
-from sn_memory.graph.holes import KEEP, Holes
+from sn_memory.graph.liveness import KEEP, Holes
 from sn_memory.plan.simulate import simulate
 
 
@@ -22,7 +22,7 @@ class Presence:
         for storage, first, last in schedule.intervals.tolist():
             span = (schedule.at[first], schedule.at[last])
             self.spans.setdefault(storage, []).append(span)
-        self.again = schedule.again
+        self.again = schedule.last_reruns
 
     def there(self, storage: int, at: int) -> bool:
         """Whether a storage is there just before op `at`."""
@@ -66,7 +66,7 @@ def fit(
     rounds: int = 200,
     factors: Sequence[float] = (),
 ) -> tuple[list[int], Schedule] | None:
-    """Return what `sn_memory.plan.search.fit.fit` returns."""
+    """Return what `sn_memory.plan.search.candidates.fit` returns."""
     current = list(choice)
     banned: set[int] = set(moves or ())
     schedule = _lowered(holes, current, moves)
@@ -199,7 +199,7 @@ def trim(
     moves: dict[int, tuple[int, int]] | None,
     filtered: bool,
 ) -> tuple[list[int], Schedule]:
-    """Return what `sn_memory.plan.search.fit.trim` returns for holes in this order."""
+    """Return what `sn_memory.plan.search.candidates.trim` returns for holes in this order."""
     current, best = list(choice), schedule
     room = _room(holes, best, budget_bytes)
     for hole in order:

@@ -1,6 +1,6 @@
 """What csrc/memory/pool_search.cpp does, in plain Python: the same decisions in the same order.
 
-The ideas are told in `sn_memory/pool/search.py`.
+The ideas are told in `sn_memory/pool/pack.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from sn_memory.pool.pack import ALL, UNIT, Rule, Verdict
 from sn_memory.pool.problem import Ints, Problem
-from sn_memory.pool.search import ALL, UNIT, Rule, Verdict
 
 # So many looks at every buffer in every section are what one decision may lead to.
 _PASSES: Final = 100
@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
 
 
 class PythonSearch:
-    """What `sn_memory.pool.search.Search` is."""
+    """What `sn_memory.pool.pack.Search` is."""
 
     def __init__(self, lists: Lists, capacity: int, rule: Rule, rank: Ints, weights: Ints) -> None:
         count = len(lists.size)

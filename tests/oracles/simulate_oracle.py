@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from sn_memory.cost.schedule import HostCopy, Impossible, Schedule
+from sn_memory.cost.offload import HostCopy, Impossible, Schedule
 from sn_memory.graph.graph import Ints
-from sn_memory.graph.holes import KEEP, Holes
+from sn_memory.graph.liveness import KEEP, Holes
 
 
 def simulate(

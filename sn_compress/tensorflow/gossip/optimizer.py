@@ -6,7 +6,8 @@
 
 The rules are those of sn_compress.torch.gossip. Messages are Horovod's alltoall with splits that
 are zero but for one partner: an op of the graph. With overlap it needs nothing but the weights from
-before the step, so TensorFlow runs it beside the forward and backward pass.
+before the step, so TensorFlow runs it beside the forward and backward pass. What a codec makes of
+messages runs in NumPy, in the middle of the graph.
 
 The optimizer that is passed changes its class to a subclass of its own, as in
 sn_compress.tensorflow.keras: its settings, variables and what Keras saves stay as they were.
@@ -23,14 +24,164 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from ...base.errors import CompressError
 from ...codecs.base import Codec
-from ...gossip.differences import PULL, Shape
-from ...gossip.settings import check, graph_of
+from ...consistency import agree
+from ...errors import CompressError
+from ...gossip import differences
+from ...gossip.differences import PULL, Differences, Shape
+from ...gossip.settings import GossipSettings, message_prefix
 from ...gossip.topology import Topology
-from .rules import Gossip
 
 __all__ = ["Consensus", "GossipOptimizer"]
+
+
+class Gossip:
+    """How one optimizer gossips: tables by step, and the copies that a codec needs."""
+
+    def __init__(self, settings: GossipSettings, process_set: Any) -> None:
+        self.settings, self.process_set = settings, process_set
+        self.rank, self.ranks = process_set.rank(), process_set.size()
+        graph = settings.graph(self.ranks)
+        if graph.rotate:
+            raise CompressError(
+                f"got topology {graph!r}; expected one that does not rotate, under TensorFlow"
+            )
+        own = [graph.partner(self.rank, step) for step in range(graph.steps)]
+        self._sources = np.array([partner.source for partner in own])
+        self._targets = np.array([partner.target for partner in own])
+        self._weights = np.array([partner.weight for partner in own], np.float32)
+        self.copies: Differences | None = None
+        # Made where no trace is under way, and past Keras, which would save them.
+        self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
+        self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.average_bytes = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._prefix = message_prefix("gossip", process_set)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """All ranks get the weights of rank 0; CompressError unless they have the same settings."""
+        if self.ranks > 1:
+            self._agree(variables)
+            hvd.broadcast_variables([v.value for v in variables], 0, process_set=self.process_set)
+        self.copies = self.settings.copies([tuple(v.shape) for v in variables])
+        if self.copies is not None:
+            self.copies.restart(flattened(variables).numpy())
+
+    def _agree(self, variables: Sequence[Any]) -> None:
+        tensors = [
+            (f"variable {place}", f"{tuple(v.shape)} {v.dtype}")
+            for place, v in enumerate(variables)
+        ]
+
+        def total(name: str, words: Any) -> Any:
+            sets = self.process_set
+            return hvd.allreduce(
+                tf.constant(words), op=hvd.Sum, name=name, process_set=sets
+            ).numpy()
+
+        agree(
+            [*self.settings.fingerprint(self.ranks), *tensors], total=total, rank=self.rank,
+            ranks=self.ranks, name=f"{self._prefix}.agree",
+            do="Give all ranks the same model, and GossipOptimizer the same arguments.",
+        )  # fmt: skip
+
+    # In the graph.
+
+    def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
+        """What mixing adds to each tensor, float32: weight * (partner's - own)."""
+        flat = flattened(tensors)
+        n = sum(int(np.prod(t.shape)) for t in tensors)
+        turn = tf.cast(step % len(self._targets), tf.int32)
+        source, target = tf.gather(self._sources, turn), tf.gather(self._targets, turn)
+        weight = tf.gather(self._weights, turn)
+        coded = self.copies is not None and kind == "w"
+        if coded:
+            wire, own = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
+        else:
+            wire, own = flat, flat
+        active = tf.cast(target != self.rank, tf.int32)
+        wire = wire[: tf.size(wire) * active]
+        splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
+        received, _ = hvd.alltoall(
+            wire, splits, name=f"{self._prefix}.{kind}", process_set=self.process_set
+        )
+        if coded:
+            received = tf.numpy_function(self._unpack, [received, source], tf.float32)
+        # Who sits out hears nothing, and nothing is added.
+        received = tf.cond(tf.size(received) > 0, lambda: received, lambda: own)
+        delta = weight * self.settings.factor * (tf.reshape(received, [n]) - tf.reshape(own, [n]))
+        sizes = [int(np.prod(t.shape)) for t in tensors]
+        parts = tf.split(delta, sizes)
+        return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
+        assert self.copies is not None
+        wire, told = self.copies.begin(values, int(target), self.rank)
+        return wire, told.copy()
+
+    def _unpack(self, wire: Any, source: Any) -> Any:
+        assert self.copies is not None
+        return self.copies.unpack(wire, int(source)) if wire.size else np.empty(0, np.float32)
+
+    def measure(self, variables: Sequence[Any], step: Any) -> None:
+        """Every so many steps, the spread; and the mean of all ranks if it is over the limit."""
+        every, limit = self.settings.every, self.settings.limit
+        if not every:
+            return
+        turn = step % every == 0
+        over = tf.cond(turn, lambda: self._over_limit(variables), lambda: tf.constant(False))
+        if limit is not None:
+            tf.cond(over, lambda: self.consensus(variables), lambda: tf.constant(0))
+
+    def _over_limit(self, variables: Sequence[Any]) -> Any:
+        flat = flattened(variables)
+        n = sum(int(np.prod(v.shape)) for v in variables)
+        rows = differences.rows_of(n)
+        filled = tf.reshape(
+            tf.pad(flat, [[0, rows * differences.WIDTH - n]]), [rows, differences.WIDTH]
+        )
+        numbers = tf.cast(tf.linalg.matvec(filled, differences.signs(rows), True), tf.float64)
+        norm = tf.cast(tf.reduce_sum(flat**2), tf.float64)
+        total = hvd.allreduce(
+            tf.concat([numbers, tf.stack([tf.reduce_sum(numbers**2), norm])], 0),
+            name=f"{self._prefix}.spread", op=hvd.Sum, process_set=self.process_set,
+        )  # fmt: skip
+        found = tf.numpy_function(lambda t: differences.spread(t, self.ranks), [total], tf.float64)
+        self.spread.assign(tf.ensure_shape(found, []))
+        limit = self.settings.limit
+        return tf.constant(False) if limit is None else self.spread > limit
+
+    def consensus(self, weights: Sequence[Any], also: Sequence[Any] = ()) -> Any:
+        """Give all ranks the mean of these variables; copies begin anew from the weights."""
+        variables = [*weights, *also]
+        values = [tf.cast(tf.convert_to_tensor(v), _wide(v)) for v in variables]
+        means = hvd.grouped_allreduce(
+            values, name=f"{self._prefix}.mean.{len(values)}", op=hvd.Average,
+            process_set=self.process_set,
+        )  # fmt: skip
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign(tf.cast(mean, variable.dtype))
+        self.averages.assign_add(1)
+        size = sum(int(np.prod(value.shape)) * value.dtype.size for value in values)
+        self.average_bytes.assign_add(size)
+        if self.copies is None:
+            return tf.constant(0)
+        return tf.numpy_function(self._restart, [flattened(weights)], tf.int32)
+
+    def _restart(self, values: Any) -> Any:
+        assert self.copies is not None
+        self.copies.restart(values)
+        return np.int32(0)
+
+
+def _wide(variable: Any) -> Any:
+    return tf.float64 if variable.dtype in ("float64", tf.float64) else tf.float32
+
+
+def flattened(tensors: Sequence[Any]) -> Any:
+    """All values as float32, [n]."""
+    return tf.concat(
+        [tf.reshape(tf.cast(tf.convert_to_tensor(t), tf.float32), [-1]) for t in tensors], 0
+    )
 
 
 class _Gossiping:
@@ -49,7 +200,7 @@ class _Gossiping:
                 "gossip in a function that XLA compiles (jit_compile=True); expected a plain "
                 "tf.function. In Keras: model.compile(jit_compile=False)."
             )
-        gossip = self._sn
+        gossip, settings = self._sn, self._sn.settings
         if gossip.ranks == 1:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
@@ -60,7 +211,7 @@ class _Gossiping:
         variables = list(self._trainable_variables)  # type: ignore[attr-defined]
         # As Keras counts calls: the same on all ranks, and saved with the optimizer.
         step = tf.identity(self._iterations.value)  # type: ignore[attr-defined]
-        if gossip.average == "gradients":
+        if settings.of_gradients:
             grads = [
                 tf.zeros(v.shape, v.dtype) if g is None else tf.convert_to_tensor(g)
                 for g, v in zip(grads, trainable_variables or variables, strict=True)
@@ -69,7 +220,7 @@ class _Gossiping:
             grads = [g + tf.cast(d, g.dtype) for g, d in zip(grads, deltas, strict=True)]
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if gossip.overlap:
+        if settings.overlap:
             deltas = gossip.deltas(variables, step, "w")
             super().apply(grads, trainable_variables)  # type: ignore[misc]
         else:
@@ -77,8 +228,8 @@ class _Gossiping:
             deltas = gossip.deltas(variables, step, "w")
         for variable, delta in zip(variables, deltas, strict=True):
             variable.assign(variable.value + tf.cast(delta, variable.dtype))
-        if gossip.momentum:
-            tf.cond(step % gossip.momentum == 0, lambda: self._mix_momenta(step), lambda: step)
+        if settings.momentum:
+            tf.cond(step % settings.momentum == 0, lambda: self._mix_momenta(step), lambda: step)
         gossip.measure(variables, step)
 
     def _momenta(self) -> list[Any]:
@@ -126,7 +277,7 @@ class _Gossiping:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or (self._sn.copies is None) != (not state):
             raise CompressError(
-                "a state with copies for an optimizer without a codec, or the other way round; "
+                "got a state saved with a codec for an optimizer without one, or the reverse; "
                 "expected one saved with the same codec, and an optimizer that is built"
             )
         if self._sn.copies is not None:
@@ -151,6 +302,14 @@ class Consensus(keras.callbacks.Callback):  # type: ignore[misc]
         optimizer = self.model.optimizer
         if optimizer.built:
             optimizer.consensus(also=self.model.non_trainable_variables)
+
+
+def ranks_of(process_set: Any) -> Any:
+    """The process set, or that of all ranks; CompressError if this rank is not in it."""
+    peers = hvd.global_process_set if process_set is None else process_set
+    if not peers.included():
+        raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
+    return peers
 
 
 def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
@@ -181,18 +340,12 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
             f"got a {kind}{', built already' * optimizer.built}; expected one that is new and does "
             "not scale the loss: ranks would skip different steps. Train in float32 or bfloat16."
         )
-    check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
-    peers = hvd.global_process_set if process_set is None else process_set
-    if not peers.included():
-        raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
-    graph = graph_of(topology, peers.size(), codec)
-    if graph.rotate:
-        raise CompressError(f"{graph!r}; expected one that does not rotate, in TensorFlow")
-    own = type(optimizer)
-    gossip = Gossip(
-        graph, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
-        limit=limit, every=every, process_set=peers,
+    settings = GossipSettings(
+        topology, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
+        limit=limit, every=every,
     )  # fmt: skip
+    gossip = Gossip(settings, ranks_of(process_set))
+    own = type(optimizer)
     # Past Keras's own __setattr__, which would track what it is given.
     object.__setattr__(optimizer, "_sn", gossip)
     same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}

@@ -1,6 +1,6 @@
 """Gossip training of torch models, over Horovod or torch.distributed; see `optimizer`."""
 
-from .loaders import ring_shuffle
 from .optimizer import GossipOptimizer
+from .ring import ring_shuffle
 
 __all__ = ["GossipOptimizer", "ring_shuffle"]

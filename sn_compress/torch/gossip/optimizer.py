@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 
-from ...base.errors import CompressError
-from ...base.saved import held, reading
 from ...codecs.base import Codec
+from ...errors import CompressError
 from ...gossip.differences import PULL, Shape
-from ...gossip.settings import check, graph_of
+from ...gossip.settings import GossipSettings
 from ...gossip.topology import Topology
+from ...saved import held, reading
 from .peers import find_peers
 from .rules import Gossip
 
@@ -50,12 +50,12 @@ class _Gossiping:
 
     @property
     def spread(self) -> float | None:
-        return self._sn.spread.value
+        return self._sn.spread
 
     def report(self) -> dict[str, float]:
         return {
             "steps": self._sn.steps,
-            "bytes_per_step": self._sn.messages.sent_bytes / max(self._sn.turns, 1),
+            "bytes_per_step": self._sn.sent_bytes / max(self._sn.turns, 1),
             "averages": self._sn.averages,
             "average_bytes": self._sn.average_bytes,
             "other_bytes": self._sn.other_bytes,
@@ -131,21 +131,20 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Gossiping):
         raise CompressError(
-            f"got a {type(optimizer).__qualname__}; expected a torch.optim.Optimizer, once"
+            f"got a {type(optimizer).__qualname__}; expected a torch.optim.Optimizer that is not a "
+            "GossipOptimizer already"
         )
-    check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
+    settings = GossipSettings(
+        topology, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
+        limit=limit, every=every,
+    )  # fmt: skip
     if bucket_bytes < 1:
         raise CompressError(f"bucket_bytes={bucket_bytes}; expected 1 or more")
     if not wait_s > 0:
         raise CompressError(f"wait_s={wait_s!r}; expected seconds above 0")
     peers = find_peers(process_set, group, wait_s=wait_s)
-    graph = graph_of(topology, peers.ranks, codec)
     own = type(optimizer)
-    gossip = Gossip(
-        optimizer, peers, topology=graph, average=average, momentum=momentum, overlap=overlap,
-        codec=codec, pull=pull, limit=limit, every=every, bucket_bytes=bucket_bytes,
-    )  # fmt: skip
-    optimizer._sn = gossip
+    optimizer._sn = Gossip(optimizer, peers, settings, bucket_bytes)
     same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     optimizer.__class__ = type(own.__name__, (_Gossiping, own), same_name)
     return optimizer

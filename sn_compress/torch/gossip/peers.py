@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 import torch
 
-from ...base._waiting import WAIT_S, result_of, waited
-from ...base.errors import CompressError
-from ...gossip.names import prefix
+from ...consistency import WAIT_S, result_of, waited_message
+from ...errors import CompressError
+from ...gossip.settings import message_prefix
 from ...gossip.topology import Partner
 
 Wait = Callable[[], Any]
@@ -63,7 +63,7 @@ class HorovodPeers:
 
     def prefix(self, kind: str) -> str:
         """See Peers."""
-        return prefix(kind, self._set)
+        return message_prefix(kind, self._set)
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """See Peers. A rank that sits out takes part, with nothing."""
@@ -145,7 +145,7 @@ class GroupPeers:
         except RuntimeError as error:
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 raise
-            raise CompressError(waited(what, self._wait_s)) from error
+            raise CompressError(waited_message(what, self._wait_s)) from error
 
     def prefix(self, kind: str) -> str:
         """See Peers. No other object sends over the group, so names tell nothing."""

@@ -4,72 +4,116 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...base.agreement import plain
-from ...base.errors import CompressError
-from ...base.saved import count, held, reading
-from ...codecs.base import Codec
-from ...gossip.differences import Differences, Shape
-from ...gossip.topology import Topology
-from .buckets import Bucket, split
-from .messages import Messages
-from .peers import Peers
-from .together import Spread, Sums, agree_on_settings, agree_on_weights
+from ... import __version__
+from ...consistency import agree, all_equal, difference, digest_words
+from ...errors import CompressError
+from ...gossip import differences
+from ...gossip.differences import Differences
+from ...gossip.settings import GossipSettings
+from ...gossip.topology import Partner
+from ...saved import count, held, reading
+from ..outcomes import digest
+from .peers import Peers, Wait
 
 _FORMAT = 1
 
 
+@dataclass
+class Bucket:
+    """Tensors of one type that travel in one message, with its copies if there is a codec.
+
+    sent : [n], what the partner will take this rank's values for
+    arrived : [n], what this rank takes the partner's values for
+    """
+
+    name: str
+    tensors: list[Any]
+    copies: Differences | None = None
+    sent: Any = None
+    wait: Wait | None = None
+    arrived: Any = None
+
+    def flat(self) -> Any:
+        """The values of all tensors, [n], copied."""
+        return _flat(self.tensors)
+
+    def put(self, values: Any) -> None:
+        """Set the tensors to [n]."""
+        pieces = values.split([tensor.numel() for tensor in self.tensors])
+        with torch.no_grad():
+            for tensor, piece in zip(self.tensors, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def _flat(tensors: Iterable[Any]) -> Any:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _add(tensors: Iterable[Any], delta: Any) -> None:
+    """Add [n] float32 or wider to tensors."""
+    tensors = list(tensors)
+    pieces = delta.split([tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            # In half precision the sum is rounded once, not the difference as well.
+            tensor.copy_(tensor.to(piece.dtype) + piece.view(tensor.shape))
+
+
+def _wide(dtype: Any) -> Any:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def split(tensors: Iterable[Any], kind: str, most_bytes: int) -> list[Bucket]:
+    """Buckets of up to most_bytes, each of one dtype and device, in order."""
+    found: list[Bucket] = []
+    open_: dict[Any, tuple[Bucket, int]] = {}
+    for tensor in tensors:
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        bucket, taken = open_.get(key, (None, 0))
+        if bucket is None or taken + size > most_bytes:
+            bucket, taken = Bucket(f"{kind}{len(found)}", []), 0
+            found.append(bucket)
+        bucket.tensors.append(tensor)
+        open_[key] = bucket, taken + size
+    return found
+
+
 class Gossip:
-    """The state of one GossipOptimizer: whose turn it is, and what is on its way."""
+    """The state of one GossipOptimizer: whose turn it is, and what is on its way.
+
+    Attributes
+    ----------
+    spread : the last measure of the distance of the ranks from their mean, over the norm of the
+        weights, the same on all ranks; None: none yet
+    sent_bytes, average_bytes, other_bytes : of this rank to its partners, for exact averages, and
+        to begin, to agree and to measure
+    """
 
     def __init__(
-        self,
-        optimizer: Any,
-        peers: Peers,
-        *,
-        topology: Topology,
-        average: str,
-        momentum: int,
-        overlap: bool,
-        codec: Codec | Callable[[Shape], Codec] | None,
-        pull: float,
-        limit: float | None,
-        every: int,
-        bucket_bytes: int,
+        self, optimizer: Any, peers: Peers, settings: GossipSettings, bucket_bytes: int
     ) -> None:
-        self.optimizer, self.peers, self.topology = optimizer, peers, topology
-        self.average, self.momentum, self.overlap = average, momentum, overlap
-        self.every = every
+        self.optimizer, self.peers, self.settings = optimizer, peers, settings
+        self.topology = settings.graph(peers.ranks)
         self.steps = self.turns = self.averages = 0
-        self.average_bytes = self._start_bytes = 0
+        self.sent_bytes = self.average_bytes = self.other_bytes = 0
+        self.spread: float | None = None
+        self._measured: Wait | None = None  # the sum of a measure under way
         self._agreed = False
         self._bucket_bytes = bucket_bytes
         self._prefix = peers.prefix("gossip")
-        self.messages = Messages(
-            peers, topology, prefix=self._prefix, gradients=average == "gradients",
-            pull=pull if codec else 1.0,
-        )  # fmt: skip
-        self.spread = Spread(peers, self._prefix, limit)
-        self._sums = Sums(peers, self._prefix)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets = split(self.parameters[::-1], "w", bucket_bytes)
-        if codec is not None:
-            for bucket in self.buckets:
-                shapes = [tuple(tensor.shape) for tensor in bucket.tensors]
-                bucket.copies = Differences(shapes, codec)
-        settings = {
-            "topology": topology, "average": average, "momentum": momentum, "overlap": overlap,
-            "codec": codec if isinstance(codec, Codec) else codec is not None, "pull": pull,
-            "limit": limit, "every": every, "bucket_bytes": bucket_bytes,
-        }  # fmt: skip
-        said = [(f"setting {name}", plain(value)) for name, value in settings.items()]
-        agree_on_settings(self._sums, said, self.buckets)
+        for bucket in self.buckets:
+            bucket.copies = settings.copies([tuple(tensor.shape) for tensor in bucket.tensors])
+        self._agree_on_settings()
         self._moving = self.buckets  # those of the step under way
-        if average == "gradients":
+        if settings.of_gradients:
             self._missing = [len(bucket.tensors) for bucket in self.buckets]
             self._next = 0  # bucket to be sent: in the same order on all ranks
             for number, bucket in enumerate(self.buckets):
@@ -77,7 +121,7 @@ class Gossip:
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
         for bucket in self.buckets:
             values = bucket.flat()
-            self._start_bytes += 0 if peers.rank else values.nbytes
+            self.other_bytes += 0 if peers.rank else values.nbytes
             # As bytes: Horovod knows no bfloat16.
             peers.broadcast(f"{self._prefix}.start.{bucket.name}", values.view(torch.uint8), 0)
             bucket.put(values)
@@ -87,18 +131,19 @@ class Gossip:
     def step(self, inner: Callable[..., Any], closure: Any) -> Any:
         """One step of the optimizer and of gossip."""
         if not self._agreed:
-            self._agree()
-        if self.average == "gradients":
+            self._agree_on_weights()
+        if self.settings.of_gradients:
             return self._gradient_step(inner, closure)
-        average_now = self.spread.over_limit()
-        if self.overlap and not self._under_way():
+        average_now = self._over_limit()
+        overlap, every = self.settings.overlap, self.settings.every
+        if overlap and not self._under_way():
             self._begin_all()
         result = self._inner_step(inner, closure)
-        if not self.overlap:
+        if not overlap:
             self._begin_all()
-        self._finish_all(again=self.overlap and not average_now)
-        if self.every and not (self.steps - 1) % self.every:
-            self.spread.measure(self.buckets)
+        self._finish_all(again=overlap and not average_now)
+        if every and not (self.steps - 1) % every:
+            self._measure()
         if average_now:
             self.consensus()
         return result
@@ -110,7 +155,7 @@ class Gossip:
         if again:
             self._moving = self._of_step()
         for bucket in moving:
-            self.messages.finish(bucket, self.steps - 1)
+            self._finish(bucket, self.steps - 1)
             if again and bucket in self.buckets:
                 self._begin(bucket)
         if again:
@@ -123,7 +168,7 @@ class Gossip:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None:
             return inner(closure)
-        if self.average == "gradients":
+        if self.settings.of_gradients:
             raise CompressError(
                 "average='gradients' with a GradScaler: ranks would mix gradients of different "
                 "scales. Average weights, or train in bfloat16."
@@ -142,29 +187,29 @@ class Gossip:
     def _gradient_step(self, inner: Callable[..., Any], closure: Any) -> Any:
         if closure is not None:
             raise CompressError(
-                "average='gradients' with a closure: gradients must be there before step(). Call "
+                "average='gradients' with a closure: gradients must exist before step(). Call "
                 "backward() before step(), or average weights."
             )
         for bucket in self.buckets[self._next :]:
             self._begin(bucket)
         self._next, self._missing = 0, [len(bucket.tensors) for bucket in self.buckets]
         for bucket in self.buckets:
-            self.messages.finish(bucket, self.steps)
+            self._finish(bucket, self.steps)
         result = self._inner_step(inner, None)
         self.steps += 1
         return result
 
     def _hook(self, number: int) -> Callable[[Any], None]:
         def ready(_: Any) -> None:
-            if not self.overlap:
+            if not self.settings.overlap:
                 return
             if not self._agreed:
-                self._agree()
+                self._agree_on_weights()
             self._missing[number] -= 1
             if self._missing[number] < 0:
                 raise CompressError(
-                    "a gradient came twice before step(), but it has been sent. With several "
-                    "backward passes per step, pass overlap=False."
+                    "a gradient was accumulated again before step(), after it had been sent. With "
+                    "several backward passes per step, pass overlap=False."
                 )
             while self._next < len(self.buckets) and not self._missing[self._next]:
                 self._begin(self.buckets[self._next])
@@ -174,16 +219,62 @@ class Gossip:
 
     # Messages.
 
+    def _partner(self, step: int) -> Partner:
+        return self.topology.partner(self.peers.rank, step)
+
     def _begin(self, bucket: Bucket) -> None:
+        """Send a bucket to this step's target, to be mixed by `_finish`."""
         self.turns += bucket is self.buckets[0]
-        self.messages.begin(bucket, self.steps)
+        partner = self._partner(self.steps)
+        if self.settings.of_gradients:
+            for parameter in bucket.tensors:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            bucket.sent = _flat(p.grad for p in bucket.tensors)
+        else:
+            bucket.sent = bucket.flat()
+        if bucket.copies is None:
+            wire = bucket.sent.view(torch.uint8)
+        else:
+            values = bucket.sent.to("cpu", torch.float32).numpy()
+            packed, told = bucket.copies.begin(values, partner.target, self.peers.rank)
+            wire, bucket.sent = torch.from_numpy(packed), torch.from_numpy(told)
+        self.sent_bytes += wire.numel() if partner.target != self.peers.rank else 0
+        bucket.wait = self.peers.exchange(f"{self._prefix}.{bucket.name}", wire, partner)
+
+    def _receive(self, bucket: Bucket, step: int) -> None:
+        """Wait for what the source sent for a step."""
+        if bucket.wait is None:
+            return
+        wire, bucket.wait = bucket.wait(), None
+        source = self._partner(step).source
+        if source == self.peers.rank:
+            bucket.arrived = bucket.sent
+        elif bucket.copies is None:
+            bucket.arrived = wire.view(bucket.sent.dtype)
+        else:
+            bucket.arrived = torch.from_numpy(bucket.copies.unpack(wire.numpy(), source))
+
+    def _finish(self, bucket: Bucket, step: int) -> None:
+        """Mix in what has come."""
+        self._receive(bucket, step)
+        partner = self._partner(step)
+        sent, arrived = bucket.sent, bucket.arrived
+        bucket.sent = bucket.arrived = None
+        if partner.source == self.peers.rank:
+            return
+        like = bucket.tensors[0]
+        wide = _wide(like.dtype)
+        apart = arrived.to(like.device, wide) - sent.to(like.device, wide)
+        mixed = [p.grad for p in bucket.tensors] if self.settings.of_gradients else bucket.tensors
+        _add(mixed, partner.weight * self.settings.factor * apart)
 
     def _under_way(self) -> bool:
         return any(b.wait is not None or b.arrived is not None for b in self._moving)
 
     def _of_step(self) -> list[Bucket]:
         """What travels at this step: the weights, and every so often what has their shapes."""
-        if not self.momentum or self.steps % self.momentum:
+        if not self.settings.momentum or self.steps % self.settings.momentum:
             return self.buckets
         return self.buckets + split(self._momenta(), "m", self._bucket_bytes)
 
@@ -207,28 +298,91 @@ class Gossip:
             if bucket.wait is not None:
                 bucket.wait()
             bucket.wait = bucket.sent = bucket.arrived = None
-        if self.average == "gradients":
+        if self.settings.of_gradients:
             self._next, self._missing = 0, [len(bucket.tensors) for bucket in self.buckets]
 
     # Staying together.
 
-    def _agree(self) -> None:
-        self._agreed = True
-        agree_on_weights(self._sums, self.buckets)
+    def _sum(self, name: str, words: Any) -> Any:
+        """The sum over the ranks of a few words."""
+        self.other_bytes += words.nbytes
+        wire = torch.from_numpy(words.copy())
+        return self.peers.sum(f"{self._prefix}.{name}", wire)().cpu().numpy()
 
-    @property
-    def other_bytes(self) -> int:
-        """What this rank sent beside weights and averages: to begin, to agree, to measure."""
-        return self._start_bytes + self._sums.sent_bytes + self.spread.sent_bytes
+    def _of_tensors(self, what: Callable[[Any], str]) -> list[tuple[str, str]]:
+        return [
+            (f"tensor {place} of bucket {bucket.name}", what(tensor))
+            for bucket in self.buckets
+            for place, tensor in enumerate(bucket.tensors)
+        ]
+
+    def _agree_on_settings(self) -> None:
+        """Raise CompressError, on every rank, unless all have the same settings and tensors."""
+        fingerprint = [
+            ("version of sn_compress", __version__),
+            *self.settings.fingerprint(self.peers.ranks),
+            ("setting bucket_bytes", str(self._bucket_bytes)),
+            *self._of_tensors(lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}"),
+            *(
+                (f"bytes of bucket {bucket.name}", str(bucket.copies and bucket.copies.wire_bytes))
+                for bucket in self.buckets
+            ),
+        ]
+        agree(
+            fingerprint, total=self._sum, rank=self.peers.rank, ranks=self.peers.ranks,
+            name="agree",
+            do="Give all ranks the same model, and GossipOptimizer the same arguments.",
+        )  # fmt: skip
+
+    def _agree_on_weights(self) -> None:
+        """Raise CompressError, on every rank, unless all have the same weights."""
+        self._agreed = True
+        fingerprint = self._of_tensors(digest)
+        if not all_equal(self._sum("weights", digest_words(fingerprint))):
+            told = difference(
+                fingerprint,
+                total=self._sum,
+                rank=self.peers.rank,
+                ranks=self.peers.ranks,
+                name="weights",
+            )
+            raise CompressError(
+                f"ranks start with different weights; expected the same; {told} (digests). Load a "
+                "checkpoint into all ranks, or call consensus() to start with their mean."
+            )
+
+    def _measure(self) -> None:
+        """Start to sum the sketches of the ranks' weights; `_over_limit` takes the sum in."""
+        parts = [bucket.flat().float() for bucket in self.buckets]
+        rows = [differences.rows_of(len(part)) for part in parts]
+        signs = torch.from_numpy(differences.signs(sum(rows))).split(rows)
+        own = torch.zeros(differences.WIDTH + 2, dtype=torch.float64)
+        for part, sign in zip(parts, signs, strict=True):
+            missing = len(sign) * differences.WIDTH - len(part)
+            filled = torch.nn.functional.pad(part, (0, missing)).view(-1, differences.WIDTH)
+            own[:-2] += (sign.to(part.device) @ filled).double().cpu()
+            own[-1] += part.norm().item() ** 2
+        own[-2] = own[:-2] @ own[:-2]
+        self.other_bytes += own.nbytes
+        self._measured = self.peers.sum(f"{self._prefix}.spread", own)
+
+    def _over_limit(self) -> bool:
+        """Take in the last measure; whether it is over the limit."""
+        if self._measured is None:
+            return False
+        total, self._measured = self._measured(), None
+        self.spread = differences.spread(total.numpy(), self.peers.ranks)
+        limit = self.settings.limit
+        return limit is not None and self.spread > limit
 
     def consensus(self, also: Iterable[Any] = ()) -> None:
         """See GossipOptimizer."""
         self._agreed = True  # ranks have the same weights, afterwards
-        self.spread.over_limit()  # a measure under way would be of what is no more
+        self._over_limit()  # a measure under way would be of what is no more
         self._drop()
         momenta = list(self._momenta())
         have = torch.tensor([len(momenta), -len(momenta)], dtype=torch.float64)
-        agreed = self._sums("momenta", have.numpy())
+        agreed = self._sum("momenta", have.numpy())
         if agreed[0] != self.peers.ranks * have[0]:
             momenta = []  # a rank has not stepped yet, or never used a parameter
         floats = [tensor for tensor in also if tensor.is_floating_point()]
@@ -236,7 +390,7 @@ class Gossip:
         parts = split(momenta, "m", most) + split(floats, "also", most)
         for bucket in self.buckets + parts:
             flat = bucket.flat()
-            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            wide = flat.to(_wide(flat.dtype))
             self.average_bytes += wide.nbytes
             total = self.peers.sum(f"{self._prefix}.mean.{bucket.name}", wide)()
             bucket.put(total / self.peers.ranks)
@@ -252,21 +406,17 @@ class Gossip:
         arrived = coded and self._under_way()
         if arrived:  # else the weights are sent again after loading
             for bucket in self._moving:
-                self.messages.receive(bucket, self.steps)
+                self._receive(bucket, self.steps)
         return {
             "format": _FORMAT,
             "steps": self.steps,
-            "spread": self.spread.value,
+            "spread": self.spread,
             "arrived": arrived,
             "copies": [_as_torch(b.copies.state_dict()) for b in self.buckets if b.copies],
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take over a saved state; None: of an optimizer without gossip, to begin anew."""
-        self.take(self.read(state))
-
     def read(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A saved state, checked, for `take`; nothing changes."""
+        """A saved state, checked, for `take`; None, to begin anew, of one without gossip."""
         if state is None:
             return None
         coded = [bucket.copies for bucket in self.buckets if bucket.copies is not None]
@@ -297,7 +447,7 @@ class Gossip:
     def take(self, state: dict[str, Any] | None) -> None:
         """Go on with what `read` returned."""
         self._drop()
-        self.spread.load(self.spread.value)
+        self._measured = None
         self._agreed = state is not None
         if state is None:
             for bucket in self.buckets:
@@ -306,8 +456,8 @@ class Gossip:
             return
         coded = [bucket for bucket in self.buckets if bucket.copies is not None]
         self.steps = state["steps"]
-        self.spread.load(state["spread"])
-        partner = self.topology.partner(self.peers.rank, self.steps)
+        self.spread = state["spread"]
+        partner = self._partner(self.steps)
         for bucket, saved in zip(coded, state["copies"], strict=True):
             copies = bucket.copies
             assert copies is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ...base.errors import MissingExtra
+from ...errors import MissingExtra
 
 _HOME = {
     "LightningCompression": ".lightning",

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...base.errors import CompressError, UncalledWarning
 from ...compression import Compression
+from ...errors import CompressError, UncalledWarning
 from ..ddp import CompressionState, compression_hook
 
 
@@ -70,8 +70,8 @@ def load(state: CompressionState | None, folder: str | Path) -> None:
     first = own if own.exists() else _file(folder, 0)
     if not first.exists():
         warnings.warn(
-            f"{folder} has no memory of compressed gradients ({own.name}); it begins empty. That "
-            "is right where the checkpoint was made without compression.",
+            f"{folder} has no memory of compressed gradients ({own.name}); it starts empty. This "
+            "is expected if the checkpoint was saved without compression.",
             UncalledWarning,
             stacklevel=3,
         )

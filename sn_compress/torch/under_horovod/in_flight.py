@@ -13,11 +13,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from ...base._waiting import result_of
-from ...base.errors import CompressError
-from ...engine.carry import Carry, Gradient
-from .memory import Memory
-from .streams import SideStream
+from ...collective import Collective, Gradient
+from ...consistency import result_of
+from ...errors import CompressError
+from .memory import OptimizerState, SideStream
 
 
 @dataclass
@@ -31,10 +30,10 @@ class Cast:
 
 
 @dataclass
-class Shown:
+class PlainHandle:
     """A gradient on its way uncompressed, of whose mean the engine takes note."""
 
-    memory: Memory
+    memory: OptimizerState
     name: str
     factor: float  # from the mean to what was asked for
     dtype: torch.dtype
@@ -46,7 +45,7 @@ class Shown:
 
 
 @dataclass
-class InRounds:
+class RoundsHandle:
     """A gradient on its way in the rounds of its bucket."""
 
     gradient: Gradient  # whose values become the mean
@@ -68,7 +67,7 @@ class InRounds:
 
 
 @dataclass
-class Fused:
+class FusedHandle:
     """A small gradient on its way uncompressed, in one vector with the others of its bucket."""
 
     tensor: torch.Tensor  # which becomes the mean
@@ -83,14 +82,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class Plain:
-    """A Carry of the rim's own: a vector of gradients that travel uncompressed, [n]."""
+    """A Collective of the rim's own: a vector of gradients that travel uncompressed, [n]."""
 
     words: torch.Tensor
     send: Callable[[torch.Tensor, str], int]
     kind: str = "plain"
 
 
-Rounds = Generator[Sequence[Carry | Plain], list[Any], None]
+Rounds = Generator[Sequence[Collective | Plain], list[Any], None]
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,13 @@ class Reducer:
     def beside(self) -> AbstractContextManager[None]:
         return self.side.on(self.device)
 
-    def start(self, name: str, carries: Sequence[Carry | Plain]) -> list[tuple[str, int]]:
+    def start(self, name: str, carries: Sequence[Collective | Plain]) -> list[tuple[str, int]]:
         return [
             (name, self._send(carry, f"{name}.{place}" if place else name))
             for place, carry in enumerate(carries)
         ]
 
-    def _send(self, carry: Carry | Plain, name: str) -> Any:
+    def _send(self, carry: Collective | Plain, name: str) -> Any:
         if isinstance(carry, Plain):
             name = f"{name}.{carry.words.dtype}"
             self.sent.add((carry.kind, name))
@@ -147,18 +146,20 @@ class Reducer:
         try:
             result = result_of(hvd, handle, limit_s=self.limit_s, what=name)
         except hvd.mpi_ops.HorovodInternalError as error:
-            error.add_note(f"while waiting for {name}; a rank has ended")
+            error.add_note(f"while waiting for {name}; a rank has exited")
             raise
         # An all-to-all also says how much came of each rank.
         return result[0] if isinstance(result, tuple) else result
 
 
-def rounds(memory: Memory, members: Sequence[InRounds | Fused], process_set: Any) -> Rounds:
+def rounds(
+    memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], process_set: Any
+) -> Rounds:
     """Those of gradients that travel together: what is plain goes beside the first one."""
-    coded = [member for member in members if isinstance(member, InRounds)]
-    small: dict[torch.dtype, list[Fused]] = {}
+    coded = [member for member in members if isinstance(member, RoundsHandle)]
+    small: dict[torch.dtype, list[FusedHandle]] = {}
     for member in members:
-        if isinstance(member, Fused):
+        if isinstance(member, FusedHandle):
             small.setdefault(member.kind, []).append(member)
     opened = _coded(memory, coded, process_set) if coded else None
     asked = [] if opened is None else next(opened)
@@ -174,27 +175,20 @@ def rounds(memory: Memory, members: Sequence[InRounds | Fused], process_set: Any
             member.tensor.copy_(piece.view(member.tensor.shape))
 
 
-def _joined(members: Sequence[Fused], kind: torch.dtype) -> torch.Tensor:
+def _joined(members: Sequence[FusedHandle], kind: torch.dtype) -> torch.Tensor:
     return torch.cat([member.tensor.reshape(-1).to(kind) for member in members])
 
 
-def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
+def _coded(memory: OptimizerState, members: Sequence[RoundsHandle], process_set: Any) -> Rounds:
     """Those of gradients that are compressed."""
     gradients = [member.gradient for member in members]
     memory.begins(str(gradient.name) for gradient in gradients)
-    opened = memory.engine.rounds(gradients, ranks=process_set.size(), rank=process_set.rank())
-    asked: list[Carry] | None = next(opened)
-    while asked is not None:
-        came = yield asked
-        try:
-            asked = opened.send(came)
-        except StopIteration:
-            asked = None
+    yield from memory.engine.rounds(gradients, ranks=process_set.size(), rank=process_set.rank())
     for member in members:
         member.end()
 
 
-def count_ranks(memory: Memory, key: str | None, process_set: Any) -> None:
+def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> None:
     """Begin to count the ranks that are in this step; none is asked where nothing is gathered.
 
     A gather cannot do without a rank that has called hvd.join(): Horovod's background loop ends
@@ -213,7 +207,7 @@ def count_ranks(memory: Memory, key: str | None, process_set: Any) -> None:
     memory.ranks_sum = hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)
 
 
-def require_all_ranks(memory: Memory, name: str, process_set: Any) -> None:
+def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> None:
     """Raise CompressError, on every rank that has not joined, if one has; before a gather."""
     handle, memory.ranks_sum = memory.ranks_sum, None
     if handle is None:
@@ -226,12 +220,12 @@ def require_all_ranks(memory: Memory, name: str, process_set: Any) -> None:
         raise CompressError(
             f"{name}: another rank called hvd.join() ({present} of {process_set.size()} are in "
             "this step), and FFTCompression gathers payloads, which Horovod cannot do without it; "
-            "none was sent. Give all ranks equally many batches (drop_last=True), or use "
+            "none was sent. Give all ranks the same number of batches (drop_last=True), or use "
             "LowRankCompression or AutoCompression, which allow hvd.join()."
         )
 
 
-def begin(memory: Memory, number: int, process_set: Any) -> None:
+def begin(memory: OptimizerState, number: int, process_set: Any) -> None:
     """Start what was filed in a bucket."""
     assert memory.buckets is not None
     members = [member for _, member in memory.buckets.take(number)]
@@ -247,7 +241,7 @@ def begin(memory: Memory, number: int, process_set: Any) -> None:
     memory.pending.begin(key, opens, wire, encoding_thread() if beside else None)
 
 
-def complete(memory: Memory, process_set: Any) -> None:
+def complete(memory: OptimizerState, process_set: Any) -> None:
     """Take a step to its end: what was held back by tensors that nobody was asked about, too."""
     if memory.buckets is not None:
         for number in memory.buckets.rest():

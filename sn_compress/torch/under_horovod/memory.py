@@ -1,29 +1,200 @@
-"""What belongs to one optimizer on one rank: the engine, and what of a step is on its way."""
+"""What belongs to one optimizer on one rank: the engine, and what of a step is on its way.
+
+A stream of its own for the codec, beside the one of the backward pass; nothing on the host.
+
+Exchanges in mid-way: every round of all of them is begun before one is waited for.
+
+Ranks finish their tensors in different orders. One that waited for the second round of one
+exchange, and had not begun that of another for which a second rank waits, would wait for ever. So
+what is waited for is always the first round that is open, of the first exchange in it: whoever
+waits has begun all that another rank can wait for before.
+
+What has arrived is looked at whenever something else is begun, and never waited for. Encoding can
+have a thread of its own, beside whatever computes the gradients. It takes exchanges in the order in
+which they come, and never waits for a rank, so `complete` can wait for it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ...base.errors import CompressError
-from ...engine.buckets import Buckets
+from ...collective import Buckets
 from ...engine.engine import Engine
-from ...prediction.tuning import Tuner
+from ...errors import CompressError
+from ...prediction import new_tuner
 from ...settings import Settings
 from ..outcomes import Outcomes
-from .aside import Aside
-from .pending import Pending
-from .streams import SideStream
-from .submission import Submission
+from .hooks import GradientHook
+
+
+class SideStream:
+    """One for each CUDA device of which gradients come."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """What is done on the side from now on comes behind what made this tensor."""
+        if tensor.is_cuda:
+            device = tensor.device
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+            tensor.record_stream(self._streams[device])  # where a step fails, nobody holds it
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Work on the side."""
+        if device not in self._streams:
+            yield
+            return
+        with torch.cuda.stream(self._streams[device]):
+            yield
+
+    def join(self) -> None:
+        """What is done on the current streams from now on comes behind what is on the side."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent what came of it
+
+
+class Wire(Protocol):
+    """The rim's collectives, without waiting."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Around all that is computed."""
+
+    def start(self, name: str, words: Any) -> Any:
+        """Send off what rounds have yielded; the handle of what comes of it."""
+
+    def arrived(self, handle: Any) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self, handle: Any) -> Any:
+        """What came of it."""
+
+
+@dataclass
+class _Underway:
+    rounds: Opened
+    wire: Wire
+    handle: Any = None
+    round: int = 0
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None  # found while something else was begun
+
+
+@dataclass
+class Pending:
+    """The exchanges of one optimizer that are on their way, by key: alike on all ranks."""
+
+    _underway: dict[str, _Underway] = field(default_factory=dict)
+    _jobs: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was begun since all came to its end."""
+        return not (self._underway or self._jobs)
+
+    def begin(
+        self, key: str, rounds: Callable[[], Opened], wire: Wire, thread: Executor | None = None
+    ) -> None:
+        """Start the first round of what `rounds` returns; with a thread, do so there.
+
+        What fails in the thread is raised by the next `complete`.
+        """
+        if thread is None:
+            self._first(key, rounds, wire)
+        else:
+            self._jobs.append(thread.submit(self._first_beside, key, rounds, wire))
+
+    def _first(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
+        with wire.beside():
+            under_way = _Underway(rounds(), wire)
+            words = next(under_way.rounds)
+            under_way.handle = wire.start(f"sn0.{key}", words)
+        self._underway[key] = under_way
+
+    def _first_beside(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
+        self._first(key, rounds, wire)
+        self._look()
+
+    def poll(self) -> None:
+        """Take exchanges on whose round has arrived; what fails is raised by `complete`."""
+        if not self._jobs:  # or the thread looks itself
+            self._look()
+
+    def _look(self) -> None:
+        for key, under_way in self._underway.items():
+            if under_way.handle is not None and under_way.wire.arrived(under_way.handle):
+                try:
+                    self._advance(key)
+                except Exception as error:  # noqa: BLE001, raised where all ranks come to it
+                    under_way.error = error
+
+    def complete(self) -> dict[str, Any]:
+        """Take all that is on its way to its end: what the rounds have returned, by key.
+
+        If that fails, so has the step, and nothing of it is on its way any more.
+        """
+        try:
+            self.settle()
+            while left := [(it.round, key) for key, it in self._underway.items() if not it.ended]:
+                self._advance(min(left)[1])
+        except BaseException:
+            self.drop()
+            raise
+        ended, self._underway = self._underway, {}
+        return {key: each.result for key, each in ended.items()}
+
+    def settle(self) -> None:
+        """Wait until the thread has done what it was given; raises what failed there."""
+        jobs, self._jobs = self._jobs, []
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def drop(self) -> None:
+        """Forget what is on its way, after a step that failed; waits for no other rank."""
+        wait(self._jobs)
+        self._jobs.clear()
+        left, self._underway = self._underway, {}
+        for each in left.values():
+            # Taken, or the framework would keep the sum for ever. Why it failed has been said.
+            with suppress(Exception):
+                if each.handle is not None and each.wire.arrived(each.handle):
+                    each.wire.wait(each.handle)
+
+    def _advance(self, key: str) -> None:
+        under_way = self._underway[key]
+        if under_way.error is not None:
+            raise under_way.error
+        handle, under_way.handle = under_way.handle, None  # good for one wait
+        came = under_way.wire.wait(handle)
+        try:
+            with under_way.wire.beside():
+                words = under_way.rounds.send(came)
+                under_way.handle = under_way.wire.start(f"sn{under_way.round + 1}.{key}", words)
+            under_way.round += 1
+        except StopIteration as end:
+            under_way.ended, under_way.result = True, end.value
+
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
-_of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+_of_optimizer: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
 
 
-class Memory:
+class OptimizerState:
     """An engine, and how far its step has come.
 
     alone : of calls without an optimizer, each of which is a step of its own
@@ -38,7 +209,7 @@ class Memory:
             settings,
             torch.get_num_threads(),
             stock="Horovod",
-            tuner=None if alone else Tuner,
+            tuner=None if alone else new_tuner,
             outcomes=None if alone else self.outcomes,
             drops_unused=False,
             pauses=True,
@@ -46,8 +217,7 @@ class Memory:
         self.pending = Pending()
         self.side = SideStream()
         self.buckets: Buckets | None = None
-        self.submission: Submission | None = None
-        self.aside: Aside | None = None  # where the tuner has settled on plain
+        self.submission: GradientHook | None = None
         self._coded: set[str] = set()  # of which the engine has begun this step, until its end
         self._dense: set[str] = set()  # likewise, where it is dense
         self._number = 0  # of its names, on all ranks alike
@@ -62,7 +232,7 @@ class Memory:
         # Gradients that were sent: Horovod writes the mean into the same tensor.
         self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
         self._sent_from = weakref.WeakValueDictionary()
-        self._steps = 0  # begun in a row, since ranks came or this stood aside
+        self._steps = 0  # begun in a row, since ranks came
 
     def begin_step(self) -> None:
         """The first gradient of a step is about to be sent."""
@@ -99,15 +269,14 @@ class Memory:
             # Some ranks may have sent a round off that others never will.
             self._broken += 1
             self.leaves_some = True
-        if self.settings.exchange == "shared":
-            self.engine.shared.undo(begun)
+        self.engine.transaction.undo(begun)
         if self.buckets is not None:
             self.buckets.begin()
 
     def take_number(self, number: int) -> None:
         """Ranks have agreed on a number that no names had before on any of them."""
         self._number, self._broken = number, 0
-        Memory.unused_number = max(Memory.unused_number, number + 1)
+        OptimizerState.unused_number = max(OptimizerState.unused_number, number + 1)
 
     def forget_sent(self) -> None:
         """Nothing waits any more: Horovod was started anew, or it was brought to its end."""
@@ -150,50 +319,13 @@ class Memory:
         self.pending.settle()
         self.side.join()
 
-    def stand_aside(self, optimizer: Any) -> None:
-        """Leave the optimizer to stock Horovod for as long as the tuner has nothing to do.
-
-        Called when a tensor goes plain by the tuner's choice.
-        """
-        engine = self.engine
-        steps = engine.tuner.idle_steps if engine.tuner and self.aside is None else 0
-        steps = min(steps, engine.sameness.free_steps)
-        tensors, under_way = engine.traffic.tensors
-        # A tensor that only some steps ask about would make ranks lose count of each other.
-        if steps and tensors == len(optimizer._requires_update):
-            self.aside = Aside(
-                optimizer, tensors=tensors, under_way=under_way, steps=steps, wake=self._awake
-            )
-            engine.traffic.finish_step()
-            self._steps = 0
-            if self.submission is not None:
-                self.submission.end()
-
-    def _awake(self, steps: int) -> None:
-        self.count()
-        self.aside = None
-        self.engine.sameness.pass_by(steps)
-        if self.engine.tuner:
-            self.engine.tuner.pass_by(steps)
-
-    def count(self) -> None:
-        """Take into the traffic what has been sent while standing aside."""
-        if self.aside:
-            self.engine.traffic.plain_steps(self.aside.take())
-
-    def come_back(self) -> None:
-        """Before a state is loaded or shared: ask about every tensor again."""
-        if self.aside:
-            self.aside.end()
-
     def begin_anew(self) -> None:
         """Before ranks that came share a state: all agree again, and count from here."""
-        self.come_back()
         self._broken = self._steps = 0
         self.engine.begin_anew()
 
 
-def memory_of(optimizer: Any) -> Memory:
+def memory_of(optimizer: Any) -> OptimizerState:
     """That of an optimizer, made when first asked for; CompressError if it has none of ours."""
     compression = getattr(optimizer, "_compression", None)
     settings = getattr(compression, "settings", None)
@@ -203,5 +335,5 @@ def memory_of(optimizer: Any) -> Memory:
             "compression=FFTCompression); pass the optimizer that it returned"
         )
     if optimizer not in _of_optimizer:
-        _of_optimizer[optimizer] = Memory(settings)
+        _of_optimizer[optimizer] = OptimizerState(settings)
     return _of_optimizer[optimizer]

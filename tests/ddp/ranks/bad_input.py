@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
-from sn_compress.codecs.frequency import fft
+from sn_compress.codecs import fft
 from sn_compress.engine import payloads
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
-from sn_compress.torch.under_ddp.collectives import Collectives
+from sn_compress.torch.process_group import Collectives
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 LONGEST = 20.0  # s that a case may take on a busy machine; a wait for the other rank ends at 40
@@ -136,7 +136,7 @@ def other_shapes():
 
 
 NO_STATE = "as its state; expected a CompressionState"
-APART = "ranks have other settings or other tensors"
+APART = "ranks have different settings or tensors"
 NAMES = "as named_parameters; expected pairs"
 # Name: the call that has to raise CompressError on every rank, and words of its message.
 CASES = {
@@ -192,7 +192,7 @@ CASES = {
         lambda: compress_replicas(sharded(), LOW, Net()), "got a Net as replicas",
     ),
     "replicas: averaged by torch": (
-        lambda: replicated(LOW, sharded(replicas=False)), "averages over them by itself",
+        lambda: replicated(LOW, sharded(replicas=False)), "over which it averages itself",
     ),
     "replicas: twice": (lambda: replicated(LOW, replicated(LOW)), "has an all-reduce hook already"),
     "replicas: other ratios": (
@@ -288,7 +288,7 @@ def damage_on_the_way():
         assert model.last.weight.grad.isnan().all()
         Collectives.gather = gather
         for kind, text in everyone(message_of(lambda: step(ddp))):
-            assert (kind, "damaged on the way" in text) == ("PayloadError", True), text
+            assert (kind, "previous step is corrupt" in text) == ("PayloadError", True), text
     finally:
         Collectives.gather = gather
         for module, before in elsewhere:

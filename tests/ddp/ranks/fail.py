@@ -1,4 +1,7 @@
-"""One rank of a run in which rank 1 is killed in mid-step: `fail.py RANK RANKS FILE`."""
+"""One rank of a run in which rank 1 is killed in mid-step: `fail.py RANK RANKS FILE [nodes]`.
+
+With "nodes" each two ranks are on a node of their own.
+"""
 
 import datetime
 import os
@@ -14,6 +17,8 @@ from sn_compress import FFTCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
+if sys.argv[4:] == ["nodes"]:
+    os.environ["GROUP_RANK"] = str(RANK // 2)
 torch.set_num_threads(1)
 dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,

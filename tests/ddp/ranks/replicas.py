@@ -243,7 +243,7 @@ def bad_input_is_told():
         (lambda: compress_replicas(sharded(shard), LOW, Net()), "got a Net as replicas"),
         (lambda: compress_replicas(sharded(shard), LOW, MESH), "a mesh of 2 dimensions"),
         (lambda: compress_replicas(sharded(shard), LOW, shard), "hold other shards"),
-        (lambda: compress_replicas(sharded(MESH), LOW, replicate), "averages over them by itself"),
+        (lambda: compress_replicas(sharded(MESH), LOW, replicate), "over which it averages itself"),
         (lambda: compress_replicas(ours(LOW)[0], LOW, replicate), "has an all-reduce hook"),
         (lambda: compress_replicas(sharded(shard), "fft", replicate), "got 'fft' as compression"),
     ):

@@ -164,7 +164,7 @@ def refused():
     try:
         fit(overlap=hvd.rank() == 0)
     except CompressError as error:
-        said = "ranks have other settings or other tensors: setting overlap: True on rank 0, False"
+        said = "ranks have different settings or tensors: setting overlap: True on rank 0, False"
         assert str(error).startswith(said), error  # noqa: PT017
     else:
         raise AssertionError("ranks with other settings were to be told so")

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression, LowRankCompression
-from sn_compress.engine.buckets import Buckets
+from sn_compress.collective import Buckets
 from sn_compress.torch import horovod as rim
-from sn_compress.torch.under_horovod.memory import memory_of
-from sn_compress.torch.under_horovod.pending import Pending
+from sn_compress.torch.under_horovod.memory import Pending, memory_of
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2)
 GATHER = FFTCompression.using(theta=0.9)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.codecs.frequency import fft
+from sn_compress.codecs import fft
 from sn_compress.engine import payloads
 
 BAD_STEP = 15  # low rank is dense before step 10

@@ -37,9 +37,7 @@ def network():
 def wrap(model, optimizer):
     """Return the planned model, and a step of training with it."""
     sample = tf.TensorSpec((BATCH, INPUTS))
-    planned = sn_memory.tensorflow.plan(
-        model, sample, "85%", profile=False, time_limit_s=2, deterministic=True
-    )
+    planned = sn_memory.tensorflow.plan(model, sample, "85%", profile=False, time_limit_s=2)
 
     @tf.function
     def train(x, y):
@@ -121,6 +119,7 @@ def check_cut(one, before, after):
 
 
 hvd.init()
+sn_memory.settings.deterministic = True
 tf.config.threading.set_intra_op_parallelism_threads(1)
 for exchange in sys.argv[1:]:
     shrink(exchange)

@@ -62,7 +62,8 @@ def numpy_of(variables):
 def residuals(compression):
     memory = memory_of(compression)
     own = memory.exchange()
-    names = sorted(memory.state_dict()["tensors" if "Low" in str(compression) else "memory"])
+    saved = memory.state_dict()
+    names = sorted([*saved["shared"]["tensors"], *saved["feedback"]["memory"]])
     return [own.residual(name) for name in names if own.remembers(name)]
 
 

@@ -65,9 +65,7 @@ def stepped(*, planned, compression=FFT):
     x, y = data()
     if planned:
         sample = (tf.TensorSpec((BATCH, WIDTH)), tf.TensorSpec((BATCH,), tf.int64))
-        step = sn_memory.tensorflow.plan_step(
-            step, sample, "85%", profile=False, time_limit_s=2, deterministic=True
-        )
+        step = sn_memory.tensorflow.plan_step(step, sample, "85%", profile=False, time_limit_s=2)
         assert_rebuilds(step)
     for at in range(0, len(x), BATCH):
         step(tf.constant(x[at : at + BATCH]), tf.constant(y[at : at + BATCH]))
@@ -87,9 +85,7 @@ def fitted(*, planned):
     model = model_of()
     if planned:
         sample = tf.TensorSpec((BATCH, WIDTH))
-        model = sn_memory.tensorflow.plan(
-            model, sample, "85%", profile=False, time_limit_s=2, deterministic=True
-        )
+        model = sn_memory.tensorflow.plan(model, sample, "85%", profile=False, time_limit_s=2)
         assert_rebuilds(model)
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression=FFT)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -100,6 +96,7 @@ def fitted(*, planned):
 
 
 hvd.init()
+sn_memory.settings.deterministic = True
 for case in sys.argv[1:]:
     train = {"stepped": stepped, "low_rank": low_rank, "fitted": fitted}[case]
     plain, planned = train(planned=False), train(planned=True)

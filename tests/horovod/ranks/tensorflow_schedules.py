@@ -13,13 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import CompressError, FFTCompression
+from sn_compress import FFTCompression
+from sn_compress.tensorflow.graph_buckets import GatheredBucket
 from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
-from sn_compress.tensorflow.nodes.gathered import GatheredBucket
 from sn_compress.tensorflow.tape import memory_of as memory_of_tape
 
 sys.path.append(str(Path(__file__).parents[2]))
-from schedule_kinds import KINDS, LEARNING, Watch, check
+from schedule_kinds import KINDS, Watch, check
 
 STEPS, HALF = 14, 7
 WATCH = Watch()
@@ -31,7 +31,7 @@ def watched_step(bucket, number, vectors, by, dropped=None):
     means, told = BUCKET_STEP(bucket, number, vectors, by, dropped)
 
     def note(told):
-        WATCH.see(bucket._codec.theta, *told[:2].tolist())
+        WATCH.see(bucket.codec.theta)
         return np.int64(0)
 
     with tf.control_dependencies([tf.numpy_function(note, [told], tf.int64)]):
@@ -76,7 +76,7 @@ def tapes(kind):
         path = tf.train.Checkpoint(memory=memory_of_tape(fft)).save(f"{folder}/rank{hvd.rank()}")
         restored = tf.train.Checkpoint(memory=memory_of_tape(again)).restore(path)
         restored.assert_existing_objects_matched()
-    train(half, again, range(HALF, STEPS), graph=kind != "thrifty")
+    train(half, again, range(HALF, STEPS), graph=kind != "cosine")
     check(kind, hvd.allgather_object(WATCH.taken()))
     for a, b in zip(whole, half, strict=True):
         assert np.array_equal(a.numpy(), b.numpy()), f"{kind}: the resumed run differs"
@@ -86,10 +86,9 @@ def tapes(kind):
         memory_of_tape(fft).load_state_dict(memory_of_tape(again).state_dict())
     memory_of_tape(fft).synchronize()
     train(late, fft, range(STEPS, STEPS + 4), graph=True)
-    thetas = [theta for theta, _, _ in WATCH.taken()]
+    thetas = WATCH.taken()
     assert hvd.allgather_object(thetas) == [thetas] * hvd.size(), f"{kind}: a rank is elsewhere"
-    if kind not in LEARNING:
-        assert thetas == [KINDS[kind].theta(step) for step in range(STEPS, STEPS + 4)], kind
+    assert thetas == [KINDS[kind].theta(step) for step in range(STEPS, STEPS + 4)], kind
 
 
 class EndOfStep(keras.callbacks.Callback):
@@ -115,24 +114,23 @@ def keras_fit(kind, **options):
 
 
 def outside_of_a_graph():
-    """Nothing tells steps apart there: an error, and not a theta that stands still."""
-    try:
-        fft = FFTCompression.using(theta=KINDS["budget"])
-        hvd.allreduce(tf.constant(noise(0, 64, 64)), name="alone", compression=fft)
-    except CompressError as error:
-        assert "outside of a graph" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("a theta that cannot follow was to be refused")
+    """A name that comes again begins the next step there."""
+    fft = FFTCompression.using(theta=KINDS["warm-up"])
+    for number in range(STEPS):
+        for name in ("first", "second"):
+            hvd.allreduce(tf.constant(noise(number, 64, 64)), name=name, compression=fft)
+        WATCH.end_step()
+    check("warm-up", hvd.allgather_object(WATCH.taken()))
 
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
 outside_of_a_graph()
-# A constant theta has tests of its own, and a budget comes behind a warm-up: tracing takes long.
-for kind in [kind for kind in KINDS if kind not in ("constant", "budget")]:
+# A constant theta has tests of its own: tracing takes long.
+for kind in [kind for kind in KINDS if kind != "constant"]:
     tapes(kind)
-    if kind == "warm-up, then budget":
+    if kind == "warm-up":
         keras_fit(kind)
-    if kind == "thrifty":
+    if kind == "cosine":
         keras_fit(kind, groups=1)
     print(f"ok {kind}", flush=True)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import LowRankCompression
-from sn_compress.engine import hardware
+from sn_compress.ops import products
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
@@ -200,7 +200,7 @@ def a_graph_whose_step_has_ended_says_so():
     try:
         held(x)
     except tf.errors.InvalidArgumentError as error:
-        assert "the step of this graph has ended" in str(error)  # noqa: PT017
+        assert "this graph is out of date" in str(error)  # noqa: PT017
     else:
         raise AssertionError("stale memories were to be refused")
     step(x)
@@ -234,17 +234,17 @@ def damaged_sums_end_the_step():
 
 def unlike_hardware_is_asked_about():
     """Ranks whose products have other bits are told so when they trace, and stay equal."""
-    said, rank = hardware.said, hvd.rank()
+    said, rank = products.hardware_fingerprint, hvd.rank()
     for unlike in (False, True):
-        hardware.said = lambda like, own=rank * unlike: [("products", str(own))]
+        products.hardware_fingerprint = lambda like, own=rank * unlike: [("products", str(own))]
         try:
             low, variables = LOW.using(check_every=0), variables_of(1)
             step = step_of(variables, low)
             for t in range(2 + 4 * unlike):
                 step(tf.constant(noise(8, 48, seed=t)))
         finally:
-            hardware.said = said
-        assert memory_of(low).shared.exact == unlike
+            products.hardware_fingerprint = said
+        assert memory_of(low).engine.shared.exact == unlike
         assert_equal_ranks(variables)
 
 
@@ -283,7 +283,7 @@ def keras_fits_in_both_forms():
         assert report["steps"] == 24, report
         assert report["low_rank"] == 2, report
         assert report["ratio"] > 2, report
-        assert memory_of_optimizer(optimizer)._sized, "the last steps were to be sized"
+        assert memory_of_optimizer(optimizer).graphs, "the last steps were to be sized"
 
 
 def a_size_that_was_outgrown_is_chosen_anew():

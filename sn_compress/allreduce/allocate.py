@@ -1,0 +1,429 @@
+"""What of each tensor travels, so that a whole model's gradient fits a number of words.
+
+One rank for all tensors, as PowerSGD has it, spends as much on a matrix whose gradient is nearly
+of rank one as on one whose is not. Directions are bought here one by one, always the one that
+catches the largest share of its tensor's energy per word, until the budget is spent. A matrix
+whose energy lies in few rows, as that of an embedding does, sells rows in place of directions; a
+convolution's tensor whose energy lies in few frequencies of its kernels, directions of these.
+
+Whether a tensor's gradient has outgrown its size: what a rank sees of it, and the ranks' votes.
+
+A size is chosen from the gradient of one step, which may lie in few directions by chance, or
+because its loss has hardly begun. Then what is not sent piles up: the memory holds several
+gradients where it was to hold one, and training follows late.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Array, namespace
+from ..codecs.base import Floats
+from ..errors import CompressError, PayloadError
+from ..ops.bits import slot_words
+from ..ops.fixed_point import PRIME, Digits, word_sum
+from ..ops.products import cut, directions, first_factor
+from .methods.base import HEAD, Method
+from .methods.dense import Whole
+from .methods.frequencies import Frequencies, kernels_of, waves
+from .methods.low_rank import LowRank
+from .methods.rows import Rows
+
+# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
+# vector has no low rank, models have many small ones, and all together they are little: travelling
+# plain with the others costs less than what would be saved.
+VECTOR = 2**16
+
+
+def check_settings(ratio: float, warmup: int, every: int) -> None:
+    """Raise CompressError unless they are as AllReduceExchange describes them."""
+    if not ratio > 1 or warmup < 1 or every < 1:
+        raise CompressError(
+            f"ratio={ratio!r}, warmup={warmup!r}, every={every!r}; expected a ratio above 1 "
+            "and at least one step each"
+        )
+
+
+def is_large(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    return _is_large(tuple(shape), min_elements)
+
+
+@lru_cache(maxsize=4096)
+def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
+    is_vector = sum(side > 1 for side in shape) <= 1
+    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
+
+
+Words = npt.NDArray[np.int32]
+Way = Literal["low_rank", "rows", "frequencies"]
+
+WAYS: tuple[Way, ...] = get_args(Way)
+MOST = 64  # directions looked at
+MOST_FREQUENCIES = 256  # of them, which are about a quarter as long
+_SILENT = 0  # in a rank's place, of one that has joined
+_TOLD = 3  # words: ranks that speak, the checksum, and a digest of the shapes
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How much of a tensor travels.
+
+    Attributes
+    ----------
+    shape : the tensor's, as it is made a matrix
+    size : directions, or rows that each rank names; 0 is the whole tensor
+    way : what is sent: directions, rows, or directions of frequencies
+    """
+
+    shape: tuple[int, ...]
+    size: int
+    way: Way = "low_rank"
+
+    @property
+    def waits(self) -> bool:
+        """Whether a matrix travels whole because it had no energy when sizes were chosen."""
+        return self.size == 0 and min(cut(self.shape)) > 1
+
+    def part(self) -> Method:
+        """What sends it."""
+        if self.size == 0:
+            return Whole([(1, math.prod(self.shape))])
+        if self.way == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
+            return Frequencies([kernels], [self.size])
+        matrix = cut(self.shape)
+        kind = Rows if self.way == "rows" else LowRank
+        return kind([matrix], [self.size])
+
+
+@dataclass(frozen=True)
+class EnergyCurve:
+    """What directions, rows or directions of frequencies of one tensor would catch.
+
+    Attributes
+    ----------
+    shape : the tensor's
+    shares : [directions] or [rows], share of the squared norm in each, falling
+    way : what is sent; rows in parcels of one for each rank
+    """
+
+    shape: tuple[int, ...]
+    shares: npt.NDArray[np.float64]
+    way: Way = "low_rank"
+
+    @classmethod
+    def of(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve:
+        """Of directions, measured on a mean gradient that all ranks know, [n]."""
+        rows, columns = cut(shape)
+        most = min(rows, columns, MOST)
+        finite = np.isfinite(mean).all() and mean.any()
+        if not finite or most < 2:
+            return cls(tuple(shape), np.full(most, 1 / most))
+        sigma = _singular_values(mean.reshape(rows, columns), most)
+        energy = np.square(sigma, dtype=np.float64)
+        return cls(tuple(shape), energy / np.square(mean, dtype=np.float64).sum())
+
+    @classmethod
+    def of_rows(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve:
+        """Of rows, measured likewise."""
+        rows, _ = cut(shape)
+        energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
+        total = energy.sum()
+        if not np.isfinite(total) or not total:
+            return cls(tuple(shape), np.full(rows, 1 / rows), "rows")
+        return cls(tuple(shape), np.sort(energy)[::-1] / total, "rows")
+
+    @classmethod
+    def of_frequencies(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve | None:
+        """Of directions of frequencies, measured likewise; None where there are no kernels."""
+        if (it := kernels_of(shape)) is None:
+            return None
+        side = min(it.across, it.beside)
+        most = min(it.count * side, MOST_FREQUENCIES)
+        total = np.square(mean, dtype=np.float64).sum()
+        if not np.isfinite(total) or not total:
+            return cls(tuple(shape), np.full(most, 1 / most), "frequencies")
+        wave = waves(it.sides).host
+        if it.last:
+            cube = (mean.reshape(-1, it.count) @ wave.T).reshape(it.across, it.beside, -1)
+            cube = cube.transpose(2, 0, 1)
+        else:
+            cube = (wave @ mean.reshape(it.count, -1)).reshape(-1, it.beside, it.across)
+        sigma = np.concatenate([_singular_values(each, min(side, most)) for each in cube])
+        energy = np.sort(np.square(sigma, dtype=np.float64))[::-1]
+        return cls(tuple(shape), energy[:most] / total, "frequencies")
+
+    def caught(self, size: int, ranks: int) -> float:
+        """Share of the energy in `size` directions, or parcels of rows."""
+        return float(self.shares[: size * ranks if self.way == "rows" else size].sum())
+
+    def most(self, ranks: int) -> int:
+        """The largest size."""
+        return -(-self.shares.size // ranks) if self.way == "rows" else self.shares.size
+
+    def largest(self, words: int, ranks: int) -> int:
+        """The largest size that fits the words; 0 if none does."""
+        sizes = range(1, self.most(ranks) + 1)
+        return bisect_right(sizes, words, key=lambda size: _words(self, size, ranks))
+
+    @property
+    def flat(self) -> bool:
+        """A vector has no factors."""
+        return min(cut(self.shape)) < 2
+
+
+def better(low_rank: EnergyCurve, rows: EnergyCurve, words: float, ranks: int) -> EnergyCurve:
+    """Rows, if half as many words of them catch more than all the words in directions.
+
+    Half, as a curve shows the best rows, and ranks name those they owe, some of them twice.
+    """
+    by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
+    by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
+    return rows if by_rows > by_rank else low_rank
+
+
+def with_frequencies(
+    low_rank: EnergyCurve, frequencies: EnergyCurve | None, words: float, ranks: int
+) -> EnergyCurve:
+    """Frequencies, if as many words of them catch more.
+
+    Of both an exchange catches about as much of what the curve shows: seven to eight tenths
+    (docs/decisions/0030).
+    """
+    if frequencies is None:
+        return low_rank
+    size = max(1, low_rank.largest(int(words), ranks))
+    words = max(words, _words(low_rank, size, ranks))
+    by_frequencies = frequencies.caught(frequencies.largest(int(words), ranks), ranks)
+    return frequencies if by_frequencies > low_rank.caught(size, ranks) else low_rank
+
+
+def budget(taken: int, left_out: float, ratio: float) -> int:
+    """Words for tensors of `taken` elements, beside others that send a word for each element."""
+    return max(0, int((taken + left_out) / ratio - left_out))
+
+
+def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[str, int]:
+    """The size of each tensor: its rank, or the rows each rank names; 0 for vectors: all of it.
+
+    words : budget of 4-byte words over all these tensors; the smallest sizes may exceed it
+    """
+    chosen = {name: 0 if curve.flat else 1 for name, curve in curves.items()}
+    left = words - sum(_words(curves[name], rank, ranks) for name, rank in chosen.items())
+    # Ties by name: every rank decides alike.
+    queue = [(-_gain(curves[name], 1, ranks), name) for name, rank in chosen.items() if rank]
+    heapq.heapify(queue)
+    while queue:
+        _, name = heapq.heappop(queue)
+        curve, rank = curves[name], chosen[name]
+        price = _words(curve, rank + 1, ranks) - _words(curve, rank, ranks)
+        if price > left:
+            continue
+        left -= price
+        chosen[name] = rank + 1
+        if rank + 1 < curve.most(ranks):
+            heapq.heappush(queue, (-_gain(curve, rank + 1, ranks), name))
+    return chosen
+
+
+def words_of(shape: Sequence[int], size: int, ranks: int, way: Way = "low_rank") -> list[int]:
+    """Words that a tensor of its own sends in each round at a size; 0 is whole."""
+    rows, columns = cut(shape)
+    if size == 0:
+        return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
+    digits = Digits.of(ranks)
+    if way == "frequencies" and (it := kernels_of(shape)) is not None:
+        return [HEAD + 1 + digits.words(side * size) for side in (it.across, it.beside)]
+    if way == "rows":
+        values = digits.words(min(size * ranks, rows) * columns)
+        return [HEAD + 1 + values + ranks * slot_words(size, rows)]
+    return [HEAD + size + digits.words(side * size) for side in (rows, columns)]
+
+
+def _words(curve: EnergyCurve, size: int, ranks: int) -> int:
+    return sum(words_of(curve.shape, size, ranks, curve.way))
+
+
+def _gain(curve: EnergyCurve, size: int, ranks: int) -> float:
+    """Share of energy per word that what is bought after `size` catches."""
+    if size >= curve.most(ranks):
+        return 0.0
+    price = _words(curve, size + 1, ranks) - _words(curve, size, ranks)
+    # The words of positions grow in steps, so that a parcel may come nearly free.
+    return (curve.caught(size + 1, ranks) - curve.caught(size, ranks)) / max(price, 1)
+
+
+def _singular_values(matrix: Floats, count: int) -> Floats:
+    """The `count` leading ones.
+
+    Exact for small matrices; for large ones by randomised subspace iteration (Halko, Martinsson,
+    Tropp 2011, algorithm 4.4 with two iterations).
+    """
+    scale = np.float32(np.abs(matrix).max(initial=0)) or np.float32(1)
+    part = matrix / scale
+    if min(matrix.shape) > 4 * count and matrix.size > 2**16:
+        part = directions(part, first_factor(matrix.shape[1], count + 8), 2).T @ part
+    return np.asarray(np.linalg.svd(part, compute_uv=False)[:count] * scale, np.float32)
+
+
+def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> Words:
+    """What a rank adds to the sum that tells the sizes, [3 + ranks * tensors] int32.
+
+    Every rank has computed sizes, from floats in which the last bit may be another. Each writes its
+    own into a slot that the others leave at zero, and all take those of the first rank that has
+    not joined: of one rank, then, whatever became of the others.
+    """
+    if not 0 <= rank < ranks:
+        raise CompressError(f"rank={rank!r} of {ranks}; expected 0 to {ranks - 1}")
+    words = np.zeros(_TOLD + ranks * len(chosen), np.int32)
+    sizes = [chosen[name] for name in sorted(chosen)]
+    own = [1 + len(WAYS) * size.size + WAYS.index(size.way) for size in sizes]
+    words[0], words[2] = 1, _digest({name: size.shape for name, size in chosen.items()})
+    words[_TOLD:].reshape(ranks, -1)[rank] = own
+    words[1] = int(word_sum(words))
+    return words
+
+
+def decode_sizes(
+    total: Words, shapes: Mapping[str, Sequence[int]], *, ranks: int
+) -> dict[str, Allocation]:
+    """The sizes that all ranks take, from the sum of what they have said.
+
+    Raises PayloadError where the sum is damaged, and CompressError where ranks have other tensors;
+    either way all of them do.
+    """
+    if total.shape != (_TOLD + ranks * len(shapes),):
+        raise CompressError(
+            f"got {total.size} words of sizes; expected {_TOLD + ranks * len(shapes)}: "
+            f"{len(shapes)} tensors, {ranks} ranks. Do all ranks have the same tensors?"
+        )
+    slots = total[_TOLD:].reshape(ranks, -1)
+    spoken = (slots != _SILENT).all(axis=1)
+    sound = (int(word_sum(total)) - int(total[1])) % PRIME == 0
+    if not sound or not spoken.any() or spoken.sum() != total[0]:
+        raise PayloadError(
+            f"the summed sizes are corrupt: {int(total[0])} ranks replied, {int(spoken.sum())} "
+            "were received, or the checksum of the sum does not match the sum of the checksums. "
+            "If it happens again, suspect memory or the network."
+        )
+    if int(total[2]) != int(total[0]) * _digest(shapes):
+        raise CompressError(
+            f"ranks allocate different tensors: this rank has {len(shapes)}, of shapes "
+            f"{[tuple(shape) for shape in list(shapes.values())[:3]]}, ... Give all ranks the same "
+            "model."
+        )
+    found = {}
+    for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
+        size, which = divmod(word - 1, len(WAYS))
+        way = WAYS[which]
+        if not (way == "low_rank" and size == 0) and not 1 <= size <= largest(shapes[name], way):
+            raise PayloadError(
+                f"size {size} of {name!r}, {way} of {tuple(shapes[name])}: corrupt, or two ranks "
+                "share a rank id"
+            )
+        found[name] = Allocation(tuple(shapes[name]), size, way)
+    return found
+
+
+def largest(shape: Sequence[int], way: Way) -> int:
+    """The largest size of a tensor; 0 where it cannot be sent in this way."""
+    if way == "frequencies":
+        it = kernels_of(shape)
+        return 0 if it is None else it.count * min(it.across, it.beside)
+    rows, columns = cut(shape)
+    return rows if way == "rows" else min(rows, columns)
+
+
+def _digest(shapes: Mapping[str, Sequence[int]]) -> int:
+    """20 bits, so that the sum over all ranks fits a word."""
+    text = repr([tuple(shapes[name]) for name in sorted(shapes)])
+    return zlib.crc32(text.encode()) % PRIME
+
+
+# Steps behind a choice: the first look at what the memories hold, and the first vote. Both come
+# again at twice the time, and so on, so that a size is doubted at most as late as it has served. A
+# vote costs few words, and none where no size is small; in TensorFlow, whose graphs do not vote, it
+# costs tracing the step again.
+LOOK, VOTE = 25, 50
+# Norm of a memory over that of a gradient. Where k directions travel of K that carry a gradient,
+# each waits for about K / k steps, and the memory holds half as many gradients. A choice that
+# catches most of the energy leaves 0.3 to 3; small nets whose sizes came from an unlucky step had 5
+# to 9, and learned ten times worse.
+MOST_HELD = 4.0
+# That over the same of the tensors that got their part of the words. Where noise has as many
+# directions as a matrix, or the ratio is high, all of them hold several gradients, and to choose
+# anew would only take from others: small LSTMs, transformers and convolutions had up to 2.6 in
+# ordinary training, nets as above 4 and more.
+MOST_OVER_OTHERS = 3.0
+# Words over an even part. Above it there is little to gain; and alone a tensor gets at least half
+# of its part, the largest size that fits, so that none is chosen anew twice.
+SMALL = 0.5
+
+
+def looks(since: int) -> bool:
+    """Whether the step that is `since` behind the choice is one of a look."""
+    return since >= LOOK and since == _next(LOOK, since - 1)
+
+
+def next_vote(since: int) -> int:
+    """The first step of a vote later than `since` steps behind the choice; all are of a look."""
+    return _next(VOTE, since)
+
+
+def _next(first: int, since: int) -> int:
+    return first << (since // first).bit_length()
+
+
+def is_small(size: Allocation, even: float, ranks: int) -> bool:
+    """Whether a size is less than half of `even` words; that of all of a tensor never is."""
+    return size.size > 0 and (sum(words_of(size.shape, size.size, ranks, size.way)) < SMALL * even)
+
+
+def norm_of(vector: Array) -> float:
+    """The norm of [n] numbers; not finite where a step was lost."""
+    xp = namespace(vector)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(float(xp.sum(vector * vector)))
+
+
+def is_outgrown(held: float, others: Iterable[float]) -> bool:
+    """What a rank votes of a small tensor that holds so many gradients, and others so many."""
+    known = list(others)
+    return bool(known) and held > max(MOST_HELD, MOST_OVER_OTHERS * statistics.median(known))
+
+
+def votes(outgrown: Sequence[bool]) -> Words:
+    """What a rank adds to the sum of votes, [2 + tensors] int32; one that has joined adds zeros."""
+    words = np.array([1, 0, *outgrown], np.int32)
+    words[1] = int(word_sum(words))
+    return words
+
+
+def majority(total: Words, tensors: int) -> list[bool]:
+    """For each tensor whether more than half of the ranks that spoke find it outgrown.
+
+    Raises PayloadError where the sum is damaged, on every rank.
+    """
+    if total.shape != (2 + tensors,):
+        raise CompressError(
+            f"got {total.size} words of votes; expected {2 + tensors}. Do all ranks have the same "
+            "tensors?"
+        )
+    sound = (int(word_sum(total)) - int(total[1])) % PRIME == 0
+    if not sound or not ((total[2:] >= 0) & (total[2:] <= total[0])).all():
+        raise PayloadError(
+            "the checksum of the summed votes on sizes does not match the sum of the checksums: "
+            "corrupt in transit. If it happens again, suspect memory or the network."
+        )
+    return [bool(2 * count > total[0]) for count in total[2:].tolist()]

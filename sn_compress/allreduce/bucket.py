@@ -1,0 +1,359 @@
+"""Bucket: the tensors of one step, by how they travel, so that each round is one all-reduce.
+
+The head of a round is two words: how many ranks have numbers that are not finite, and a checksum
+that is linear in the words, so that the sum of the ranks' must be that of the sum. A step in which
+a rank had none is lost on all of them: its mean is NaN, and everything stays as it was.
+
+Nothing is kept here, read, or changed but what the caller hands over to be. So a library that runs
+a graph, as TensorFlow does, can have a step traced into one; `state.py` keeps what lies between
+steps for libraries that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import full_fp32_matmul, host_threads, namespace, where_all
+from ..errors import CompressError
+from ..ops.fixed_point import PRIME, word_sum
+from ..ops.products import remembered
+from .methods.base import HEAD, Array, Method, Outcome, Send, State, Step, Summed
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step has made; tensors in the order of the bucket.
+
+    Attributes
+    ----------
+    left, mean : [rows, columns] float32 of each; see Outcome
+    state : the next step's; the old one if this was lost
+    lost : 0-d bool: a rank had numbers that are not finite. `left` is undefined then
+    damaged : 0-d bool: a sum does not have the sum of the checksums, an error
+    energy : 0-d, the squared norm of gradients and memories; None where there were no memories
+    sent : 0-d, the same less that of what is left
+    """
+
+    left: list[Array]
+    mean: list[Array]
+    state: State
+    lost: Array
+    damaged: Array
+    energy: Array | None
+    sent: Array
+
+    def numbers(self) -> Array:
+        """[4] float64: lost and damaged as 0 or 1, energy, sent."""
+        each = (self.lost, self.damaged, self.energy, self.sent)
+        if isinstance(self.lost, np.bool_ | np.ndarray):
+            return np.array(each, np.float64)
+        xp = namespace(self.lost)
+        return xp.stack([xp.astype(number, xp.float64) for number in each])
+
+
+Rounds = Generator[Array, Array, Result]
+
+
+@lru_cache(maxsize=256)
+def bucket_of(parts: tuple[Method, ...]) -> tuple[Bucket, tuple[int, ...]]:
+    """Parts taken together by class, and which tensor is at each place of the bucket.
+
+    Parts are kept by settings: the same ones make the same bucket.
+    """
+    kinds = list(dict.fromkeys(type(part) for part in parts))
+    order = [at for kind in kinds for at, part in enumerate(parts) if type(part) is kind]
+    groups = [kind.together([part for part in parts if type(part) is kind]) for kind in kinds]
+    return Bucket([part for group in groups for part in group]), tuple(order)
+
+
+class Bucket:
+    """Parts side by side.
+
+    parts : in any order; at least one
+    """
+
+    def __init__(self, parts: Sequence[Method]) -> None:
+        self.parts = tuple(parts)
+        self.rounds = max(part.rounds for part in parts)
+
+    def split(self, state: State) -> list[State]:
+        """The state of each tensor, in the order of `shapes`."""
+        pieces = zip(self.parts, self._states(state), strict=True)
+        return [each for part, own in pieces for each in part.split(own)]
+
+    def join(self, states: Sequence[State]) -> State:
+        """What `split` has split."""
+        given = zip(self.parts, self._given(states), strict=True)
+        return self._named(part.join(own) for part, own in given)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each tensor, in the order in which they are handed over."""
+        return [shape for part in self.parts for shape in part.shapes]
+
+    def words(self, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel in each round, heads included."""
+        each = [part.words(ranks) for part in self.parts]
+        return [
+            HEAD + sum(words[place] for words in each if place < len(words))
+            for place in range(self.rounds)
+        ]
+
+    def new_state(self, like: Array) -> State:
+        """The state before anything is known, on the device of `like`."""
+        return self._named(part.new_state(like) for part in self.parts)
+
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        """Directions and scales for gradients like these means; see Method.begin."""
+        states, given = self._states(state), self._given(means)
+        pieces = zip(self.parts, states, given, strict=True)
+        return self._named(part.begin(own, mine) for part, own, mine in pieces)
+
+    def rescale(self, state: State, quarters: int) -> State:
+        """Expect gradients 2**(quarters / 4) times as large from now on."""
+        pieces = zip(self.parts, self._states(state), strict=True)
+        return self._named(part.rescale(own, quarters) for part, own in pieces)
+
+    def step(
+        self,
+        state: State,
+        gradients: Sequence[Array],
+        memories: Sequence[Array] | None = None,
+        *,
+        ranks: int,
+        rank: int | None,
+        decay: float = 1.0,
+        exact: bool = False,
+        added: Sequence[Array | None] | None = None,
+        outs: Sequence[Array] | None = None,
+    ) -> Rounds:
+        """The rounds of a step: yields [words] int32, is sent their sum over the ranks.
+
+        Parameters
+        ----------
+        state : what ranks share, as `begin` or the last step left it
+        gradients, memories : of each tensor, [n] float32; without memories the gradients are the
+            step's own, [rows, columns], and hold what is left in the end
+        ranks, rank : how many may add to the sum; which of them this is, where it matters
+        decay : factor on the memories before they are added
+        exact : the same bits on ranks of unlike hardware
+        added, outs : where to write gradient plus memory, and the means; both may be new arrays,
+            and `outs` the gradients
+
+        Every rank makes the same call. Ranks that are fed the same sums return the same bits.
+        """
+        energy: Array | None = None
+        compiled = None
+        with full_fp32_matmul(gradients[0]):
+            if memories is not None and not exact and _one_thread_of_host(self.parts, gradients):
+                compiled = self.parts[0].compiled_step(
+                    state=self._states(state)[0], gradients=gradients, memories=memories,
+                    ranks=ranks, decay=decay, added=added, outs=outs,
+                )  # fmt: skip
+            if compiled is not None:
+                steps: list[Step] = [compiled]
+            else:
+                if memories is not None:
+                    gradients, energy = self._added(gradients, memories, decay, added)
+                    outs = self._shaped(outs)
+                steps = self._steps(state, gradients, outs, ranks=ranks, rank=rank, exact=exact)
+            sends = {place: next(step) for place, step in enumerate(steps)}
+            xp = namespace(next(iter(sends.values())).words)
+            energy = sends[0].energy if energy is None else energy
+            # Where it is a number in float32 no product with directions is too large, so that a
+            # step is not lost when some parts of it have ended.
+            finite = None if energy is None else xp.isfinite(energy)
+            words = _round(sends, finite)
+        found: dict[int, Outcome] = {}
+        lost = damaged = None
+        while sends:
+            total = yield words
+            if total.shape != words.shape:
+                raise wrong_size(total, words)
+            with full_fp32_matmul(gradients[0]):
+                bad = (word_sum(total) - xp.astype(total[1], xp.int64)) % PRIME != 0
+                gone = total[0] != 0
+                lost = gone if lost is None else lost | gone
+                damaged = bad if damaged is None else damaged | bad
+                one = xp.ones_like(total[0], dtype=xp.float32)
+                poison = xp.where(lost, one * float("nan"), one)
+                following, at = {}, HEAD
+                for place, send in sends.items():
+                    end = at + send.words.shape[0]
+                    try:
+                        following[place] = steps[place].send(Summed(total[at:end], poison))
+                    except StopIteration as stop:
+                        found[place] = stop.value
+                    at = end
+                sends = following
+                words = _round(sends, finite) if sends else words
+        outcomes = [found[place] for place in range(len(steps))]
+        with full_fp32_matmul(gradients[0]):
+            new = self._named(outcome.state for outcome in outcomes)
+            return Result(
+                left=[each for outcome in outcomes for each in outcome.left],
+                mean=[each for outcome in outcomes for each in outcome.mean],
+                state={name: xp.where(lost, state[name], value) for name, value in new.items()},
+                lost=lost,
+                damaged=damaged,
+                energy=energy,
+                sent=sum(outcome.sent for outcome in outcomes[1:]) + outcomes[0].sent,
+            )
+
+    def _added(
+        self,
+        gradients: Sequence[Array],
+        memories: Sequence[Array],
+        decay: float,
+        added: Sequence[Array | None] | None,
+    ) -> tuple[list[Array], Array]:
+        """Gradient plus memory of each tensor, [rows, columns], and all their squared norm."""
+        xp, energy, matrices = namespace(gradients[0]), None, []
+        into = added or [None] * len(gradients)
+        for memory, gradient, out, shape in zip(
+            memories, gradients, into, self.shapes, strict=True
+        ):
+            vector, square = remembered(memory, gradient, decay, out)
+            matrices.append(xp.reshape(vector, shape))
+            energy = square if energy is None else energy + square
+        return matrices, energy
+
+    def _shaped(self, outs: Sequence[Array] | None) -> list[Array] | None:
+        if outs is None:
+            return None
+        xp, pairs = namespace(outs[0]), zip(outs, self.shapes, strict=True)
+        return [xp.reshape(out, shape) for out, shape in pairs]
+
+    def _steps(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        outs: Sequence[Array] | None,
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool,
+    ) -> list[Step]:
+        """Each part's own, not begun."""
+        into = self._given(outs) if outs is not None else [None] * len(self.parts)
+        return [
+            part.step(own, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
+            for part, own, mine, out in zip(
+                self.parts, self._states(state), self._given(matrices), into, strict=True
+            )
+        ]
+
+    def _given(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """Each part's own."""
+        found, at = [], 0
+        for part in self.parts:
+            found.append(values[at : at + len(part.shapes)])
+            at += len(part.shapes)
+        return found
+
+    def _named(self, states: Any) -> State:
+        return {
+            f"{place}.{name}": value
+            for place, state in enumerate(states)
+            for name, value in state.items()
+        }
+
+    def _states(self, state: State) -> list[State]:
+        return [
+            {
+                name.partition(".")[2]: value
+                for name, value in state.items()
+                if name.partition(".")[0] == str(place)
+            }
+            for place in range(len(self.parts))
+        ]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `traced_step` has made; tensors in the order of the bucket.
+
+    Attributes
+    ----------
+    means : [n] float32 of each tensor; NaN in a step that was lost
+    memories, state : the next step's; the old ones of a lost step
+    numbers : see Result.numbers
+    """
+
+    means: list[Array]
+    memories: list[Array]
+    state: State
+    numbers: Array
+
+
+def traced_step(
+    bucket: Bucket,
+    state: State,
+    memories: Sequence[Array],
+    gradients: Sequence[Array],
+    *,
+    ranks: int,
+    rank: int | None,
+    decay: float = 1.0,
+    exact: bool = False,
+) -> Generator[Array, Array, StepResult]:
+    """A step of a graph, which cannot take one back that turns out to be lost; see Bucket.step."""
+    for gradient, shape in zip(gradients, bucket.shapes, strict=True):
+        check(gradient, shape)
+    result = yield from bucket.step(
+        state, gradients, memories, ranks=ranks, rank=rank, decay=decay, exact=exact
+    )
+    xp, names, count = namespace(gradients[0]), list(state), len(memories)
+    left = [xp.reshape(it, (-1,)) for it in result.left]
+    kept = where_all(
+        result.lost | result.damaged,
+        [*memories, *(state[name] for name in names)],
+        [*left, *(result.state[name] for name in names)],
+    )
+    means = [xp.reshape(it, (-1,)) for it in result.mean]
+    following = dict(zip(names, kept[count:], strict=True))
+    return StepResult(means, kept[:count], following, result.numbers())
+
+
+def _one_thread_of_host(parts: Sequence[Method], gradients: Sequence[Array]) -> bool:
+    """Whether a step can be compiled whole: of one part, of NumPy arrays."""
+    of_numpy = all(type(gradient) is np.ndarray for gradient in gradients)
+    return len(parts) == 1 and of_numpy and host_threads(gradients[0]) == 1
+
+
+def _round(sends: dict[int, Send], finite: Array | None) -> Array:
+    """The words of a round with their head; zeros but for the first one without numbers."""
+    pieces = list(sends.values())
+    xp = namespace(pieces[0].words)
+    finite = pieces[0].finite if finite is None else pieces[0].finite & finite
+    for piece in pieces[1:]:
+        finite = finite & piece.finite
+    body = xp.concat([piece.words for piece in pieces])
+    body = xp.where(finite, body, xp.zeros_like(body))
+    lost = xp.reshape(xp.astype(~finite, xp.int32), (1,))
+    words = xp.concat([lost, xp.zeros_like(lost), body])
+    check = xp.reshape(xp.astype(word_sum(words), xp.int32), (1,))
+    return xp.concat([lost, check, body])
+
+
+def check(gradient: Array, shape: tuple[int, int]) -> None:
+    """CompressError for a gradient of another size than the tensor's."""
+    if tuple(gradient.shape) != (shape[0] * shape[1],):
+        raise CompressError(
+            f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected "
+            f"({shape[0] * shape[1]},)"
+        )
+
+
+def wrong_size(total: Array, words: Array) -> CompressError:
+    """The error for a sum that is of other words."""
+    error: CompressError = CompressError(
+        f"got {total.shape[0]} summed words; expected {words.shape[0]}. Do all ranks run the same "
+        "version with the same settings?"
+    )
+    return error

@@ -1,0 +1,162 @@
+"""Method: the tensors of a bucket that travel in one way, and what it owes to the others.
+
+A gather hands every rank all payloads, so what is received grows with their number. Here all ranks
+agree, from numbers they already share, on what will be sent; an all-reduce adds it up. The cost
+does not grow with the number of ranks, and a rank that has joined just adds zeros.
+
+All of it is array code without a branch on data: the same functions run in NumPy and in torch on
+any device. What ranks share is computed from integers, so that it has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ...arrays import namespace
+
+Array = Any  # of NumPy, torch or CuPy
+State = dict[str, Array]  # small arrays, all alike on all ranks
+HEAD = 2  # words of a round before those of its parts
+
+
+@dataclass(frozen=True)
+class Send:
+    """Words to add up: [words] int32, and whether this rank has numbers (0-d bool).
+
+    energy : the squared norm of gradients and memories, of a step that has added them itself
+    """
+
+    words: Array
+    finite: Array
+    energy: Array | None = None
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What came back: the sum of the words, and 0-d float32: 1, or NaN if a rank had no numbers."""
+
+    words: Array
+    poison: Array
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a step.
+
+    Attributes
+    ----------
+    left : per tensor, [rows, columns] float32: what this rank has not sent. Memory-to-be
+    mean : per tensor, [rows, columns] float32; NaN where a rank had no numbers
+    state : the next step's, for a step in which all ranks had numbers
+    sent : 0-d float32, the squared norm of gradient and memory less that of `left`
+    """
+
+    left: list[Array]
+    mean: list[Array]
+    state: State
+    sent: Array
+
+
+Step = Generator[Send, Summed, Outcome]
+
+
+class Method(ABC):
+    """Tensors that travel in one way, in one bucket. Settings only: a step changes nothing here.
+
+    Attributes
+    ----------
+    shapes : (rows, columns) of each tensor, as a matrix
+    rounds : all-reduces in a step
+    """
+
+    shapes: Sequence[tuple[int, int]]
+    rounds: int
+
+    @abstractmethod
+    def words(self, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel in each round."""
+
+    @classmethod
+    def together(cls, parts: Sequence[Method]) -> list[Method]:
+        """Parts of this class as fewer of them, the tensors in the same order."""
+        return list(parts)
+
+    def split(self, state: State) -> list[State]:
+        """The state of each tensor, in the order of `shapes`."""
+        return [state]
+
+    def join(self, states: Sequence[State]) -> State:
+        """What `split` has split."""
+        if len(states) == 1:
+            return dict(states[0])
+        xp = namespace(next(iter(states[0].values())))
+        return {name: xp.concat([state[name] for state in states]) for name in states[0]}
+
+    @abstractmethod
+    def new_state(self, like: Array) -> State:
+        """The state before anything is known, on the device of `like`."""
+
+    @abstractmethod
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        """Directions and scales for gradients like these means, which all ranks know.
+
+        means : per tensor [rows, columns] float32; one that is zero or not finite says nothing
+        """
+
+    @abstractmethod
+    def rescale(self, state: State, quarters: int) -> State:
+        """Expect gradients 2**(quarters / 4) times as large from now on."""
+
+    @abstractmethod
+    def step(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> Step:
+        """The rounds of a step: yields words, is sent their sum over the ranks.
+
+        Parameters
+        ----------
+        state : as the last step left it
+        matrices : per tensor [rows, columns] float32, gradient plus memory. They are the part's to
+            keep: what was sent is subtracted in place where the library can
+        ranks, rank : how many may add to the sum; which of them this is, where it matters
+        exact : the mean has the same bits on hardware of any kind; else on equal hardware only
+        outs : per tensor, where to write the mean; None for new arrays
+        """
+
+    def compiled_step(
+        self,
+        *,
+        state: State,
+        gradients: Sequence[Array],
+        memories: Sequence[Array],
+        ranks: int,
+        decay: float,
+        added: Sequence[Array | None] | None,
+        outs: Sequence[Array] | None,
+    ) -> Step | None:
+        """The step, memories included, by the extension, with the same bits; None without one.
+
+        Of NumPy arrays, [n] float32; see Bucket.step.
+        """
+        return None
+
+
+def cut_up(state: State, lengths: dict[str, Sequence[int]]) -> list[State]:
+    """Each tensor's piece of arrays that hold those of many one behind the other."""
+    ends = {name: list(accumulate(each, initial=0)) for name, each in lengths.items()}
+    count = len(next(iter(lengths.values())))
+    return [
+        {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}
+        for place in range(count)
+    ]

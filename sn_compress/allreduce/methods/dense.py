@@ -1,0 +1,71 @@
+"""Everything, in 16-bit digits; what rounding takes is made good a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...arrays import device_of, namespace, put_all
+from ...ops.fixed_point import FixedPointColumns, numbers, shifted
+from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+
+
+class Whole(Method):
+    """All numbers of each tensor, on one scale for a tensor.
+
+    Parameters
+    ----------
+    shapes : (rows, columns) of each tensor
+    """
+
+    rounds = 1
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self.shapes = tuple(shapes)
+        self._columns = FixedPointColumns(
+            [(1, rows * columns) for rows, columns in shapes], fine=True
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[Method]) -> list[Method]:
+        return [cls([shape for part in parts for shape in part.shapes])]
+
+    def split(self, state: State) -> list[State]:
+        return cut_up(state, {"scales": [1] * len(self.shapes)})
+
+    def words(self, ranks: int) -> list[int]:
+        return [self._columns.words(ranks)]
+
+    def new_state(self, like: Array) -> State:
+        xp = namespace(like)
+        return {"scales": xp.zeros(self._columns.count, dtype=xp.int32, device=device_of(like))}
+
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        known, _ = numbers(self._columns.join(means))
+        return {"scales": self._columns.expected(self._columns.peaks(known), state["scales"])}
+
+    def rescale(self, state: State, quarters: int) -> State:
+        return {"scales": shifted(state["scales"], quarters)}
+
+    def step(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> Step:
+        xp = namespace(matrices[0])
+        flat, finite = numbers(self._columns.join(matrices))
+        words, own = self._columns.pack(flat, state["scales"], ranks)
+        found: Summed = yield Send(words, finite)
+        sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
+        mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        left = self._columns.split(flat - own)
+        means = [xp.reshape(it, shape) for it, shape in zip(mean, self.shapes, strict=True)]
+        if outs is not None:
+            put_all(outs, means)
+            means = list(outs)
+        rest = [xp.reshape(it, shape) for it, shape in zip(left, self.shapes, strict=True)]
+        return Outcome(rest, means, {"scales": scales}, xp.sum(own * (2 * flat - own)))

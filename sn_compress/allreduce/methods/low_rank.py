@@ -1,0 +1,273 @@
+"""Low rank over two all-reduces of low-bit digits.
+
+PowerSGD (Vogels, Karimireddy, Jaggi 2019, algorithm 1) sums P = M Q over the ranks, makes it
+orthonormal, sums Q = M^T P, and takes P Q^T: the best approximation in the columns of P, which
+one power iteration from the last step's Q has turned towards this step's gradient. It sends
+float32. The first sum only has to find directions, and what rounding takes from the second
+stays in the memory: with 8 ranks both travel in 8 bits, so the same bytes hold four times the rank.
+
+Factors are stored transposed, a column's numbers side by side: the products then read the matrix in
+the order in which it lies, which is half again as fast (docs/decisions/0036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import _native
+from ...arrays import asarray_like, device_of, join, matrix_transpose, namespace, to_host
+from ...errors import CompressError
+from ...ops.fixed_point import (
+    COVERED,
+    LOWEST,
+    FixedPointColumns,
+    integers,
+    numbers,
+    shifted,
+    unit_table,
+)
+from ...ops.orthonormal import Orthonormal, most
+from ...ops.products import exact_outer, kernel, outer, subtract_outer, times_columns, times_rows
+from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+
+_BITS = 15  # of a mean gradient's numbers, where directions are sought in integers
+_ITERATIONS = 2  # Halko, Martinsson, Tropp 2011, algorithm 4.4
+
+
+class LowRank(Method):
+    """The best approximation of each tensor's mean gradient by a few directions.
+
+    Parameters
+    ----------
+    shapes : (rows, columns) of each tensor
+    sizes : directions of each, 1 to its smaller side
+    """
+
+    rounds = 2
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
+        for (rows, columns), size in zip(shapes, sizes, strict=True):
+            if not 1 <= size <= min(rows, columns):
+                raise CompressError(
+                    f"LowRank: {size!r} directions of a {rows} x {columns} matrix; expected 1 to "
+                    f"{min(rows, columns)}"
+                )
+        self.shapes, self.sizes = tuple(shapes), tuple(sizes)
+        pairs = list(zip(shapes, sizes, strict=True))
+        left = [(size, rows) for (rows, _), size in pairs]
+        right = [(size, columns) for (_, columns), size in pairs]
+        self.left, self.right = (
+            FixedPointColumns(each, most=most(max(side for _, side in each)))
+            for each in (left, right)
+        )
+        self.left_rows, self.right_rows = Orthonormal(left), Orthonormal(right)
+        self._tables: dict[int, _Tables] = {}
+
+    @classmethod
+    def together(cls, parts: Sequence[Method]) -> list[Method]:
+        lows = [part for part in parts if isinstance(part, cls)]
+        shapes = [shape for part in lows for shape in part.shapes]
+        return [cls(shapes, [size for part in lows for size in part.sizes])]
+
+    def split(self, state: State) -> list[State]:
+        basis = [count * side for count, side in self.right.shapes]
+        return cut_up(state, {"basis": basis, "left": self.sizes, "right": self.sizes})
+
+    def words(self, ranks: int) -> list[int]:
+        return [self.left.words(ranks), self.right.words(ranks)]
+
+    def new_state(self, like: Array) -> State:
+        xp = namespace(like)
+        zeros = xp.zeros(self.left.count, dtype=xp.int32, device=device_of(like))
+        return {"basis": self._start(like), "left": zeros, "right": zeros}
+
+    def _start(self, like: Array) -> Array:
+        """Any orthonormal directions; the same on every rank."""
+        factors = []
+        for (_, columns), size in zip(self.shapes, self.sizes, strict=True):
+            chance = np.random.default_rng(columns).integers(-127, 128, (size, columns))
+            factors.append(chance.astype(np.int32))
+        return asarray_like(self.right_rows(self.right.join(factors)), like)
+
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        xp = namespace(state["basis"])
+        wholes, steps = zip(*(whole_of(mean) for mean in means), strict=True)
+        flat, p, q = self.sought(state["basis"], wholes)
+        left, right = (
+            columns.expected(
+                columns.peaks(
+                    xp.astype(
+                        columns.join([it * step for it, step in zip(each, steps, strict=True)]),
+                        xp.float32,
+                    )
+                ),
+                state[name],
+            )
+            for columns, each, name in ((self.left, p, "left"), (self.right, q, "right"))
+        )
+        return {"basis": flat, "left": left, "right": right}
+
+    def sought(
+        self, flat: Array, wholes: Sequence[Array]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """Directions of whole matrices, [n] float32, and both products of a step with them.
+
+        Integers all the way, so that no library's order of sums shows in the directions.
+
+        flat : directions to begin with
+        wholes : whole numbers of 15 bits at most, float64
+        """
+        bits = most(max(max(shape) for shape in self.shapes)).bit_length() - 1
+        for _ in range(_ITERATIONS + 1):
+            p = _turned(self.right.split(flat), [matrix_transpose(whole) for whole in wholes])
+            q = _turned(self.left.split(self.left_rows(_rounded(p, bits))), wholes)
+            flat = self.right_rows(_rounded(q, bits), flat)
+        return (
+            flat,
+            _turned(self.right.split(flat), [matrix_transpose(whole) for whole in wholes]),
+            q,
+        )
+
+    def rescale(self, state: State, quarters: int) -> State:
+        return state | {name: shifted(state[name], quarters) for name in ("left", "right")}
+
+    def step(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> Step:
+        xp = namespace(matrices[0])
+        # P = M Q
+        p, finite = numbers(times_rows(self.right.split(state["basis"]), matrices))
+        found: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
+        sums, _, left_exponents = self.left.unpack(found.words, state["left"], ranks)
+        p_of = self.left.split(self.left_rows(sums))
+        # Q = M^T P
+        q, finite = numbers(times_columns(p_of, matrices))
+        words, own = self.right.pack(q, state["right"], ranks)
+        found = yield Send(words, finite)
+        sums, unit, right_exponents = self.right.unpack(found.words, state["right"], ranks)
+        mean = self.right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        left = subtract_outer(matrices, p_of, self.right.split(own))
+        means = exact_outer(p_of, mean, outs) if exact else outer(p_of, mean, outs)
+        new = {
+            # The new directions; where there is none (the gradient had fewer), the old one waits.
+            "basis": self.right_rows(sums, state["basis"]),
+            "left": left_exponents,
+            "right": right_exponents,
+        }
+        # P is orthonormal: the norm of what is left follows from the factors.
+        return Outcome(left, means, new, xp.sum(own * (2 * q - own)))
+
+    def compiled_step(
+        self,
+        *,
+        state: State,
+        gradients: Sequence[Array],
+        memories: Sequence[Array],
+        ranks: int,
+        decay: float,
+        added: Sequence[Array | None] | None,
+        outs: Sequence[Array] | None,
+    ) -> Step | None:
+        # Between its products a step is some hundred operations on small arrays, and in a small
+        # net calling them takes longer than what they do: 3 ms of a step whose products take 0.5.
+        if (fastest := kernel(_native.core())) is None:
+            return None
+        tables = self._tables.get(ranks) or self._tables.setdefault(ranks, _Tables(self, ranks))
+        into = [np.empty_like(it) for it in gradients] if outs is None else outs
+        sums = [
+            np.empty_like(memory) if out is None else out
+            for memory, out in zip(memories, added or [None] * len(memories), strict=True)
+        ]
+        return self._compiled(tables, fastest, state, gradients, memories, decay, sums, into)
+
+    def _compiled(
+        self,
+        tables: _Tables,
+        fastest: int,
+        state: State,
+        gradients: Sequence[Array],
+        memories: Sequence[Array],
+        decay: float,
+        added: Sequence[Array],
+        means: Sequence[Array],
+    ) -> Step:
+        core, left, right, basis = _native.core(), state["left"], state["right"], state["basis"]
+        transform, matrices = self.left_rows.bits, tuple(added)
+        words = np.empty(tables.left_words, np.int32)
+        energy, finite = core.low_rank_first(
+            tables.shapes, tuple(memories), tuple(gradients), matrices, decay, basis, tables.left,
+            left, fastest, words,
+        )  # fmt: skip
+        found: Summed = yield Send(words, np.bool_(finite), np.float64(energy))
+        p, own = np.empty(self.left.size, np.float32), np.empty(self.right.size, np.float32)
+        exponents = np.empty(left.size, np.int32), np.empty(right.size, np.int32)
+        words = np.empty(tables.right_words, np.int32)
+        finite, sent = core.low_rank_second(
+            tables.shapes, matrices, _words(found), tables.left, left, tables.right, right,
+            transform, fastest, p, own, exponents[0], words,
+        )  # fmt: skip
+        found = yield Send(words, np.bool_(finite))
+        directions = np.empty(self.right.size, np.float32)
+        core.low_rank_last(
+            tables.shapes, matrices, tuple(means), _words(found), float(found.poison), p, own,
+            tables.mean, right, transform, fastest, basis, directions, exponents[1],
+        )  # fmt: skip
+        new = {"basis": directions, "left": exponents[0], "right": exponents[1]}
+        return Outcome(list(added), list(means), new, np.float64(sent))
+
+
+class _Tables:
+    """What the extension's calls have in common for some tensors and number of ranks."""
+
+    def __init__(self, method: LowRank, ranks: int) -> None:
+        pairs = zip(method.shapes, method.sizes, strict=True)
+        self.shapes = np.array([(*shape, size) for shape, size in pairs], np.int64)
+        self.left_words, self.right_words = method.words(ranks)
+        self.left, self.right = (_side(it, ranks, 1) for it in (method.left, method.right))
+        self.mean = _side(method.right, ranks, ranks)
+
+
+def _side(columns: FixedPointColumns, ranks: int, over: int) -> tuple[Any, ...]:
+    """One side's tables for the extension; a digit's unit is divided by `over` ranks."""
+    digits = columns.digits(ranks)
+    units = unit_table(digits.limit, over).host
+    return columns.sides, COVERED.host, units, LOWEST, digits.bits, float(digits.limit)
+
+
+def _words(found: Summed) -> Array:
+    """The sum as the extension reads it; another type is of whoever adds up."""
+    return np.ascontiguousarray(to_host(found.words), np.int32)
+
+
+def whole_of(mean: Array) -> tuple[Array, Array]:
+    """A matrix as integers of 15 bits in float64, and what one stands for; zeros if not finite."""
+    xp = namespace(mean)
+    finite = xp.all(xp.isfinite(mean))
+    wide = xp.astype(xp.where(finite, mean, xp.zeros_like(mean)), xp.float64)
+    whole, unit = integers(xp.reshape(wide, (1, -1)), _BITS)
+    return xp.reshape(whole, wide.shape), xp.reshape(unit, ())
+
+
+def _turned(factors: Sequence[Array], wholes: Sequence[Array]) -> list[Array]:
+    """Factor @ whole, the factors on a grid of 2**-15: exact in float64, in any order of sums."""
+    xp = namespace(wholes[0])
+    return [
+        xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS
+        for factor, whole in zip(factors, wholes, strict=True)
+    ]
+
+
+def _rounded(factors: Sequence[Array], bits: int) -> Array:
+    """[size]: their directions as integers."""
+    xp = namespace(factors[0])
+    return join([xp.reshape(integers(factor, bits)[0], (-1,)) for factor in factors])

@@ -1,0 +1,186 @@
+"""Rows: those of a matrix that all ranks send, agreed a step ahead.
+
+The gradient of an embedding has few rows that are not zero, others at every step: it has no low
+rank, and what one rank would pick is not what another has. But positions can be told in a sum: each
+rank writes its picks into a slot of the words that the others leave at zero. A step late does
+not matter, as a row is named for what of it has not been sent. What the picks leave free
+goes to rows that past means show to be large, and to those that waited longest.
+
+Which rows are sent follows from what all ranks share. That is kept by operations that every library
+rounds alike: maxima, and roots, products and quotients of float64; the average of past changes has
+weights of few bits, so that its products are exact and it does not matter who adds before rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ...arrays import device_of, filled, namespace, put
+from ...errors import CompressError
+from ...ops.bits import agreed_rows, own_slot, read_positions, slot_words
+from ...ops.fixed_point import FixedPointColumns, shifted
+from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+
+_NEWS = 5 / 16  # weight of the last mean in the average of past ones
+_TINY = 2.0**-126  # of float32
+_MOST = 2**31 - 2  # rows
+
+
+class Rows(Method):
+    """As many rows of each tensor's mean gradient as ranks times the tensor's size.
+
+    Parameters
+    ----------
+    shapes : (rows, columns) of each tensor; with one column, single values are sent
+    sizes : rows of each that a rank names in a step, 1 to all
+    """
+
+    rounds = 1
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
+        for (rows, columns), size in zip(shapes, sizes, strict=True):
+            if not 1 <= size <= rows <= _MOST or columns < 1:
+                raise CompressError(
+                    f"Rows: {size!r} rows of a {rows} x {columns} matrix; expected 1 to {rows}"
+                )
+        self.shapes = tuple((rows, columns) for rows, columns in shapes)
+        self.sizes = tuple(sizes)
+        ends = accumulate((rows for rows, _ in self.shapes), initial=0)
+        self._of = [slice(*pair) for pair in pairwise(ends)]  # a tensor's rows in the state
+
+    @classmethod
+    def together(cls, parts: Sequence[Method]) -> list[Method]:
+        mine = [part for part in parts if isinstance(part, cls)]
+        shapes = [shape for part in mine for shape in part.shapes]
+        return [cls(shapes, [size for part in mine for size in part.sizes])]
+
+    def split(self, state: State) -> list[State]:
+        rows = [rows for rows, _ in self.shapes]
+        return cut_up(
+            state, {"exponents": [1] * len(rows), "spread": rows, "age": rows, "named": rows}
+        )
+
+    def words(self, ranks: int) -> list[int]:
+        pairs = zip(self.shapes, self.sizes, strict=True)
+        slots = sum(ranks * slot_words(size, rows) for (rows, _), size in pairs)
+        return [_columns(self.shapes, self.sizes, ranks).words(ranks) + slots]
+
+    def new_state(self, like: Array) -> State:
+        """An exponent for each tensor, int32; for each row spread, age float32, named bool."""
+        xp, rows, at = namespace(like), sum(rows for rows, _ in self.shapes), device_of(like)
+        return {
+            "exponents": xp.zeros(len(self.shapes), dtype=xp.int32, device=at),
+            "spread": xp.zeros(rows, dtype=xp.float32, device=at),
+            "age": xp.ones(rows, dtype=xp.float32, device=at),
+            "named": xp.zeros(rows, dtype=xp.bool, device=at),
+        }
+
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        # A tensor's numbers share one scale: the peaks of its rows have the peak of all.
+        scales = FixedPointColumns([(1, rows) for rows, _ in self.shapes])
+        peaks = scales.join([_finite_or_zeros(_peaks(mean)) for mean in means])
+        exponents = scales.expected(scales.peaks(peaks), state["exponents"])
+        return state | {"spread": peaks, "exponents": exponents}
+
+    def rescale(self, state: State, quarters: int) -> State:
+        spread = state["spread"] * float(np.float32(2.0 ** (quarters / 4)))
+        return state | {"spread": spread, "exponents": shifted(state["exponents"], quarters)}
+
+    def step(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> Step:
+        if rank is None or not 0 <= rank < ranks:
+            raise CompressError(
+                f"rank={rank!r} of {ranks}; expected the number of this rank, which has its own "
+                "slot in the sum. Pass rank= to the exchange."
+            )
+        xp = namespace(matrices[0])
+        columns = _columns(self.shapes, self.sizes, ranks)
+        at = []
+        for own, shape, size in zip(self._of, self.shapes, self.sizes, strict=True):
+            spread, age, named = (state[name][own] for name in ("spread", "age", "named"))
+            at.append(agreed_rows(spread, age, named, _count(shape, size, ranks)))
+        owed = [xp.vecdot(matrix, matrix) for matrix in matrices]
+        finite = xp.all(xp.isfinite(xp.stack([xp.sum(it) for it in owed])))
+        held = [xp.take(matrice, rows, axis=0) for matrice, rows in zip(matrices, at, strict=True)]
+        flat = columns.join(held)
+        flat = xp.where(finite, flat, xp.zeros_like(flat))
+        words, own = columns.pack(flat, state["exponents"], ranks)
+        rest = columns.split(flat - own)
+        slots, kept = [], []
+        for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
+            left = xp.reshape(rest[place], (-1, matrix.shape[1]))
+            kept.append(put(matrix, rows, left))
+            owes = put(owed[place], rows, xp.vecdot(left, left))
+            slots.append(own_slot(_finite_or_zeros(owes), self.sizes[place], ranks, rank))
+        found: Summed = yield Send(xp.concat([words, *slots]), finite)
+        counts = found.words[: words.shape[0]]
+        sums, unit, exponents = columns.unpack(counts, state["exponents"], ranks)
+        mean = columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        new, means, start = [], [], words.shape[0]
+        for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
+            out = xp.empty_like(matrix) if outs is None else outs[place]
+            out = filled(out, 0 * found.poison)
+            values = xp.reshape(mean[place], (-1, matrix.shape[1]))
+            means.append(put(out, rows, values))
+            end = start + slots[place].shape[0]
+            # One that has joined names none.
+            told = xp.reshape(found.words[start:end], (ranks, -1))
+            named = read_positions(told, self.sizes[place], matrix.shape[0])
+            new.append({**self._learned(state, place, rows, values), "named": named})
+            start = end
+        following = {name: xp.concat([it[name] for it in new]) for name in new[0]}
+        sent = xp.sum(own * (2 * flat - own))
+        return Outcome(kept, means, {"exponents": exponents, **following}, sent)
+
+    def _learned(self, state: State, place: int, at: Array, values: Array) -> State:
+        """What is known of a tensor's rows when these means have been sent of some."""
+        xp = namespace(values)
+        spread, age = state["spread"][self._of[place]], state["age"][self._of[place]]
+        waited = xp.astype(xp.take(age, at, axis=0), xp.float64)
+        news = xp.astype(xp.astype(_peaks(values), xp.float64) / xp.sqrt(waited), xp.float32)
+        past = xp.astype(xp.take(spread, at, axis=0), xp.float64) * (1 - _NEWS)
+        average = past + xp.astype(news, xp.float64) * _NEWS
+        spread, age = xp.asarray(spread, copy=True), age + 1
+        # What goes on to fall would end in numbers that some processors take for zero.
+        some = average >= _TINY
+        news = xp.astype(xp.where(some, average, xp.zeros_like(average)), xp.float32)
+        return {
+            "spread": put(spread, at, news),
+            "age": put(age, at, xp.ones_like(age[: at.shape[0]])),
+        }
+
+
+@lru_cache(maxsize=256)
+def _columns(
+    shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...], ranks: int
+) -> FixedPointColumns:
+    """How the numbers of the rows travel: one scale for those of a tensor."""
+    pairs = zip(shapes, sizes, strict=True)
+    return FixedPointColumns([(1, _count(shape, size, ranks) * shape[1]) for shape, size in pairs])
+
+
+def _count(shape: tuple[int, int], size: int, ranks: int) -> int:
+    return min(size * ranks, shape[0])
+
+
+def _peaks(matrix: Array) -> Array:
+    """The largest magnitude of each row: unlike a norm, the same on every machine."""
+    xp = namespace(matrix)
+    return xp.max(xp.abs(matrix), axis=1)
+
+
+def _finite_or_zeros(values: Array) -> Array:
+    xp = namespace(values)
+    return xp.where(xp.all(xp.isfinite(values)), values, xp.zeros_like(values))

@@ -1,0 +1,535 @@
+"""TensorState: one tensor on one rank, its part of the sums and what it has not sent yet.
+
+Two buffers take turns: the memory, and what gradient and memory are added into, of which what is
+sent is then subtracted. So the memory before the last step is still there when that step turns out
+to be lost, or is aborted, and nothing is copied for it. Where gradients accumulate over several
+exchanges there is a third: the memory before the first of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import saved
+from ..arrays import Array, AsyncScalars, asarray_like, namespace, to_host
+from ..errors import CompressError, PayloadError
+from ..ops.fixed_point import MOST_EXPONENT, exponent_of, times_power
+from ..saved import floats, reading
+from .allocate import (
+    WAYS,
+    Allocation,
+    EnergyCurve,
+    allocate,
+    better,
+    budget,
+    largest,
+    with_frequencies,
+)
+from .bucket import Bucket, Result, bucket_of, check
+from .methods.base import Method, State
+
+_QUARTERS = 4  # of an octave: the steps of scales
+
+
+@dataclass
+class StepStatus:
+    """How a step has ended, known when the device has come so far.
+
+    Attributes
+    ----------
+    later : the numbers lost, damaged, energy, sent
+    """
+
+    later: AsyncScalars
+    _told: tuple[bool, float, float] | None = None
+
+    def read(self) -> tuple[bool, float, float]:
+        """Whether the step was lost, and squared norms of what it held and of what is left.
+
+        Raises PayloadError if a sum was damaged.
+        """
+        if self._told is None:
+            lost, damaged, energy, sent = self.later.read()
+            self._told = bool(lost or damaged), energy, max(energy - sent, 0.0)
+            if damaged:  # said once: for all else the step is a lost one
+                raise PayloadError(
+                    "the checksum of the sum does not match the sum of the checksums: corrupt in "
+                    "transit, or ranks run with different settings. If it happens again, suspect "
+                    "memory or the network."
+                )
+        return self._told
+
+
+@dataclass(eq=False)
+class TensorState:
+    """One tensor's share in a bucket.
+
+    part : of this tensor alone
+    state : what all ranks share of it
+    memory : [n] float32, what this rank has not sent yet; of any array library, as `place` says
+    """
+
+    part: Method
+    state: State
+    memory: Array
+    _spare: Array | None = None
+    _before: tuple[Array, State] | None = None  # the last step
+    _committed: tuple[Array, State] | None = None  # the first step that was not committed
+    _verdict: StepStatus | None = None
+
+    @classmethod
+    def of(cls, part: Method, mean: Array) -> TensorState:
+        """For gradients like a mean, [n] float32, that all ranks know; zeros say nothing."""
+        (shape,) = part.shapes
+        state = part.begin(part.new_state(mean), [namespace(mean).reshape(mean, shape)])
+        return cls(part, state, namespace(mean).zeros_like(mean))
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        (shape,) = self.part.shapes
+        return math.prod(shape)
+
+    def words(self, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel in each round when it travels alone."""
+        return Bucket([self.part]).words(ranks)
+
+    def place(self, like: Array) -> None:
+        """Move everything to where an array is."""
+        if type(self.memory) is not type(like) or _device(self.memory) != _device(like):
+            self.conclude()
+            self.memory = asarray_like(self.memory, like)
+            self.state = {name: asarray_like(it, like) for name, it in self.state.items()}
+            self._spare = self._before = self._committed = None
+
+    def buffer(self, gradient: Array) -> Array | None:
+        """What gradient plus memory may be written into, [n], and becomes the memory.
+
+        Where the gradient is; None before there is one, or where all are still needed.
+        """
+        self.place(gradient)
+        self.conclude()
+        before, self._before = self._before, None
+        out, self._spare = (self._spare, None) if before is None else (before[0], None)
+        needed = self._committed is not None and self._committed[0] is out
+        return None if needed else out
+
+    def end(self, left: Array, state: State, verdict: StepStatus) -> None:
+        """Take a step as it has ended, or will turn out to have."""
+        self._before = self.memory, self.state
+        self._committed = self._committed or self._before
+        self.memory, self.state = namespace(left).reshape(left, (-1,)), state
+        self._spare, self._verdict = None, verdict
+
+    def conclude(self) -> None:
+        """Wait for the last step's end; one that was lost is taken back."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        try:
+            lost = verdict.read()[0]
+        except PayloadError:
+            self.undo()
+            raise
+        if lost:
+            self.undo()
+
+    def undo(self) -> None:
+        """Take the last step back, as one that was lost."""
+        self._verdict = None
+        if self._before is not None:
+            self._spare = self.memory
+            self.memory, self.state = self._before
+            self._before = None
+            if self._committed is not None and self._committed[0] is self.memory:
+                self._committed = None
+
+    def commit(self) -> None:
+        """Keep what was done so far: `abort` takes back what comes after."""
+        self.conclude()
+        if self._before is not None:
+            self._spare, self._before = self._before[0], None
+        self._committed = None
+
+    def abort(self) -> None:
+        """Be as after the last commit."""
+        self._verdict = None
+        if self._committed is not None:
+            self._spare = None
+            self.memory, self.state = self._committed
+            self._before = self._committed = None
+
+    def reopen(self, memory: Array, state: State) -> None:
+        """Be as after a step that was not committed, before which there were these."""
+        self._committed = memory, state
+
+    def exclude(self, zeros: Array) -> Array:
+        """Put zeros in the place of the memory for one step; returns it, for `include`."""
+        self.conclude()
+        self._committed = self._committed or (self.memory, self.state)
+        held = self.memory
+        self.include(zeros)
+        return held
+
+    def include(self, memory: Array) -> None:
+        """Put a memory back that did not travel with a step."""
+        self.conclude()
+        self.memory, self._spare, self._before = memory, None, None
+
+    def rescale(self, factor: float) -> None:
+        """Expect gradients that are `factor` times as large from now on; memory is left alone."""
+        self.commit()
+        self.state = self.part.rescale(self.state, round(_QUARTERS * math.log2(factor)))
+
+    def replace(self, memory: Array) -> None:
+        """Put another memory, [n] float32, in the place of the one there is."""
+        self.commit()
+        self.memory, self._spare = memory, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """NumPy arrays to go on from bit by bit; all but `memory` are alike on all ranks."""
+        self.conclude()
+        shared = {name: np.array(to_host(value)) for name, value in self.state.items()}
+        return {"memory": np.array(to_host(self.memory)), "shared": shared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; nothing changes if it does not fit."""
+        self.conclude()
+        mine = {"memory": self.memory, **self.state}
+        with reading("the saved state"):
+            saved = {"memory": state["memory"], **state["shared"]}
+            found = {name: _like(saved[name], name, to_host(it)) for name, it in mine.items()}
+        self.memory, self.state = found.pop("memory"), found
+        self._spare = self._before = self._committed = None
+
+
+class JointStep:
+    """One step of many tensors: its rounds, and what their memories are when these have ended.
+
+    Parameters
+    ----------
+    tensors, gradients : of each tensor; [n] float32 each
+    ranks, rank : how many may add to the sum; which of them this is, from 0
+    decay : factor on the memories before they are added
+    exact : the same bits on ranks of unlike hardware
+    outs : where to write each mean, [n] float32; may be the gradients
+
+    Attributes
+    ----------
+    rounds : see Bucket.step; what it returns is for `end`
+
+    Every rank makes the same step. Ranks that are fed the same sums get the same bits.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorState],
+        gradients: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        decay: float = 1.0,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> None:
+        for one, gradient in zip(tensors, gradients, strict=True):
+            check(gradient, one.part.shapes[0])
+        self._bucket, order = bucket_of(tuple(one.part for one in tensors))
+        self._order, self._tensors = order, [tensors[at] for at in order]
+        given = [gradients[at] for at in order]
+        added = [one.buffer(it) for one, it in zip(self._tensors, given, strict=True)]
+        self.rounds = self._bucket.step(
+            self._bucket.join([one.state for one in self._tensors]),
+            given,
+            [one.memory for one in self._tensors],
+            ranks=ranks,
+            rank=rank,
+            decay=decay,
+            exact=exact,
+            added=added,
+            outs=None if outs is None else [outs[at] for at in order],
+        )
+
+    def end(self, result: Result) -> tuple[list[Array], StepStatus]:
+        """Keep what the step has made; the means, [n] each, and how it has ended."""
+        status = StepStatus(AsyncScalars(result.numbers()))
+        states = self._bucket.split(result.state)
+        for one, left, own in zip(self._tensors, result.left, states, strict=True):
+            one.end(left, own, status)
+        means = dict(zip(self._order, result.mean, strict=True))
+        return [namespace(it).reshape(it, (-1,)) for _, it in sorted(means.items())], status
+
+
+def exchange(
+    tensors: Sequence[TensorState], gradients: Sequence[Array], **options: Any
+) -> Generator[Array, Array, tuple[list[Array], StepStatus]]:
+    """The rounds of a JointStep; returns what its end does."""
+    step = JointStep(tensors, gradients, **options)
+    return step.end((yield from step.rounds))
+
+
+def _device(array: Array) -> Any:
+    return getattr(array, "device", None)
+
+
+def _like(saved: Any, name: str, value: Any) -> Any:
+    """A copy of a saved array, checked to be of the shape and kind of the one there is."""
+    if value.dtype.kind == "f":
+        return floats(saved, name, value.shape)
+    array = np.asarray(saved)
+    wanted = "b" if value.dtype.kind == "b" else "iu"
+    if array.shape != value.shape or array.dtype.kind not in wanted:
+        raise CompressError(
+            f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
+            f"and {value.dtype}. Was it saved with other settings, or for another layer?"
+        )
+    if value.dtype.kind == "i" and not ((array >= -256) & (array <= 255)).all():
+        raise CompressError(f"saved {name} has values outside -256 to 255: the state is corrupt")
+    return np.array(array, value.dtype, order="C")
+
+
+_MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
+
+
+@dataclass
+class Tensor:
+    """One tensor's part: dense (`summable` is None) until its size is chosen.
+
+    `summable` works on gradients over 2**exponent, on all ranks alike, and so does its memory.
+    """
+
+    shape: tuple[int, ...]
+    step: int = 0  # that the next gradient belongs to
+    proposed: Allocation | None = None  # by this rank, until the ranks have agreed on one
+    size: Allocation | None = None  # that they have agreed on
+    told: int = 0  # words in which sizes travelled in the last step
+    mean: Array | None = None  # of the last dense step, until then
+    owed: Array | None = None  # what was not sent of it when the exchange began anew
+    exponent: int = 0  # of numbers near the ends of float32
+    summable: TensorState | None = None
+    earlier: TensorState | None = None  # until then, in case that step turns out to be lost
+    awake: AsyncScalars | None = None  # whether the last mean of a tensor that waits had energy
+    held: float | None = None  # gradients that the memory held when it was looked at last
+    before: dict[str, Any] | None = None  # the fields above, before the last step
+    committed: dict[str, Any] | None = None  # and before the first that was not committed
+
+    def left(self) -> Array | None:
+        """What was not sent of it, [n]; no copy in the ordinary range."""
+        if self.summable is None:
+            return self.owed
+        self.summable.conclude()
+        return times_power(self.summable.memory, self.exponent)
+
+    def replace(self, memory: Array) -> None:
+        """Put another memory, [n] float32, in the place of what was not sent."""
+        if self.summable is not None:
+            self.summable.replace(times_power(memory, -self.exponent))
+        else:
+            self.owed = memory
+
+    def listen(self, mean: Array) -> None:
+        """Take note of the mean of a coded step, the same on all ranks, for `wake`."""
+        if self.size is not None and self.size.waits:
+            xp = namespace(mean)
+            found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
+            self.awake = AsyncScalars(xp.reshape(xp.astype(found, xp.float64), (1,)))
+
+    def look(self, memory: float, gradient: float) -> None:
+        """Take note of how many gradients the memory holds, from the norms of both."""
+        known = gradient > 0 and math.isfinite(memory) and math.isfinite(gradient)
+        self.held = float(np.float32(memory / gradient)) if known else None
+
+    def wake(self) -> None:
+        """Begin anew, with dense steps, if a tensor without energy has got some."""
+        awake, self.awake = self.awake, None
+        if awake is not None and awake.read()[0]:
+            self.step = 0
+
+    def open(self) -> None:
+        """A step begins: keep what `undo` and `abort` need."""
+        fields = {k: v for k, v in vars(self).items() if k not in ("before", "committed")}
+        self.before = fields
+        self.committed = self.committed or fields
+
+    def reopen(self, memory: Array, state: State) -> None:
+        """Take what there is for what a step has made that was not committed.
+
+        memory, state : of the summable, before that step
+        """
+        self.commit()
+        self.open()
+        if self.summable is not None:
+            self.summable.reopen(memory, state)
+
+    def commit(self) -> None:
+        """Keep what was done so far: `undo` and `abort` take back what comes after."""
+        self.before = self.committed = None
+        if self.summable is not None:
+            self.summable.commit()
+
+    def undo(self) -> None:
+        """Be as before the last step, which broke off; as after the last commit if there is none.
+
+        Ranks may have come to different places in that step, so its count is taken back, too.
+        """
+        before = self.before
+        self.abort()
+        for name, value in (before or {}).items():
+            setattr(self, name, value)
+
+    def abort(self) -> None:
+        """Remember what was remembered after the last commit.
+
+        Steps stay counted, and what is dense stays so: ranks that disagreed about an abort would
+        otherwise wait for each other for ever. The mean of an aborted step shows nothing.
+        """
+        committed, self.committed, self.before = self.committed, None, None
+        if committed is None:
+            return
+        own = committed["summable"]
+        for summable in (own, self.summable, self.earlier):
+            if summable is not None:
+                summable.abort()
+        left = committed["owed"]
+        if own is not None:
+            left = times_power(own.memory, committed["exponent"])
+        if self.summable is None:
+            self.owed = left
+            if own is not None or committed["mean"] is not None:
+                self.mean = committed["mean"]
+        elif self.summable is not own:
+            memory = self.summable.memory
+            self.replace(namespace(memory).zeros_like(memory) if left is None else left)
+
+    def begin(self, size: Allocation) -> None:
+        """Go on at a size, from the mean gradient that the dense steps showed."""
+        mean = self.mean
+        if mean is None:
+            mean = np.zeros(math.prod(self.shape), np.float32)
+        if self.mean is None and self.earlier is not None and size == self.size:
+            self.summable = self.earlier
+        else:
+            self.size, self.exponent, self.held = size, exponent_of(mean), None
+            self.summable = TensorState.of(size.part(), times_power(mean, -self.exponent))
+        if self.owed is not None:
+            self.replace(self.owed)
+        self.mean = self.owed = self.earlier = self.proposed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on with it, as arrays and numbers."""
+        self.wake()
+        entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}
+        if self.mean is not None:
+            entry["mean"] = np.array(to_host(self.mean))
+        if self.owed is not None:
+            entry["owed"] = np.array(to_host(self.owed))
+        if self.summable is not None and self.size is not None:
+            entry["sides"], entry["way"] = list(self.size.shape), self.size.way
+            entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
+            if self.exponent:
+                entry["exponent"] = self.exponent
+            if self.held is not None:
+                entry["held"] = np.float32(self.held)
+        return entry
+
+    @classmethod
+    def load(cls, entry: dict[str, Any]) -> Tensor:
+        """From what state_dict returned; CompressError if it is not that."""
+        shape = saved.shape(entry["shape"], "shape")
+        n, step = math.prod(shape), saved.count(entry["step"], "step")
+        # Without an array there is nothing to hold a size against.
+        if saved.held(entry) < n and n > _MOST_UNSEEN:
+            raise CompressError(f"declares {n} elements, contains {saved.held(entry)}")
+        tensor = cls(shape, step)
+        for kind in ("mean", "owed"):
+            if kind in entry:
+                setattr(tensor, kind, saved.floats(entry[kind], kind, (n,)))
+        if "summable" in entry:
+            saved.floats(entry["summable"]["memory"], "memory", (n,))
+            tensor.size = _size(entry, n)
+            part = tensor.size.part()
+            empty = np.zeros(n, np.float32)
+            tensor.summable = TensorState(part, part.new_state(empty), empty)
+            tensor.summable.load_state_dict(entry["summable"])
+            tensor.exponent = _exponent(entry.get("exponent", 0))
+            if "held" in entry:
+                tensor.held = float(saved.floats(entry["held"], "number of gradients held", ()))
+        return tensor
+
+
+def _size(entry: dict[str, Any], n: int) -> Allocation:
+    sides, way = saved.shape(entry["sides"], "shape of sides"), entry["way"]
+    if math.prod(sides) != n or way not in WAYS:
+        raise CompressError(
+            f"got sides {sides} and way {way!r}; expected sides of {n} elements, and a way of "
+            f"{WAYS}"
+        )
+    return Allocation(sides, saved.count(entry["size"], "size", high=largest(sides, way)), way)
+
+
+def _exponent(value: Any) -> int:
+    if type(value) is not int or abs(value) > MOST_EXPONENT:
+        raise CompressError(
+            f"its exponent is {value!r}; expected a whole number of at most {MOST_EXPONENT} in "
+            "magnitude"
+        )
+    return value
+
+
+def propose(
+    tensors: Mapping[str, Tensor],
+    left_out: int,
+    *,
+    ratio: float,
+    min_elements: int,
+    ranks: int,
+    rows: bool,
+    frequencies: bool,
+) -> None:
+    """Sizes for all tensors that have none yet, from what the dense steps showed this rank.
+
+    left_out : elements that travel plain; each tensor pays its part of them
+    rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
+    """
+    # A copy: where a thread encodes, a hook may add a tensor meanwhile.
+    every = dict(tensors)
+    new = {name: t for name, t in every.items() if t.summable is None and t.proposed is None}
+    for name, tensor in list(new.items()):
+        known = None if tensor.mean is None else to_host(tensor.mean)
+        if known is not None and not np.isfinite(known).all():
+            # A dense step that was lost has shown nothing: all goes on as before.
+            tensor.mean, tensor.summable = None, tensor.earlier
+            if tensor.summable is not None:
+                del new[name]
+    curves = {}
+    for name, t in list(new.items()):
+        n = math.prod(t.shape)
+        mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
+        mean = times_power(mean, -exponent_of(mean))  # shares of energy have no unit
+        shape = t.shape if n >= min_elements else (n,)
+        curves[name] = EnergyCurve.of(mean, shape)
+        if curves[name].flat:
+            continue
+        if t.mean is None and t.earlier is not None:
+            t.proposed = t.size  # the step that was to show another was aborted
+        elif not mean.any():
+            t.proposed = Allocation(shape, 0)  # nothing is known of it: all of it, until there is
+        if t.proposed is not None:
+            del new[name], curves[name]
+            continue
+        low_rank = curves[name]
+        if rows:
+            curves[name] = better(low_rank, EnergyCurve.of_rows(mean, shape), n / ratio, ranks)
+        if frequencies and curves[name] is low_rank:
+            by_frequencies = EnergyCurve.of_frequencies(mean, shape)
+            curves[name] = with_frequencies(low_rank, by_frequencies, n / ratio, ranks)
+    taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, every))
+    chosen = allocate(curves, budget(taken, left_out * taken / all_taken, ratio), ranks)
+    for name, tensor in new.items():
+        curve, size = curves[name], chosen[name]
+        tensor.proposed = Allocation(curve.shape, size, curve.way if size else "low_rank")

@@ -1,0 +1,499 @@
+"""Which array library and device an array has, and the few functions that libraries name apart.
+
+What lies between a rim and the wire is written once, over the array namespace of its arguments
+(array-api-compat): NumPy, CuPy, and torch on any device. Nothing here waits for a device but
+`to_host` and `Later.read`, which are for what happens between steps. No library is imported: an
+array brings its own along, or a rim hands one in (`register`), as for TensorFlow, whose tensors
+stand for values of a graph and are never changed: what is done in place is used by what it returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from itertools import groupby
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+Array = Any  # of NumPy, CuPy, torch, or a library that a rim has registered
+
+_HOST = (np.ndarray, np.generic)
+_spaces: dict[type, Any] = {}
+_registered: dict[type, Any] = {}
+
+
+def namespace(array: Array) -> Any:
+    """The functions of the array's library, by their names in the array API standard."""
+    kind = type(array)
+    if kind not in _spaces:
+        own = next((_registered[it] for it in kind.__mro__ if it in _registered), None)
+        _spaces[kind] = own or array_api_compat.array_namespace(array)
+    return _spaces[kind]
+
+
+def register(kind: type, space: Any) -> None:
+    """Take arrays of a library that array-api-compat does not know, and of its subclasses.
+
+    space : has the standard's functions that the core uses, and of this module's `constant`, for
+        Constant.on, `split`, `bits_of`, `put`, `either`, `floats_of`, `top`, `add_at`, `rfft` and
+        `irfft`
+    """
+    _registered[kind] = space
+
+
+def _own(array: Array) -> Any:
+    """The library of an array if a rim has registered it, else None."""
+    space = namespace(array)
+    return space if space in _registered.values() else None
+
+
+def is_torch(array: Array) -> bool:
+    """Whether it is a tensor of torch."""
+    return namespace(array) is sys.modules.get("array_api_compat.torch")
+
+
+def is_fixed(array: Array) -> bool:
+    """Whether nothing can be written into it: it stands for a value of a graph."""
+    return _own(array) is not None
+
+
+def device_of(array: Array) -> Any:
+    """Where it lies, for the `device=` of the functions that make arrays."""
+    return array.device if is_torch(array) else array_api_compat.device(array)
+
+
+def on_host(array: Array) -> bool:
+    """Whether its values lie in the host's memory, so that reading one waits for nothing."""
+    if isinstance(array, _HOST):
+        return True
+    return is_torch(array) and array.device.type == "cpu"
+
+
+def library_of(tensor: Any) -> str:
+    """The package that a tensor's type is of, "torch" or "cupy", say; loads none to find out."""
+    return type(tensor).__module__.partition(".")[0]
+
+
+def on_cuda(tensor: Any) -> bool:
+    """Whether this is a tensor on a CUDA device, of whatever library; loads none to find out."""
+    library = library_of(tensor)
+    if library == "cupy":
+        return True
+    if library == "torch":
+        return bool(getattr(tensor, "is_cuda", False))
+    # DLPack's number of CUDA is 2. NumPy has the method, too, and says 1.
+    return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
+
+
+FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
+_GLANCE = 4096  # elements of a gradient looked at before all of them
+
+
+def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
+    """The same memory as a NumPy array, for the compiled kernels; None where they cannot reach it.
+
+    They can where it lies in the host's memory in order, is of this dtype, and is no stand-in of a
+    graph that is being captured. To be asked before the extension is: a capture cannot follow that.
+    """
+    if type(array) is np.ndarray:
+        found = array
+    else:
+        torch = sys.modules.get("torch")
+        if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
+            return None
+        tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        if tracer is not None and tracer.get_proxy_mode() is not None:  # make_fx, on real tensors
+            return None
+        if array.device.type != "cpu" or array.layout is not torch.strided:
+            return None
+        found = (array.detach() if array.requires_grad else array).numpy()
+    return found if found.dtype == dtype and found.flags.c_contiguous else None
+
+
+def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
+    """The same memory in NumPy, if it is a tensor of torch that one thread of a host works on.
+
+    To call one of NumPy's functions takes about half as long, which counts where tensors are small.
+    Where torch has more threads its own functions use them.
+    """
+    if type(array) is np.ndarray or not is_torch(array):
+        return array
+    view = host_view(array, dtype)
+    return array if view is None or host_threads(array) > 1 else view
+
+
+def host_threads(like: Array) -> int:
+    """Threads that the array's library works with on a host."""
+    torch = sys.modules.get("torch")
+    # NumPy has none of its own: beside torch it is given as many, see `quickest`.
+    return int(torch.get_num_threads()) if torch is not None else _processors()
+
+
+@cache
+def _processors() -> int:
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdigit() and int(wish):
+        return int(wish)
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def to_host(array: Array) -> npt.NDArray[Any]:
+    """The values as a NumPy array; shares memory with an array on the host."""
+    if isinstance(array, np.ndarray):
+        return array
+    if is_torch(array):
+        return np.asarray(array.detach().cpu().numpy())
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def asarray_like(array: Array, like: Array) -> Array:
+    """An array in the library and on the device of another, in its own dtype; may share memory."""
+    if isinstance(like, np.ndarray):
+        return to_host(array)
+    if (own := _own(like)) is not None:
+        return own.asarray(array)  # it finds a place for its tensors by itself
+    if type(array) is type(like) and array.device == like.device:
+        return array
+    return _on_device(to_host(array), like)
+
+
+def _on_device(host: npt.NDArray[Any], like: Array) -> Array:
+    """May share memory on the host, but where nothing may be written: torch warns of that."""
+    host = host if host.flags.writeable else host.copy()
+    return namespace(like).asarray(host, device=like.device)
+
+
+class Constant:
+    """A host array that follows from shapes and settings, and its copies on devices.
+
+    The first call on a device copies it there.
+    """
+
+    def __init__(self, host: npt.NDArray[Any]) -> None:
+        self.host = host
+        self._copies: dict[str, Array] = {}
+
+    def on(self, like: Array) -> Array:
+        """The array where `like` lies."""
+        if isinstance(like, _HOST):
+            return self.host
+        if (own := _own(like)) is not None:
+            return own.constant(self, self.host)
+        key = f"{type(like).__module__} {like.device}"
+        if key not in self._copies:
+            self._copies[key] = _on_device(self.host, like)
+        return self._copies[key]
+
+
+def take(values: Array, index: Array) -> Array:
+    """[n] values at [m] places, [m]."""
+    if isinstance(values, np.ndarray):
+        return values[index]
+    if is_torch(values):
+        return values.index_select(0, index)  # several times as fast as values[index]
+    return namespace(values).take(values, index, axis=0)
+
+
+def runs_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal lengths side by side: how many, and the length."""
+    return [(len(list(same)), length) for length, same in groupby(lengths)]
+
+
+def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
+    """[n]: each value as many times as its run is long, without an index for each."""
+    xp = namespace(values)
+    pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
+    return join([xp.reshape(xp.broadcast_to(it[:, None], run), (-1,)) for it, run in pieces])
+
+
+def put(target: Array, index: Array, values: Array) -> Array:
+    """The target with other values at [m] places of its first axis; in its place if it can be."""
+    if (own := _own(target)) is not None:
+        return own.put(target, index, values)
+    target[index] = values
+    return target
+
+
+def filled(target: Array, value: Array) -> Array:
+    """The target with a 0-d value everywhere; in its place if it can be."""
+    if _own(target) is not None:
+        return namespace(target).broadcast_to(value, target.shape)
+    target[...] = value
+    return target
+
+
+def bits_of(values: Array) -> Array:
+    """The bits of float32 as int32; may share memory."""
+    own = _own(values)
+    return values.view(namespace(values).int32) if own is None else own.bits_of(values)
+
+
+def floats_of(bits: Array) -> Array:
+    """The float32 that int32 are the bits of; may share memory."""
+    own = _own(bits)
+    return bits.view(namespace(bits).float32) if own is None else own.floats_of(bits)
+
+
+def top(values: Array, count: int) -> Array:
+    """[rows, count]: the largest of each row, in any order."""
+    if is_torch(values):
+        return values.topk(count, dim=1, sorted=False).values
+    if (own := _own(values)) is not None:
+        return own.top(values, count)
+    if isinstance(values, np.ndarray):
+        return np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
+    return namespace(values).sort(values, axis=1)[:, -count:]
+
+
+def add_at(target: Array, index: Array, values: Array) -> Array:
+    """The target with values added at [m] places of its first axis; in its place if it can be.
+
+    Whole numbers add up to the same in any order; no place of floats may come twice.
+    """
+    if is_torch(target):
+        return target.index_add_(0, index, values)
+    if (own := _own(target)) is not None:
+        return own.add_at(target, index, values)
+    namespace(target).add.at(target, index, values)
+    return target
+
+
+def scipy_fft(like: Array) -> Any:
+    """scipy.fft for NumPy; for CuPy its own form of that: cuFFT, whose plans it keeps."""
+    return import_module("cupyx.scipy.fft" if library_of(like) == "cupy" else "scipy.fft")
+
+
+def rfft(blocks: Array) -> Array:
+    """[rows, 2 * bins]: the real FFT of each row, orthonormal, real and imaginary parts in turn.
+
+    Of any length, in single precision. One row is not shared among threads: no library does that.
+    """
+    if is_torch(blocks):
+        torch = sys.modules["torch"]
+        return torch.view_as_real(torch.fft.rfft(blocks, norm="ortho")).reshape(len(blocks), -1)
+    if (own := _own(blocks)) is not None:
+        return own.rfft(blocks)
+    return scipy_fft(blocks).rfft(blocks, axis=-1, norm="ortho").view(namespace(blocks).float32)
+
+
+def irfft(parts: Array, block: int) -> Array:
+    """[rows, block]: the inverse of `rfft`, which may overwrite its argument."""
+    if is_torch(parts):
+        torch = sys.modules["torch"]
+        pairs = torch.view_as_complex(parts.reshape(len(parts), -1, 2))
+        return torch.fft.irfft(pairs, n=block, norm="ortho")
+    if (own := _own(parts)) is not None:
+        return own.irfft(parts, block)
+    bins = parts.view(namespace(parts).complex64)
+    return scipy_fft(parts).irfft(bins, n=block, axis=-1, norm="ortho", overwrite_x=True)
+
+
+def shifted_right(values: Array, places: int) -> Array:
+    """Whole numbers divided by 2**places and rounded down."""
+    if _own(values) is None:
+        return values >> places
+    return namespace(values).bitwise_right_shift(values, places)
+
+
+def matrix_transpose(matrix: Array) -> Array:
+    """[a, b] as [b, a], a view; in TensorFlow's graphs it becomes a part of the product."""
+    return matrix.T if _own(matrix) is None else namespace(matrix).permute_dims(matrix, (1, 0))
+
+
+def where_all(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """All of the first if a 0-d bool is set, else all of the second."""
+    if (own := _own(flag)) is not None:
+        return own.where_all(flag, these, others)  # type: ignore[no-any-return]
+    xp = namespace(flag)
+    return [xp.where(flag, this, other) for this, other in zip(these, others, strict=True)]
+
+
+def clipped(values: Array, least: float, largest: float) -> Array:
+    """Values no less and no more than these; the standard's form costs torch six operations."""
+    if is_torch(values):
+        return values.clamp(least, largest)
+    return namespace(values).clip(values, least, largest)
+
+
+def rounded(fresh: Array, limit: int) -> Array:
+    """Values of an array that nobody else has as whole numbers up to +-limit, of its dtype."""
+    if isinstance(fresh, np.ndarray):
+        return np.clip(np.rint(fresh, out=fresh), -limit, limit, out=fresh)
+    if is_torch(fresh):
+        return fresh.round_().clamp_(-limit, limit)
+    return clipped(namespace(fresh).round(fresh), -limit, limit)
+
+
+def largest_of(values: Array, group_of: Array, groups: int) -> Array:
+    """[groups]: the largest of the [n] values, none below zero, that are of each group."""
+    xp = namespace(values)
+    least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
+    if is_torch(values):
+        return least.scatter_reduce(0, group_of, values, "amax")
+    xp.maximum.at(least, group_of, values)
+    return least
+
+
+def largest_of_rows(values: Array) -> Array:
+    """The largest magnitude in each row of [rows, n] float32."""
+    xp = namespace(values)
+    if is_torch(values):  # in one operation
+        return xp.linalg.vector_norm(values, ord=float("inf"), axis=1)
+    if isinstance(values, np.ndarray):
+        # Two passes that write nothing: of a whole vector the magnitudes would go through memory.
+        return np.maximum(values.max(axis=1), -values.min(axis=1))
+    return xp.max(xp.abs(values), axis=1)
+
+
+def inverse(values: Array) -> Array:
+    """One divided by each, rounded once; 1 / x is two operations in torch."""
+    return values.reciprocal() if is_torch(values) else 1 / values
+
+
+def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    """In place: each target becomes the value of its shape."""
+    if is_torch(targets[0]):
+        sys.modules["torch"]._foreach_copy_(list(targets), list(values))
+        return
+    for target, value in zip(targets, values, strict=True):
+        target[...] = value
+
+
+def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views of stretches of a vector, of these sizes, which cover it."""
+    if len(sizes) == 1:
+        return [flat]
+    if is_torch(flat):
+        return list(flat.split(list(sizes)))
+    if (own := _own(flat)) is not None:
+        return own.split(flat, sizes)  # type: ignore[no-any-return]
+    ends = np.cumsum(sizes)
+    return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def join(parts: Sequence[Array]) -> Array:
+    """Vectors one behind the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts))
+
+
+def transposed(matrices: Array) -> Array:
+    """[k, a, b] as [k, b, a], a view."""
+    return namespace(matrices).permute_dims(matrices, (0, 2, 1))
+
+
+def products(left: Array, right: Array) -> Array:
+    """[k, a, b] times [k, b, c] is [k, a, c]."""
+    if is_torch(left):
+        return left.bmm(right)  # matmul is the same in six operations
+    return namespace(left).matmul(left, right)
+
+
+def squared_norm(matrix: Array) -> Array:
+    """0-d: the sum of squares."""
+    flat = namespace(matrix).reshape(matrix, (-1,))
+    if is_torch(flat):
+        return sys.modules["torch"].dot(flat, flat)
+    return flat @ flat if _own(flat) is None else namespace(flat).vecdot(flat, flat)
+
+
+def product(left: Array, right: Array, out: Array | None) -> Array:
+    """The matrix product, in `out` if there is one."""
+    if is_torch(left):
+        return sys.modules["torch"].mm(left, right, out=out)
+    if out is None:
+        return namespace(left).matmul(left, right)
+    return namespace(left).matmul(left, right, out=out)
+
+
+def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
+    """The matrix less left @ right; in its place if it can be."""
+    if is_torch(matrix):
+        return matrix.addmm_(left, right, alpha=-1)
+    if not isinstance(matrix, np.ndarray):
+        matrix -= left @ right
+        return matrix
+    # A product as large as the gradient would be written to memory and read again, and the C
+    # library hands buffers of that size back to the system each time.
+    rows = max(1, 2**16 // matrix.shape[1])
+    for start in range(0, len(matrix), rows):
+        matrix[start : start + rows] -= left[start : start + rows] @ right
+    return matrix
+
+
+def is_used(values: Array) -> bool:
+    """Whether any value is not zero; the start of a gradient mostly tells. Waits for a device."""
+    xp = namespace(values)
+    return bool(xp.any(values[:_GLANCE])) or bool(xp.any(values))
+
+
+def full_fp32_matmul(like: Array) -> AbstractContextManager[Any]:
+    """Products of float32 in float32, and no word about overflow: what is not finite is looked for.
+
+    Torch may run them in fewer bits (TF32, bfloat16, autocast); a rank that subtracts another
+    product than that of the mean loses the difference.
+    """
+    if is_torch(like):
+        if sys.modules["torch"].compiler.is_compiling():
+            return nullcontext()  # whoever captures a step says how its products are taken
+        return _float32_products(like.device.type)
+    return np.errstate(all="ignore")
+
+
+@cache
+def _precisions() -> Any:
+    from contextlib import contextmanager
+
+    torch = sys.modules["torch"]
+
+    @contextmanager
+    def full(device: str) -> Any:
+        before = torch.get_float32_matmul_precision()
+        if before != "highest":
+            torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.no_grad():
+                if device != "meta" and torch.is_autocast_enabled(device):
+                    with torch.autocast(device, enabled=False):
+                        yield
+                else:
+                    yield
+        finally:
+            if before != "highest":
+                torch.set_float32_matmul_precision(before)
+
+    return full
+
+
+def _float32_products(device: str) -> AbstractContextManager[Any]:
+    return _precisions()(device)  # type: ignore[no-any-return]
+
+
+class AsyncScalars:
+    """A few numbers of a device, on their way to the host: read when they have long arrived.
+
+    numbers : [n] float64
+    """
+
+    def __init__(self, numbers: Array) -> None:
+        self._event: Any = None
+        self._numbers = numbers
+        if is_torch(numbers) and numbers.device.type == "cuda":
+            torch = sys.modules["torch"]
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device if it has not come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(each) for each in to_host(self._numbers)]

@@ -1,0 +1,416 @@
+"""FFTCodec on tensors that are on a GPU: the same bytes, made where the tensor is.
+
+Vectors in blocks of up to 8192 go through the fused kernels, one launch for all blocks of one
+length, of up to 48 tensors. Larger blocks and whole vectors go through the array code of
+`batched.py`, whose FFT is cuFFT.
+
+Nothing here waits for the device. So a payload's `saturated`, `energy` and `error` are not known
+on the host (the header has the first), and a damaged payload decodes to NaN where an error would
+need waiting: `raise_if_damaged` asks, once a step, say. Of tensors for the kernels, `Encoder` and
+`Decoder` allocate when they are made and only launch when they run, so a run may be captured in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import _cuda, arrays
+from ..arrays import on_cuda
+from ..errors import CompressError, PayloadError
+from ..ops import launch, quantize
+from ..ops.launch import Format, Piece
+from . import batched
+from .base import HEADER_BYTES, Payload
+from .fft_settings import HEADER_WORDS, Coder, Section, blockwise, header, used_words
+
+_flags: dict[int, Any] = {}  # by device: u32 [1] on it, raised by decoding
+_DAMAGE = {
+    1: "a record with a range that is not finite or positions out of order",
+    2: "a header of another codec, other settings or another number of elements",
+    4: "a checksum that does not match its bytes",
+    8: "a header, a checksum or a record that is not one of this codec",  # the array code's
+}
+
+
+def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
+    """Zero memory for encoding tensors like this one, on its device.
+
+    One [blocks, bins * parts] CuPy array per section: float32, or uint16 that holds bfloat16.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise CompressError(f"memory of dtype {dtype!r}; expected 'float32' or 'bfloat16'")
+    vector = _cuda.view(like)
+    kind = "float32" if dtype == "float32" else "uint16"
+    with vector.run().context() as xp:
+        return [
+            xp.zeros((s.count, s.layout.bins * s.layout.parts), kind)
+            for s in codec.sections(vector.elements)
+        ]
+
+
+def to_device(state: Sequence[Any], like: Any) -> list[Any]:
+    """The memory on the device of `like`; copied only if it is not on a device yet."""
+    with _cuda.view(like).run().context() as xp:
+        return [part if on_cuda(part) else xp.asarray(part) for part in state]
+
+
+def encode(
+    codec: Coder, tensor: Any, state: list[Any] | None = None, decay: float = 1.0
+) -> Payload:
+    """FFTCodec.encode for a tensor on a GPU; the payload stays there."""
+    return Encoder(codec, [tensor], None if state is None else [state]).run(decay)[0]
+
+
+def decode_mean(codec: Coder, payloads: Sequence[Payload], out: Any = None) -> Any:
+    """FFTCodec.decode_mean for payloads on a GPU.
+
+    Returns `out`; or float32 in the framework of the first payload, a CuPy array if that is not
+    known, made on the stream that framework works on now.
+    """
+    n = payloads[0].n
+    buffers: list[Any] = [payload.buffer for payload in payloads]
+    if out is None:
+        out = _cuda.empty(n, int(buffers[0].device.id), payloads[0].framework)
+    Decoder(codec, [side_by_side(buffers)], [out]).run()
+    return out
+
+
+class Encoder:
+    """Encodes the same tensors, in place in memory, as often as it runs.
+
+    Parameters
+    ----------
+    codec : what to do
+    tensors : vectors of float32, float16 or bfloat16 on one device; read at each run
+    states : their memories as new_state makes them, or None
+    buffers : uint8 CuPy arrays for the payloads, or None to have them made
+    """
+
+    def __init__(
+        self,
+        codec: Coder,
+        tensors: Sequence[Any],
+        states: Sequence[list[Any]] | None = None,
+        buffers: Sequence[Any] | None = None,
+    ) -> None:
+        _check_codec(codec)
+        if not tensors:
+            raise CompressError("an Encoder needs at least one tensor; got none")
+        self.codec = codec
+        self._views = [_checked(tensor) for tensor in tensors]
+        self._states = states
+        sizes = [codec.payload_bytes(view.elements) for view in self._views]
+        with self._views[0].run().context() as xp:
+            self._totals = xp.empty((len(tensors), 2), "uint64")
+            self.buffers = list(buffers or [xp.empty(size, "uint8") for size in sizes])
+        if [buffer.size for buffer in self.buffers] != sizes:
+            raise CompressError(
+                f"payload buffers of {[b.size for b in self.buffers]} bytes; expected {sizes}"
+            )
+        self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
+        self._sheets = [
+            launch.Sheet(
+                buffer=int(self.buffers[i].data.ptr),
+                totals=self._total(i),
+                words=self.buffers[i].size // 4,
+                used=used_words(codec, self._views[i].elements),
+                header=header(codec, self._views[i].elements),
+            )
+            for i in np.flatnonzero(self._by_kernels).tolist()
+        ]
+        if states is not None:
+            for view, state in zip(self._views, states, strict=True):
+                _check_state(codec, state, view.elements)
+
+    def run(self, decay: float = 1.0) -> list[Payload]:
+        """Encode; on the stream that the tensors' framework works on now."""
+        device = self._views[0].run()
+        launch.open_payloads(device, self._sheets)
+        top = _top(self.codec)
+        pieces: dict[Format, list[Piece]] = defaultdict(list)
+        sources = []  # alive until launched
+        for i, (view, by_kernels) in enumerate(zip(self._views, self._by_kernels, strict=True)):
+            if not by_kernels:
+                self._encode_as_arrays(device, i, view, decay)
+                continue
+            sources.append(self._prepared(device, view))
+            for at, section in enumerate(self.codec.sections(view.elements)):
+                memory = None if self._states is None else self._states[i][at]
+                form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
+                pieces[form].append(self._piece(i, sources[-1], section, memory))
+        for form, rows in pieces.items():
+            launch.encode_blocks(device, form, rows, decay=decay, top=top)
+        launch.seal_payloads(device, self._sheets)
+        return [
+            Payload(
+                buffer,
+                self.codec.codec_id,
+                view.elements,
+                self.codec.settings,
+                framework=view.framework,
+            )
+            for view, buffer in zip(self._views, self.buffers, strict=True)
+        ]
+
+    def _encode_as_arrays(
+        self, device: _cuda.CudaDevice, i: int, view: _cuda.View, decay: float
+    ) -> None:
+        """Tensor i by array code: its payload and memory are written where kernels would."""
+        state = None if self._states is None else self._states[i]
+        with device.context():
+            memories = None if state is None else [[_wide(part) for part in state]]
+            made = batched.encode(self.codec, [view.array()], memories, decay=decay)
+            self.buffers[i].view("int32")[:] = made.words
+            if state is not None and made.memories is not None:
+                for part, left in zip(state, made.memories[0], strict=True):
+                    part[...] = left if part.dtype == left.dtype else _narrow(left)
+
+    def _prepared(self, device: _cuda.CudaDevice, view: _cuda.View) -> _cuda.View:
+        """The vector as the blocks take it: cast to half precision, or turned along axes."""
+        codec = self.codec
+        if not codec.half and codec.transform != "axes":
+            return view
+        with device.context():
+            array = view.array()
+            if codec.half:
+                array = array.astype("float16")
+            if codec.transform == "axes":
+                tensor = array.astype("float32", copy=False).reshape(codec.shape)
+                array = (
+                    arrays.scipy_fft(tensor).dctn(tensor, axes=codec.axes, norm="ortho").reshape(-1)
+                )
+            return _cuda.view(array)
+
+    def _piece(self, i: int, source: _cuda.View, section: Section, memory: Any) -> Piece:
+        size = 4 if source.dtype == "float32" else 2
+        return Piece(
+            values=source.address + section.start * size,
+            dtype=source.dtype,
+            elements=section.stop - section.start,
+            blocks=section.count,
+            words=self._word(i, section.words_at),
+            first_word=HEADER_WORDS + section.words_at,
+            totals=self._total(i),
+            memory=0 if memory is None else int(memory.data.ptr),
+            memory_dtype=_memory_dtype(memory),
+        )
+
+    def _word(self, i: int, at: int) -> int:
+        return int(self.buffers[i].data.ptr) + HEADER_BYTES + 4 * at
+
+    def _total(self, i: int) -> int:
+        return int(self._totals.data.ptr) + 16 * i
+
+
+def _check_state(codec: Coder, state: list[Any], n: int) -> None:
+    shapes = [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
+    dtypes = {str(part.dtype) for part in state}
+    device = all(on_cuda(part) for part in state)
+    if not device or [part.shape for part in state] != shapes or dtypes - {"float32", "uint16"}:
+        raise CompressError(
+            f"state of shapes {[part.shape for part in state]} and dtypes {sorted(dtypes)}; "
+            f"expected {shapes} of float32 (or uint16 for bfloat16) on the tensor's device. Make "
+            "it with new_state(n, like=tensor)."
+        )
+
+
+def _memory_dtype(memory: Any) -> str:
+    return "bfloat16" if memory is not None and str(memory.dtype) == "uint16" else "float32"
+
+
+def _top(codec: Coder) -> int | None:
+    if not isinstance(codec.window, (int, float)):
+        return None
+    peak = np.float32(codec.window).view(np.uint32)
+    return int(quantize.window_top(peak, codec.mantissa))
+
+
+class Decoder:
+    """Writes the means of the payloads in the same places as often as it runs.
+
+    Parameters
+    ----------
+    codec : what made them
+    gathered : per tensor the payloads of all ranks, uint8 CuPy array [ranks, nbytes]
+    outs : vectors of float32, float16 or bfloat16 to write, on the same device
+    """
+
+    def __init__(self, codec: Coder, gathered: Sequence[Any], outs: Sequence[Any]) -> None:
+        _check_codec(codec)
+        self.codec, self._gathered = codec, list(gathered)
+        self._views = [_checked(out) for out in outs]
+        self.ranks = int(self._gathered[0].shape[0])
+        for buffer, view in zip(self._gathered, self._views, strict=True):
+            expected = (self.ranks, codec.payload_bytes(view.elements))
+            rows = buffer.strides[0] % 4 == 0 and buffer.strides[1] == 1
+            if buffer.shape != expected or not rows or int(buffer.data.ptr) % 4:
+                raise PayloadError(
+                    f"payloads of shape {buffer.shape} for {view.elements} elements; expected "
+                    f"{expected}, rows contiguous and aligned to four bytes. Were they cut?"
+                )
+        device = self._views[0].run()
+        with device.context() as xp:
+            self._totals = xp.empty((len(self._views), self.ranks), "uint64")
+            if device.device not in _flags:
+                _flags[device.device] = xp.zeros(1, "uint32")
+                device.stream.synchronize()  # other streams raise flags, too
+        self._flag = int(_flags[device.device].data.ptr)
+        self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
+        self._sheets = [
+            launch.Sheet(
+                buffer=int(self._gathered[i].data.ptr),
+                totals=self._total(i),
+                words=self._gathered[i].shape[1] // 4,
+                used=used_words(codec, self._views[i].elements),
+                header=header(codec, self._views[i].elements),
+                flags=self._flag,
+                rank_words=self._gathered[i].strides[0] // 4,
+            )
+            for i in np.flatnonzero(self._by_kernels).tolist()
+        ]
+
+    def run(self) -> None:
+        """Decode; on the stream that the outputs' framework works on now."""
+        device = self._views[0].run()
+        launch.open_checks(device, self._sheets, self.ranks)
+        pieces: dict[Format, list[Piece]] = defaultdict(list)
+        for i, (view, by_kernels) in enumerate(zip(self._views, self._by_kernels, strict=True)):
+            if not by_kernels:
+                self._decode_as_arrays(device, i, view)
+            elif self.codec.transform == "axes":
+                with device.context() as xp:
+                    target = _cuda.view(xp.empty(view.elements, "float32"))
+                self._add_pieces(i, target, pieces)
+                self._launch(device, pieces)
+                self._from_axes(device, target, view)
+            else:
+                self._add_pieces(i, view, pieces)
+        self._launch(device, pieces)
+        launch.check_payloads(device, self._sheets, self.ranks)
+
+    def _add_pieces(self, i: int, target: _cuda.View, pieces: dict[Format, list[Piece]]) -> None:
+        """Leave the blocks of tensor i for a common launch."""
+        for section in self.codec.sections(target.elements):
+            form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
+            pieces[form].append(self._piece(i, target, section))
+
+    def _decode_as_arrays(self, device: _cuda.CudaDevice, i: int, view: _cuda.View) -> None:
+        with device.context() as xp:
+            words = xp.ascontiguousarray(self._gathered[i]).view("int32")
+            decoded = batched.decode(self.codec, words, [view.elements])
+            view.store(0, decoded.means[0])
+            flags = _flags[device.device]
+            flags |= decoded.damaged.astype("uint32") * np.uint32(8)
+
+    def _launch(self, device: _cuda.CudaDevice, pieces: dict[Format, list[Piece]]) -> None:
+        for form, rows in pieces.items():
+            launch.decode_blocks(device, form, rows, ranks=self.ranks, weight=1 / self.ranks)
+        pieces.clear()
+
+    def _piece(self, i: int, target: _cuda.View, section: Section) -> Piece:
+        size = 4 if target.dtype == "float32" else 2
+        return Piece(
+            values=target.address + section.start * size,
+            dtype=target.dtype,
+            elements=section.stop - section.start,
+            blocks=section.count,
+            words=self._word(i, 0, section.words_at),
+            first_word=HEADER_WORDS + section.words_at,
+            totals=self._total(i),
+            memory=self._flag,
+            rank_words=self._gathered[i].strides[0] // 4,
+        )
+
+    def _from_axes(self, device: _cuda.CudaDevice, source: _cuda.View, view: _cuda.View) -> None:
+        codec = self.codec
+        with device.context():
+            tensor = source.owner.reshape(codec.shape)
+            values = (
+                arrays.scipy_fft(tensor).idctn(tensor, axes=codec.axes, norm="ortho").reshape(-1)
+            )
+            view.store(0, values)
+
+    def _word(self, i: int, rank: int, at: int) -> int:
+        buffer = self._gathered[i]
+        return int(buffer.data.ptr) + rank * int(buffer.strides[0]) + HEADER_BYTES + 4 * at
+
+    def _total(self, i: int) -> int:
+        return int(self._totals.data.ptr) + 8 * self.ranks * i
+
+
+def damage_of(device: int) -> Any:
+    """The flag that decoding on a device raises and `raise_if_damaged` lowers, u32 [1] there."""
+    return _flags[device]
+
+
+def raise_if_damaged(device: int = 0) -> None:
+    """Raise PayloadError if anything decoded since the last call was damaged; waits for it."""
+    if device not in _flags:
+        return
+    with _cuda.cupy().cuda.Device(device) as chosen:
+        chosen.synchronize()  # whatever stream it was decoded on
+        found = int(_flags[device].get()[0])
+        _flags[device].fill(0)
+    kinds = [text for bit, text in _DAMAGE.items() if found & bit]
+    if kinds:
+        raise PayloadError(
+            f"decoded on CUDA device {device}: {' and '.join(kinds)}; expected payloads of this "
+            "codec, settings and size, undamaged. The blocks concerned hold NaN. Use one version "
+            "and the same settings on all ranks."
+        )
+
+
+def side_by_side(buffers: list[Any]) -> Any:
+    """Payloads as [ranks, nbytes]: as they lie if evenly spaced in one array, else copied."""
+    xp, first = _cuda.cupy(), buffers[0]
+    base = first.base if first.base is not None else first
+    places = [int(buffer.data.ptr) for buffer in buffers]
+    steps = {b - a for a, b in pairwise(places)} or {first.size}
+    one = all((buffer.base if buffer.base is not None else buffer) is base for buffer in buffers)
+    if one and len(steps) == 1 and min(steps) >= first.size:
+        strides = (min(steps), 1)
+        return xp.lib.stride_tricks.as_strided(first, (len(buffers), first.size), strides)
+    return xp.stack(buffers)
+
+
+def _check_codec(codec: Coder) -> None:
+    if codec.window == "payload":
+        raise CompressError(
+            'window="payload" on a GPU, where the largest magnitude of all blocks would take a '
+            'second pass; expected window="block" or a number'
+        )
+
+
+def _checked(tensor: Any) -> _cuda.View:
+    view = _cuda.view(tensor)
+    if view.dtype not in launch.DTYPES:
+        raise CompressError(
+            f"cannot encode dtype {view.dtype}; expected float32, float16 or bfloat16. "
+            "Cast it: tensor.float()."
+        )
+    return view
+
+
+def _fit_kernels(codec: Coder, n: int) -> bool:
+    """Whether the fused kernels take all blocks of n elements; else the array code does."""
+    forms = (Format.of(s.layout, blockwise(codec), codec.span) for s in codec.sections(n))
+    return all(form.fits_block for form in forms)
+
+
+def _wide(memory: Any) -> Any:
+    """A memory as float32; the bits of bfloat16 are kept as uint16."""
+    short = str(memory.dtype) == "uint16"
+    return (memory.astype("uint32") << 16).view("float32") if short else memory
+
+
+def _narrow(memory: Any) -> Any:
+    """Finite float32 as the bits of bfloat16, to nearest, ties to even, and never to infinity."""
+    words = memory.view("uint32")
+    codes = (words + 0x7FFF + (words >> 16 & 1)) >> 16
+    return (codes - ((codes & 0x7FFF) == 0x7F80)).astype("uint16")

@@ -1,4 +1,0 @@
-"""The codec that tries others on the tensor itself.
-
-May import `codecs/frequency`, `codecs/factors` and what these may.
-"""

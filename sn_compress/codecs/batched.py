@@ -1,0 +1,420 @@
+"""FFTCodec over an array namespace: the payloads of many tensors at once, wherever they lie.
+
+    encoded = encode(codec, gradients, memories)      one wire, [words] int32, for an all-gather
+    decoded = decode(codec, gathered, sizes)          from [ranks, words] int32 to the means
+
+The same bytes as FFTCodec.encode's. Blocks of all tensors that have one layout go through each
+function together, so launches do not grow with the number of tensors. No value is read, no shape
+hangs on one, and nothing that is handed over is changed: the same code runs in NumPy, in torch on
+any device, under a capture, and in a graph of TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import (
+    Array,
+    Constant,
+    device_of,
+    full_fp32_matmul,
+    join,
+    largest_of_rows,
+    namespace,
+    put,
+    take,
+    to_host,
+)
+from ..errors import CompressError, PayloadError
+from ..ops import bits, quantize
+from ..ops.checksum import Checksums
+from ..ops.quantize import Layout
+from ..ops.record_arrays import Records
+from ..ops.transforms import OverAxes, Transform
+from .fft_settings import HEADER_WORDS, Coder, blockwise, header
+
+_SATURATED = 6  # the header's word that says how many values were clipped
+
+OptimizerState = Sequence[Array]
+"""Of one tensor: [blocks, bins * parts] float32 for each of its sections; see memory_shapes."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a step has made.
+
+    words : [words] int32, the payloads one behind the other
+    memories : the next step's, of each tensor; None if there were none
+    numbers : [3] float64, all tensors together: the squared norm of what was encoded, that of what
+        was lost, both of finite blocks alone, and how many values were clipped. None if not asked
+    """
+
+    words: Array
+    memories: list[list[Array]] | None
+    numbers: Array | None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What has come of a gather.
+
+    means : [n] float32 of each tensor; NaN where a rank had a block that was not finite, and all
+        of a tensor whose payload from any rank is damaged
+    damaged : 0-d bool, whether any payload is: an error, which the host may read later
+    """
+
+    means: list[Array]
+    damaged: Array
+
+
+def serves(codec: Coder) -> bool:
+    """Whether there is array code for these settings; others raise CompressError."""
+    return codec.window != "payload"
+
+
+def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
+    """The shapes of a tensor's memory, one for each of its sections."""
+    return [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
+
+
+def memory_on_host(state: Sequence[Any]) -> list[Any]:
+    """A copy of a memory, wherever it is, as NumPy float32; waits for the device."""
+    parts = [np.array(to_host(part)) for part in state]
+    return [
+        (p.astype(np.uint32) << 16).view(np.float32) if p.dtype == np.uint16 else p for p in parts
+    ]
+
+
+def new_memory(codec: Coder, n: int, like: Array) -> list[Array]:
+    """Zeros where `like` lies."""
+    xp, device = namespace(like), device_of(like)
+    return [xp.zeros(shape, dtype=xp.float32, device=device) for shape in memory_shapes(codec, n)]
+
+
+def words_of(codec: Coder, sizes: Sequence[int]) -> int:
+    """Words of 4 bytes that travel for tensors of so many elements."""
+    return sum(codec.payload_bytes(n) for n in sizes) // 4
+
+
+def encode(
+    codec: Coder,
+    gradients: Sequence[Array],
+    memories: Sequence[OptimizerState] | None = None,
+    *,
+    decay: float = 1.0,
+    unused_waits: bool = False,
+    tally: bool = False,
+) -> Encoded:
+    """The payloads of some tensors.
+
+    gradients : [n] each, all float32, float16 or bfloat16, at least one
+    memories : of each tensor as the last step left it; zeros at first
+    decay : factor on the memories before they are added
+    unused_waits : the memory of a gradient of zeros neither travels nor changes
+    tally : whether to count what was lost
+    """
+    batch = batch_of(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
+    with full_fp32_matmul(gradients[0]):
+        return batch.encode(
+            gradients, memories, decay=decay, unused_waits=unused_waits, tally=tally
+        )
+
+
+def decode(codec: Coder, gathered: Array, sizes: Sequence[int]) -> Decoded:
+    """The means of what all ranks encoded.
+
+    gathered : [ranks, words] int32, of each rank what `encode` made
+    sizes : elements of each tensor
+    Raises PayloadError if the shape is another.
+    """
+    batch = batch_of(codec, tuple(sizes))
+    if len(gathered.shape) != 2 or int(gathered.shape[1]) != batch.words:
+        raise PayloadError(
+            f"gathered words of shape {tuple(gathered.shape)}; expected [ranks, {batch.words}]. Do "
+            "all ranks run the same version with the same settings?"
+        )
+    with full_fp32_matmul(gathered):
+        return batch.decode(gathered)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A section of a tensor: where its blocks are among those of its layout.
+
+    start, stop : its elements; first : its first block; at : its place among the tensor's sections
+    """
+
+    tensor: int
+    at: int
+    start: int
+    stop: int
+    first: int
+    count: int
+    words_at: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """All blocks of one layout."""
+
+    records: Records
+    transform: Transform
+    runs: tuple[_Run, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.records.layout
+
+    @property
+    def blocks(self) -> int:
+        last = self.runs[-1]
+        return last.first + last.count
+
+
+class Batch:
+    """What follows from a codec and the sizes of tensors, and the steps themselves."""
+
+    def __init__(self, codec: Coder, sizes: tuple[int, ...]) -> None:
+        self.codec, self.sizes = codec, sizes
+        self.axes = OverAxes(codec.shape or (), codec.axes or ())
+        nbytes = [codec.payload_bytes(n) for n in sizes]
+        self.words = sum(nbytes) // 4
+        self.starts = [int(at) // 4 for at in np.cumsum([0, *nbytes])[:-1]]
+        self.groups = self._grouped()
+        self.checksums = Checksums([each // 4 for each in nbytes])
+        heads = [header(codec, n) + bytes(8) for n in sizes]
+        self.heads = Constant(np.frombuffer(b"".join(heads), "<i4").copy())
+        places = np.add.outer(self.starts, np.arange(_SATURATED)).reshape(-1)
+        self.head_at = Constant(places.astype(np.int64))
+        fields = np.frombuffer(b"".join(heads), "<i4").reshape(-1, HEADER_WORDS)[:, :_SATURATED]
+        self.fields = Constant(np.ascontiguousarray(fields))
+        self.saturated_at = Constant(np.asarray(self.starts, np.int64) + _SATURATED)
+        self.top = _top(codec)
+        tensors = [
+            np.repeat([r.tensor for r in g.runs], [r.count for r in g.runs]) for g in self.groups
+        ]
+        self.tensor_of = [Constant(each) for each in tensors]  # of each block
+        every = np.concatenate([np.zeros(0, np.int64), *tensors])
+        self.by_tensor = Constant(np.argsort(every, kind="stable"))
+        blocks = np.bincount(every, minlength=len(sizes))
+        self.ends = Constant(np.cumsum([0, *blocks]))
+
+    def _grouped(self) -> list[_Group]:
+        found: dict[Layout, list[_Run]] = {}
+        for tensor, n in enumerate(self.sizes):
+            for at, section in enumerate(self.codec.sections(n)):
+                runs = found.setdefault(section.layout, [])
+                first = runs[-1].first + runs[-1].count if runs else 0
+                place = self.starts[tensor] + HEADER_WORDS + section.words_at
+                runs.append(
+                    _Run(tensor, at, section.start, section.stop, first, section.count, place)
+                )
+        return [
+            _Group(
+                Records(layout),
+                Transform(blockwise(self.codec), layout.block, self.codec.span),
+                tuple(runs),
+            )
+            for layout, runs in found.items()
+        ]
+
+    def encode(
+        self,
+        gradients: Sequence[Array],
+        memories: Sequence[OptimizerState] | None = None,
+        *,
+        decay: float = 1.0,
+        unused_waits: bool = False,
+        tally: bool = False,
+    ) -> Encoded:
+        """See `encode`."""
+        xp = namespace(gradients[0])
+        gradients = self._prepared(gradients)
+        blocks = [self._blocks(group, gradients) for group in self.groups]
+        peaks = [largest_of_rows(values) for values in blocks]
+        used = self._used(peaks) if unused_waits and memories is not None else None
+        pieces: list[list[tuple[int, Array]]] = [[] for _ in self.sizes]
+        kept: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
+        saturated, energies, errors = [], [], []
+        for place, (group, values) in enumerate(zip(self.groups, blocks, strict=True)):
+            memory = None
+            if memories is not None:
+                memory = _joined([memories[run.tensor][run.at] for run in group.runs])
+            is_large = xp.astype(quantize.reach(peaks[place], memory), xp.int64)
+            down = take(quantize.LARGE_DOWN.on(values), is_large)[:, None]
+            factor = down if decay == 1 else down * decay
+            if used is not None:
+                factor = factor * xp.astype(used[place], xp.float32)[:, None]
+            coefficients = group.transform.forward(values * down)
+            made = group.records.encode(
+                coefficients, memory, factor, self.top, tally, is_large, down
+            )
+            words, left = bits.as_int32(made.words), made.left
+            saturated.append(made.saturated)
+            energies.append(made.energy)
+            errors.append(made.error)
+            if used is not None:
+                left = xp.where(used[place][:, None], left, memory)
+            for run in group.runs:
+                here = slice(run.first, run.first + run.count)
+                pieces[run.tensor].append((run.at, xp.reshape(words[here], (-1,))))
+                if left is not None:
+                    kept[run.tensor][run.at] = left[here]
+        wire = self._wire(gradients[0], pieces)
+        if self.top is not None:
+            counts = xp.astype(self._by_tensor(saturated), xp.int32)
+            wire = put(wire, self.saturated_at.on(wire), counts)
+        sums = self.checksums.of(wire[None, :])[0]
+        wire = put(wire, self.checksums.places.on(wire), sums)
+        numbers = None
+        if tally:
+            none = [xp.zeros(1, dtype=xp.float64, device=device_of(wire))]
+            clipped = [xp.astype(each, xp.float64) for each in saturated]
+            each = [xp.sum(join(it or none)) for it in (energies, errors, clipped)]
+            numbers = xp.stack(each)
+        return Encoded(wire, None if memories is None else kept, numbers)
+
+    def decode(self, gathered: Array) -> Decoded:
+        """See `decode`."""
+        xp, ranks = namespace(gathered), int(gathered.shape[0])
+        bad = self._damaged(gathered)  # [ranks, tensors]
+        pieces: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
+        flags, rooms = [], []
+        for group in self.groups:
+            layout = group.layout
+            records = [
+                gathered[:, run.words_at : run.words_at + run.count * layout.words]
+                for run in group.runs
+            ]
+            whole = records[0] if len(records) == 1 else xp.concat(records, axis=1)
+            words = bits.as_int64(xp.reshape(whole, (ranks * group.blocks, layout.words)))
+            decoded = group.records.decode(words, ranks=ranks)
+            shape = (group.blocks * layout.bins, layout.parts)
+            accum = xp.zeros(shape, dtype=xp.float32, device=device_of(gathered))
+            accum = group.records.add(accum, decoded, 1 / ranks)
+            values = group.transform.inverse(xp.reshape(accum, (group.blocks, -1)))
+            values = quantize.restored(values, decoded.down, quantize.HIGHEST)
+            missing = xp.any(xp.reshape(decoded.missing, (ranks, group.blocks)), axis=0)
+            rooms.append((values, missing))
+            damaged = xp.reshape(decoded.damaged, (ranks, group.blocks))
+            flags.append(xp.any(damaged))
+        spoilt = xp.any(bad, axis=0)  # [tensors]
+        for (values, missing), group, tensor_of in zip(
+            rooms, self.groups, self.tensor_of, strict=True
+        ):
+            missing = missing | take(spoilt, tensor_of.on(spoilt))
+            values = xp.where(missing[:, None], xp.full_like(values, float("nan")), values)
+            for run in group.runs:
+                here = xp.reshape(values[run.first : run.first + run.count], (-1,))
+                pieces[run.tensor][run.at] = here[: run.stop - run.start]
+        damaged = xp.any(spoilt)
+        for flag in flags:
+            damaged = damaged | flag
+        empty = xp.zeros(0, dtype=xp.float32, device=device_of(gathered))
+        means = [join(own) if own else empty for own in pieces]
+        return Decoded(self._finished(means), damaged)
+
+    def _prepared(self, gradients: Sequence[Array]) -> Sequence[Array]:
+        """Cast to half precision, or turned along axes, where the codec says so."""
+        codec, xp = self.codec, namespace(gradients[0])
+        if codec.half:
+            gradients = [xp.astype(gradient, xp.float16) for gradient in gradients]
+        if codec.transform != "axes":
+            return gradients
+        stacked = xp.astype(xp.stack(list(gradients)), xp.float32)
+        matrix_transpose = self._along_axes(stacked, back=False)
+        return [matrix_transpose[at] for at in range(len(gradients))]
+
+    def _finished(self, means: list[Array]) -> list[Array]:
+        codec, xp = self.codec, namespace(means[0])
+        if codec.transform != "axes":
+            return means
+        stacked = xp.stack(means)
+        matrix_transpose = self._along_axes(stacked, back=True)
+        return [matrix_transpose[at] for at in range(len(means))]
+
+    def _along_axes(self, stacked: Array, *, back: bool) -> Array:
+        xp = namespace(stacked)
+        is_large = xp.astype(quantize.is_large(stacked), xp.int64)
+        down = take(quantize.LARGE_DOWN.on(stacked), is_large)[:, None]
+        return quantize.restored(self.axes.of(stacked * down, back=back), down, quantize.HIGHEST)
+
+    def _blocks(self, group: _Group, gradients: Sequence[Array]) -> Array:
+        """[blocks, block] float32, the last of each run padded with zeros."""
+        like, block = gradients[0], group.layout.block
+        xp = namespace(like)
+        missing = [run.count * block - (run.stop - run.start) for run in group.runs]
+        zeros = xp.zeros(max(missing), dtype=like.dtype, device=device_of(like))
+        parts = []
+        for run, lacks in zip(group.runs, missing, strict=True):
+            parts.append(gradients[run.tensor][run.start : run.stop])
+            if lacks:
+                parts.append(zeros[:lacks])
+        values = xp.astype(join(parts), xp.float32, copy=False)
+        return xp.reshape(values, (group.blocks, block))
+
+    def _used(self, peaks: Sequence[Array]) -> list[Array]:
+        """Of each group, [blocks] bool: whether the gradient that a block is of has a value."""
+        xp = namespace(peaks[0])
+        found = [xp.astype(own != 0, xp.int64) for own in peaks]
+        used = self._by_tensor(found) > 0
+        return [take(used, tensor_of.on(used)) for tensor_of in self.tensor_of]
+
+    def _by_tensor(self, values: Sequence[Array]) -> Array:
+        """[tensors] int64: sums of [blocks] int64 of each group."""
+        xp = namespace(values[0])
+        ordered = take(join(values), self.by_tensor.on(values[0]))
+        zero = xp.zeros(1, dtype=xp.int64, device=device_of(ordered))
+        sums = xp.concat([zero, xp.cumulative_sum(ordered, axis=0)])
+        ends = take(sums, self.ends.on(sums))
+        return ends[1:] - ends[:-1]
+
+    def _wire(self, like: Array, pieces: Sequence[list[tuple[int, Array]]]) -> Array:
+        """Headers, records and padding of all, [words] int32."""
+        xp = namespace(like)
+        heads = self.heads.on(like)
+        padding = xp.zeros(3, dtype=xp.int32, device=device_of(like))
+        parts = []
+        for tensor, own in enumerate(pieces):
+            parts.append(heads[tensor * HEADER_WORDS : (tensor + 1) * HEADER_WORDS])
+            parts += [words for _, words in sorted(own, key=lambda piece: piece[0])]
+            words = self.codec.payload_bytes(self.sizes[tensor]) // 4 - HEADER_WORDS
+            used = sum(s.count * s.layout.words for s in self.codec.sections(self.sizes[tensor]))
+            if words > used:
+                parts.append(padding[: words - used])
+        return xp.concat(parts)
+
+    def _damaged(self, gathered: Array) -> Array:
+        """Payloads with another header or a wrong checksum, [ranks, tensors] bool."""
+        xp, ranks = namespace(gathered), gathered.shape[0]
+        heads = xp.take(gathered, self.head_at.on(gathered), axis=1)
+        heads = xp.reshape(heads, (ranks, len(self.sizes), _SATURATED))
+        other = xp.any(heads != self.fields.on(gathered)[None], axis=2)
+        sums = xp.take(gathered, self.checksums.places.on(gathered), axis=1)
+        return other | (sums != self.checksums.of(gathered))
+
+
+@lru_cache(maxsize=64)
+def batch_of(codec: Coder, sizes: tuple[int, ...]) -> Batch:
+    """One for each codec and sizes; a step to be captured takes one that was made before."""
+    return Batch(codec, sizes)
+
+
+def _top(codec: Coder) -> int | None:
+    if codec.window == "block":
+        return None
+    if codec.window == "payload":
+        raise CompressError(
+            'window="payload" as array code, which encodes blocks of many payloads at once; '
+            'expected window="block" or a number. Or encode tensors on the CPU.'
+        )
+    return int(quantize.window_top(np.float32(codec.window).view(np.uint32), codec.mantissa))
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)

@@ -1,0 +1,336 @@
+"""Error-bounded values: no element is off by more than a bound, and zeros stay zero.
+
+Gradients may lose an element altogether and make up for it at the next step. A saved activation is
+used once, so what matters is that no error is large and that errors average out. "fixed" has 1, 2,
+4 or 8 bits per element, on a grid of each group's own, rounded at random and thus unbiased;
+"paper" is what the paper on compressed activations does (Jin et al., arXiv 2011.09017): rounded to
+nearest, predicted, entropy-coded; smaller, but biased and of a size that depends on the data.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CompressError, PayloadError
+from ..ops import codes, groups, lorenzo
+from . import frame
+from .base import HEADER_BYTES, Codec, Floats, Payload
+from .frame import through_host
+
+_SETTINGS = struct.Struct("<fBBBxI")
+_COUNTS = struct.Struct("<QQ")
+_FORMS = ("fixed", "paper")
+_NAN_STEP = 0x7FC0
+_SMALLEST = 2.0**-100
+
+
+@through_host
+class BoundedCodec(Codec):
+    """Every element within an absolute bound.
+
+    Parameters
+    ----------
+    bound : largest absolute error, 2**-100 or more; may be infinite in the fixed form, whose groups
+        then have the finest grid that holds them
+    form : "fixed", of a size known before, or "paper", whose size depends on the data
+    bits : of an element, 1, 2, 4 or 8 (fixed)
+    group : elements that share a grid, a power of two from 32 to 65536 (fixed)
+    escapes : fraction of the elements there is room for as they are, 0 to 1 (fixed)
+    seed : int from 0 to 2**64 - 1, of the random numbers (fixed)
+    threads : that encode and decode
+    measure : whether payloads know their `energy` and `error`; off, encoding is twice as fast
+
+    Notes
+    -----
+    An element that no code stands for escapes: it is kept as it is, NaN and Inf too. Where the
+    fixed form has no room for it, `Payload.saturated` counts it, and only a payload in which that
+    is 0 keeps the bound everywhere; more NaN or Inf than there is room for make NaN of their
+    groups.
+
+    The expectation of the fixed form's `decode(encode(x))` is x, but for the rounding of float32.
+    Its errors are below the step of their group, which is the bound or finer. At one bit a group
+    with zeros and both signs has no grid: most of the smaller side escapes.
+
+    Examples
+    --------
+    >>> codec = BoundedCodec(bound=0.1, bits=4)
+    >>> x = np.linspace(0, 1, 1000, dtype=np.float32)
+    >>> bool(np.abs(codec.decode(codec.encode(x)) - x).max() < 0.1)
+    True
+    """
+
+    codec_id = 24
+    remembers = False
+    error_feedback = False
+
+    def __init__(
+        self,
+        *,
+        bound: float,
+        form: Literal["fixed", "paper"] = "fixed",
+        bits: int = 4,
+        group: int = 256,
+        escapes: float = 1 / 512,
+        seed: int = 0,
+        threads: int = 1,
+        measure: bool = True,
+    ) -> None:
+        frame.check_setting(self, "form", form, form in _FORMS, " or ".join(_FORMS))
+        finite = frame.fraction(bound, _SMALLEST, 2.0**120)
+        ok = finite or (form == "fixed" and frame.fraction(bound, math.inf, math.inf))
+        frame.check_setting(self, "bound", bound, ok, "2**-100 to 2**120, or inf if form='fixed'")
+        widths = ", ".join(map(str, groups.WIDTHS))
+        frame.check_setting(self, "bits", bits, bits in groups.WIDTHS, widths)
+        ok = frame.whole(group, 32, 65536) and group & (group - 1) == 0
+        frame.check_setting(self, "group", group, ok, "a power of two from 32 to 65536")
+        frame.check_setting(self, "escapes", escapes, frame.fraction(escapes, 0, 1), "0 to 1")
+        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
+        frame.check_setting(self, "threads", threads, frame.whole(threads, 1, 1024), "1 to 1024")
+        frame.check_setting(self, "measure", measure, isinstance(measure, bool), "True or False")
+        self.bound, self.form, self.bits, self.group = bound, form, bits, group
+        self.escapes, self.seed, self.threads, self.measure = escapes, seed, threads, measure
+        held = np.float32(bound)  # never above what was asked for
+        self._bound = float(np.nextafter(held, np.float32(0)) if float(held) > bound else held)
+        self._room = int(escapes * (2**32 - 1))
+        fixed = (0, bits, group.bit_length() - 1, self._room)
+        packed = _SETTINGS.pack(self._bound, *(fixed if form == "fixed" else (1, 0, 0, 0)))
+        self.settings = frame.settings(packed)
+
+    def __repr__(self) -> str:
+        names = ("bits", "group", "escapes", "seed") if self.form == "fixed" else ()
+        shown = frame.show(self, "bound", "form", *names, "threads", "measure")
+        return shown.replace("bound=inf", "bound=float('inf')")
+
+    def room(self, n: int) -> int:
+        """Elements that may escape in a payload of n (fixed)."""
+        return min(n, (n * self._room >> 32) + 1)
+
+    def payload_bytes(self, n: int) -> int:
+        if self.form == "paper":
+            raise CompressError(
+                "BoundedCodec: the size of form='paper' depends on the data, and collectives need "
+                "it in advance. Use form='fixed' for payloads that are exchanged."
+            )
+        at, _ = self._parts(n)
+        return frame.framed_bytes(at[-1])
+
+    def _parts(self, n: int) -> tuple[list[int], str]:
+        """Where bases, count, positions, values, steps and codes begin, and the end."""
+        ng, room, kind = (
+            codes.bucket_count(n, self.group),
+            self.room(n),
+            "<u4" if n < 2**32 else "<u8",
+        )
+        sizes = [4 * ng, 8, int(kind[2]) * room, 4 * room, 2 * ng, codes.packed_bytes(n, self.bits)]
+        return [0, *np.cumsum(sizes, dtype=object)], kind
+
+    def new_state(self, n: int) -> frame.State:
+        """The number of the next step, [1] int64; nothing else is remembered."""
+        return [np.zeros(1, np.int64)]
+
+    def quantise(
+        self, values: npt.ArrayLike, *, step: int = 0, into: codes.Bytes | None = None
+    ) -> groups.Grids | lorenzo.Stream:
+        """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
+
+        All escapes are there, however many; nothing is clipped. In the fixed form bases, steps and
+        codes lie side by side in `into`, `grid_bytes(n)` long and aligned to 4, if it is given.
+        """
+        if self.form == "paper":
+            return lorenzo.pack(frame.as_floats(values), self._bound)
+        # Floats of two bytes are read as they are; uint16 are the bits of bfloat16.
+        narrow = isinstance(values, np.ndarray) and values.dtype in (np.float16, np.uint16)
+        array = np.asarray(values) if narrow else frame.as_floats(values)
+        key = groups.keys(self.seed, step)
+        parts = None if into is None else self.grids(into, array.size)
+        return groups.pack(array, self.bits, self.group, self._bound, key, self.threads, parts)
+
+    def grid_bytes(self, n: int) -> int:
+        """Bytes of bases, steps and codes of [n] (fixed); escapes come on top."""
+        return 6 * codes.bucket_count(n, self.group) + codes.packed_bytes(n, self.bits)
+
+    def grids(self, memory: codes.Bytes, n: int) -> tuple[Floats, groups.Steps, codes.Bytes]:
+        """Bases, steps and codes in memory that `quantise` was given (fixed)."""
+        ends = np.cumsum(
+            [4 * codes.bucket_count(n, self.group), 2 * codes.bucket_count(n, self.group)]
+        )
+        return (
+            memory[: ends[0]].view(np.float32),
+            memory[ends[0] : ends[1]].view(np.uint16),
+            memory[ends[1] : self.grid_bytes(n)],
+        )
+
+    def restore_grids(
+        self,
+        memory: codes.Bytes,
+        n: int,
+        at: npt.NDArray[np.int64],
+        values: Floats,
+        *,
+        out: groups.Values,
+    ) -> None:
+        """Fill `out`, [n], from memory that `quantise` was given, and escapes (fixed).
+
+        It is float32, float16, or uint16 for the bits of bfloat16.
+        """
+        groups.unpack(*self.grids(memory, n), n, self.bits, self.group, self.threads, out)
+        out[at] = groups.narrowed(values, out.dtype)
+
+    def restore(self, kept: groups.Grids | lorenzo.Stream, n: int) -> Floats:
+        """The values, [n] float32, of what `quantise` gave."""
+        if isinstance(kept, lorenzo.Stream):
+            out = lorenzo.unpack(kept.coded, n, self._bound)
+        else:
+            out = self._values(kept.bases, kept.steps, kept.codes, n)
+        out[kept.at] = kept.values
+        return out
+
+    def kept_bytes(self, kept: groups.Grids | lorenzo.Stream) -> int:
+        """Bytes that what `quantise` gave has to hold on to: no room left empty, no header."""
+        escaped = kept.at.nbytes + kept.values.nbytes
+        if isinstance(kept, lorenzo.Stream):
+            return len(kept.coded) + escaped
+        return kept.bases.nbytes + kept.steps.nbytes + kept.codes.nbytes + escaped
+
+    def _values(self, bases: Floats, steps: groups.Steps, packed: codes.Bytes, n: int) -> Floats:
+        out = np.empty(n, np.float32)
+        groups.unpack(bases, steps, packed, n, self.bits, self.group, self.threads, out)
+        return out
+
+    def encode(
+        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
+        array = frame.as_floats(values)
+        kept = self.quantise(array, step=0 if state is None else int(state[0][0]))
+        if state is not None:
+            state[0] += 1
+        if isinstance(kept, lorenzo.Stream):
+            return self._seal_paper(array, kept)
+        return self._seal_fixed(array, kept)
+
+    def _seal_fixed(self, array: Floats, kept: groups.Grids) -> Payload:
+        n, room = array.size, self.room(array.size)
+        at, lost, saturated = kept.at, kept.values, 0
+        if at.size > room:
+            at, lost, saturated = _crowd_out(kept, self.group, room)
+        positions, values = np.zeros(room, np.int64), np.zeros(room, np.float32)
+        positions[: at.size], values[: at.size] = at, lost
+        kind = self._parts(n)[1]
+        parts = [
+            kept.bases.astype("<f4", copy=False),
+            np.array([at.size], "<u8"),
+            positions.astype(kind),
+            values.astype("<f4", copy=False),
+            kept.steps.astype("<u2", copy=False),
+            kept.codes,
+        ]
+        payload = frame.seal(self, n, self.settings, parts, (0.0, 0.0), saturated)
+        return self._measured(payload, array)
+
+    def _seal_paper(self, array: Floats, kept: lorenzo.Stream) -> Payload:
+        parts = [
+            np.frombuffer(_COUNTS.pack(len(kept.coded), kept.at.size), np.uint8),
+            kept.at.astype("<u8").view(np.uint8),
+            kept.values.astype("<f4").view(np.uint8),
+            np.frombuffer(kept.coded, np.uint8),
+        ]
+        body = np.concatenate(parts)
+        buffer = np.zeros(frame.framed_bytes(body.size), np.uint8)
+        buffer[HEADER_BYTES : HEADER_BYTES + body.size] = body
+        payload = Payload.seal(buffer, codec_id=self.codec_id, n=array.size, settings=self.settings)
+        return self._measured(payload, array)
+
+    def _measured(self, payload: Payload, array: Floats) -> Payload:
+        energy, error = None, None
+        if self.measure:
+            energy, error = frame.losses(array, self._decode(payload))
+        return Payload(
+            payload.buffer, payload.codec_id, payload.n, payload.settings, payload.saturated,
+            energy, error,
+        )  # fmt: skip
+
+    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        """The mean of the vectors, [n] float32."""
+        if self.form == "fixed":
+            n = frame.check_payloads(self, self.settings, payloads)
+        else:
+            n = self._check_paper(payloads)
+        if len(payloads) == 1:
+            return self._decode(payloads[0])
+        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
+
+    def _check_paper(self, payloads: Sequence[Payload]) -> int:
+        """frame.check_payloads without the size, which its own counts and coder check."""
+        if not payloads:
+            raise CompressError("decode_mean needs at least one payload; got none")
+        n = payloads[0].n
+        for payload in payloads:
+            same = payload.codec_id == self.codec_id and payload.settings == self.settings
+            if not same or payload.n != n:
+                raise PayloadError(
+                    f"payload of codec {payload.codec_id} with settings {payload.settings.hex()} "
+                    f"and {payload.n} elements; expected codec {self.codec_id} with "
+                    f"{self.settings.hex()} and {n}. Decode with the settings it was encoded with."
+                )
+        return n
+
+    def _decode(self, payload: Payload) -> Floats:
+        n, body = payload.n, payload.body
+        if self.form == "paper":
+            size, count = _COUNTS.unpack(frame.read(body, 0, 16, "u1").tobytes().ljust(16, b"\0"))
+            end = 16 + 12 * count + size
+            # Deflate makes at most 1032 bytes of one, so n is bounded by the bytes at hand.
+            if not body.size - 16 < end <= body.size or n > 1032 * size:
+                raise PayloadError(
+                    f"{size} bytes of symbols and {count} escapes for {n} elements do not fill a "
+                    f"body of {body.size} bytes: the payload is damaged"
+                )
+            out = lorenzo.unpack(body[end - size : end].tobytes(), n, self._bound)
+            at = frame.read(body, 16, count, "<u8")
+            values = frame.read(body, 16 + 8 * count, count, "<f4")
+        else:
+            (bases_at, count_at, at_at, values_at, steps_at, codes_at, end), kind = self._parts(n)
+            ng = codes.bucket_count(n, self.group)
+            count = int(frame.read(body, count_at, 1, "<u8")[0])
+            if count > self.room(n):
+                raise PayloadError(f"{count} elements escape; there is room for {self.room(n)}")
+            bases = frame.read(body, bases_at, ng, "<f4")
+            steps = frame.read(body, steps_at, ng, "<u2")
+            out = self._values(bases, steps, body[codes_at:end], n)
+            at = frame.read(body, at_at, count, kind)
+            values = frame.read(body, values_at, count, "<f4")
+        if count and (int(at[-1]) >= n or not (at[1:] > at[:-1]).all()):
+            raise PayloadError(
+                f"positions of escaped elements do not ascend strictly below {n}: it is damaged"
+            )
+        out[at] = values
+        return out
+
+
+def _crowd_out(
+    kept: groups.Grids, group: int, room: int
+) -> tuple[npt.NDArray[np.int64], Floats, int]:
+    """The escapes there is room for, and how many finite ones were left out.
+
+    Those that are not finite go first, as nothing else tells of them; if even they are too many,
+    their groups become NaN, which is written into `kept`.
+    """
+    at, lost = kept.at, kept.values
+    finite = np.isfinite(lost)
+    if (~finite).sum() > room:
+        broken = np.unique(at[~finite] // group)
+        kept.bases[broken] = np.nan
+        kept.steps[broken] = _NAN_STEP
+        outside = ~np.isin(at // group, broken)
+        at, lost = at[outside], lost[outside]
+        finite = np.ones(at.size, bool)
+    free = room - int((~finite).sum())
+    chosen = ~finite | (np.cumsum(finite) <= free)
+    return at[chosen], lost[chosen], int((~chosen).sum())

@@ -1,0 +1,444 @@
+"""FFT sparsification: keep the largest coefficients of the gradient's spectrum.
+
+The vector is cut into blocks, each block is transformed, the fraction `theta` of smallest bins
+is dropped, the rest travels as range-based N-bit floats with packed positions (Wang, Wu, Zhao,
+Dongarra et al., "FFT-based Gradient Sparsification for the Distributed Training of Deep Neural
+Networks", HPDC 2020, arXiv 1811.08596). The paper transforms the whole vector at once
+(`block=None`); blocks of 4096 stay in the cache and run on all cores, and may be cut into spans of
+their own FFTs. A fixed FFT is right for smooth gradients only, so the transform is a setting.
+
+The memory of what was dropped is kept in coefficients. The transforms are linear, so adding
+there is adding the values, and encoding needs no inverse transform.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import scipy.fft
+
+from .. import _cuda
+from .._native import parallel
+from ..arrays import asarray_like, on_cuda, on_host
+from ..errors import CompressError, PayloadError
+from ..ops import quantize, spectrum
+from ..ops.quantize import Layout, Tally, Values
+from ..ops.record import decode_blocks, encode_blocks
+from . import batched
+from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
+from .fft_settings import Positions, Section, TransformName, check_settings, cut, pack_settings
+
+PAPER = {"block": None, "positions": "bitmap", "half": True}
+"""Settings that make the codec the paper's: fp16 in, one transform, bitmap positions."""
+
+OptimizerState = list[Floats]
+MOST_BINS = 2**32 - 1
+"""Bins of one record: positions are 32 bits wide, on every back end."""
+_LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
+
+
+class FFTCodec(Codec):
+    """Keep the fraction 1 - theta of a vector's transform coefficients, by magnitude.
+
+    Parameters
+    ----------
+    theta : float in [0, 1), fraction of the bins dropped; every block keeps at least one
+    block : power of two from 32 to 2**20, or None for one transform over the whole vector
+    span : elements of each FFT within a block, a power of two from 32 to `block`; None for one FFT
+        of the block. The bins kept are the strongest of the block either way
+    bits, mantissa : format of the kept values, see RangeFloat; N = 4..16
+    positions : "elias-fano" or "bitmap"
+    values : "range"; "fp16", half precision scaled per block; "sign", one bit and a mean per
+        block; "2bit", sign and one of two levels per block. The last two have no zero.
+    window : "block" (each block's own range), "payload" (one for all), or the largest
+        magnitude expected, a float: beyond it values are clipped and counted in
+        `Payload.saturated`
+    half : cast the input to float16 first, as the paper does
+    transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
+        tensor's axes `axes` before plain top-k: for kernels over height and width. Which is best
+        for a tensor, `AutoCodec` tries
+    shape, axes : the tensor's shape and the axes transformed, for transform="axes"
+    threads : threads for encode and decode; no effect on the result
+
+    Examples
+    --------
+    >>> codec = FFTCodec(theta=0.9)
+    >>> payload = codec.encode(np.ones(8192, np.float32))
+    >>> payload.nbytes == codec.payload_bytes(8192)
+    True
+    >>> bool(abs(codec.decode(payload) - 1).max() < 1e-3)
+    True
+    """
+
+    codec_id = 1
+
+    def __init__(
+        self,
+        *,
+        theta: float = 0.98,
+        block: int | None = 4096,
+        span: int | None = None,
+        bits: int = 8,
+        mantissa: int = 3,
+        positions: Positions = "elias-fano",
+        values: Values = "range",
+        window: Literal["block", "payload"] | float = "block",
+        half: bool = False,
+        transform: TransformName = "fft",
+        shape: Sequence[int] | None = None,
+        axes: Sequence[int] | None = None,
+        threads: int = 1,
+    ) -> None:
+        # Tuples, so that a list of the same numbers makes the same payloads.
+        shape, axes = (None if given is None else tuple(given) for given in (shape, axes))
+        check_settings(
+            theta, block, span, bits, mantissa, positions, values, window, transform, shape, axes,
+            threads,
+        )  # fmt: skip
+        self.theta, self.block, self.span = theta, block, span
+        self.bits, self.mantissa = bits, mantissa
+        self.positions, self.values, self.window = positions, values, window
+        self.half, self.threads = half, threads
+        self.transform, self.shape, self.axes = transform, shape, axes
+        # Along axes, the blocks hold coefficients already.
+        self._within = "identity" if transform == "axes" else transform
+        self._rounds_blocks = half and transform != "axes"  # else before the transform
+        self._blockwise = spectrum.transform(self._within, span)
+        # Fixed point, so that every rank, language and device counts the same bins.
+        self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
+        self.settings = pack_settings(
+            self._dropped_q32, block, span, bits, mantissa, positions, values, transform, shape,
+            axes,
+        )  # fmt: skip
+        # Of one FFT over more elements than blocks have; see docs/format.md.
+        length = None if block is None else spectrum.span_length(span, block)
+        if transform == "fft" and (length is None or length > spectrum.LONGEST):
+            self.version = 3
+        self._sections_of: dict[int, list[Section]] = {}
+
+    def __repr__(self) -> str:
+        names = ["theta", "block", "span", "bits", "mantissa", "positions", "values"]
+        names += ["window", "half", "transform"] + ["shape", "axes"] * (self.transform == "axes")
+        return f"FFTCodec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def at(self, theta: float) -> FFTCodec:
+        """The codec of another theta; its memories are of the same kind."""
+        names = inspect.signature(FFTCodec.__init__).parameters
+        own = {name: getattr(self, name) for name in names if name != "self"}
+        return FFTCodec(**own | {"theta": theta})
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that say what a coefficient is."""
+        # Without spans it is what it was before there were any, so that states saved then load.
+        spans = {} if self.span is None else {"span": self.span}
+        return {
+            "block": self.block,
+            **spans,
+            "transform": self.transform,
+            "shape": self.shape,
+            "axes": self.axes,
+        }
+
+    def kept(self, bins: int) -> int:
+        """How many of a block's bins travel."""
+        return bins - (bins * self._dropped_q32 >> 32)
+
+    def sections(self, n: int) -> list[Section]:
+        """How n elements are cut, see blocks.cut."""
+        if n not in self._sections_of:
+            if self.shape is not None and math.prod(self.shape) != n:
+                raise CompressError(
+                    f"{n} elements do not fill shape {self.shape}; expected "
+                    f"{math.prod(self.shape)}. A codec over axes serves one tensor shape."
+                )
+            if len(self._sections_of) >= _LENGTHS_KNOWN:
+                self._sections_of.clear()
+            self._sections_of[n] = cut(n, self.block, self._whole, self._layout)
+        return self._sections_of[n]
+
+    def _whole(self, n: int) -> int:
+        if self.transform == "hadamard":
+            return 1 << (n - 1).bit_length()
+        return spectrum.fast_length(n)
+
+    def _layout(self, block: int) -> Layout:
+        parts = self._blockwise.parts
+        bins = block // 2 + 1 if parts == 2 else block
+        if bins > MOST_BINS:
+            raise CompressError(
+                f"block=None makes one transform of {bins} bins; expected at most {MOST_BINS}, "
+                "since positions have 32 bits. Use a block of up to 2**20, such as 4096."
+            )
+        values, bits, mantissa = self.values, self.bits, self.mantissa
+        return Layout(block, self.kept(bins), values, bits, mantissa, self.positions, parts)
+
+    def payload_bytes(self, n: int) -> int:
+        words = sum(s.count * s.layout.words for s in self.sections(n))
+        return HEADER_BYTES + -(-4 * words // 16) * 16
+
+    def new_state(self, n: int, *, like: Any = None) -> OptimizerState:
+        """Zero memory: the residual's coefficients, [blocks, bins * parts] float32 per section.
+
+        It lies on the device of the vector `like`, if one is given; see place_state.
+        """
+        if like is not None and _cuda.takes(like):
+            from . import _fft_cuda
+
+            return _fft_cuda.new_state(self, like)
+        if like is not None and not on_host(like):
+            return batched.new_memory(self, n, like)
+        return [
+            np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
+            for s in self.sections(n)
+        ]
+
+    def state_to_values(self, state: OptimizerState, n: int) -> Floats:
+        """The memory as the vector it stands for, [n] float32."""
+        out = np.empty(n, np.float32)
+        # Copies, which an inverse transform may overwrite.
+        for section, memory in zip(self.sections(n), batched.memory_on_host(state), strict=True):
+            section.put(self._blockwise.inverse(memory, section.layout.block), out, 0)
+        return self._from_axes(out)
+
+    def place_state(self, state: OptimizerState, like: Any) -> OptimizerState:
+        """On the device of the vector, as an array of CuPy if the kernels are to encode it.
+
+        Copied only if it is elsewhere.
+        """
+        if _cuda.takes(like):
+            from . import _fft_cuda
+
+            return _fft_cuda.to_device(state, like)
+        if not on_host(like):
+            return [asarray_like(part, like) for part in state]
+        return (
+            state
+            if all(isinstance(it, np.ndarray) for it in state)
+            else batched.memory_on_host(state)
+        )
+
+    def dump_state(self, state: OptimizerState, n: int) -> dict[str, Any]:
+        return super().dump_state(batched.memory_on_host(state), n)
+
+    def values_to_state(self, values: npt.ArrayLike) -> OptimizerState:
+        """The memory that stands for a vector; inverse of state_to_values."""
+        array = self._to_axes(as_vector(values))
+        return [
+            self._blockwise.forward(section.blocks(array, 0, section.count))
+            for section in self.sections(array.size)
+        ]
+
+    def encode(
+        self, values: npt.ArrayLike, *, state: OptimizerState | None = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode [n] float32, float16 or bfloat16; see Codec.encode.
+
+        `decay` scales the memory before it is added. A block with NaN or Inf decodes to NaN, so
+        that every rank sees it, and leaves its memory as it was. CuPy arrays and CUDA tensors are
+        encoded where they are, see _device.py.
+        """
+        if on_cuda(values):
+            from . import _fft_cuda
+
+            return _fft_cuda.encode(self, values, state, decay)
+        array = as_vector(values)
+        # Its size raises before anything of the size of n is made.
+        buffer = np.empty(self.payload_bytes(array.size), np.uint8)
+        return self.encode_into(buffer, array, state=state, decay=decay)
+
+    def encode_into(
+        self, buffer: Bytes, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode into [payload_bytes(n)] uint8, aligned to four bytes; see Codec.encode_into."""
+        array = as_vector(values)
+        n = array.size
+        if buffer.shape != (self.payload_bytes(n),) or buffer.dtype != np.uint8:
+            raise CompressError(
+                f"a buffer of shape {buffer.shape} and dtype {buffer.dtype} for {n} elements; "
+                f"expected {self.payload_bytes(n)} bytes. Make it with payload_bytes({n})."
+            )
+        array = self._to_axes(array, self.half)
+        words = buffer[HEADER_BYTES:].view("<u4")
+        words[sum(s.count * s.layout.words for s in self.sections(n)) :] = 0
+        memories = self._check_state(state, n)
+        top = self._fixed_top(array, memories, decay)
+        chunks = [
+            (section, memory, section.records(words), first)
+            for section, memory in zip(self.sections(n), memories, strict=True)
+            for first in section.chunks()
+        ]
+
+        def given(
+            section: Section, memory: Floats | None, own: npt.NDArray[np.uint32], first: int
+        ) -> tuple[Any, ...]:
+            last = min(first + section.chunk, section.count)
+            part = section.blocks(array, first, last, self._rounds_blocks)
+            kept = None if memory is None else memory[first:last]
+            rows, layout = own[first:last], section.layout
+            return self._within, part, kept, rows, layout, decay, top, self.span
+
+        def work(places: Iterator[int]) -> list[Tally]:
+            return [encode_blocks(*given(*chunks[place])) for place in places]
+
+        if self.threads < 2:
+            tallies = [encode_blocks(*given(*chunk)) for chunk in chunks]
+        else:
+            shares = parallel(work, range(len(chunks)), self.threads)
+            tallies = list(chain.from_iterable(shares))
+        return Payload.seal(
+            buffer,
+            codec_id=self.codec_id,
+            n=n,
+            settings=self.settings,
+            version=self.version,
+            saturated=sum(t.saturated for t in tallies),
+            energy=math.fsum(t.energy for t in tallies),
+            error=math.fsum(t.error for t in tallies),
+        )
+
+    def _check_state(self, state: OptimizerState | None, n: int) -> Sequence[Floats | None]:
+        sections = self.sections(n)
+        if state is None:
+            return [None] * len(sections)
+        shapes = [(s.count, s.layout.bins * s.layout.parts) for s in sections]
+        if [memory.shape for memory in state] != shapes:
+            raise CompressError(
+                f"state of shapes {[memory.shape for memory in state]}; expected {shapes} for "
+                f"{n} elements. Make it with new_state({n}) of this codec."
+            )
+        return state
+
+    def _fixed_top(
+        self, array: npt.NDArray[Any], memories: Sequence[Floats | None], decay: float
+    ) -> int | None:
+        """The end of the range that all blocks share, None where each has its own."""
+        if self.window == "block":
+            return None
+        if self.window != "payload":
+            peak = np.float32(self.window).view(np.uint32)
+            return int(quantize.window_top(peak, self.mantissa))
+        highest = 0
+        for section, memory in zip(self.sections(array.size), memories, strict=True):
+            blocks = section.blocks(array, 0, section.count, self._rounds_blocks)
+            is_large = quantize.is_large(blocks, memory)
+            down = np.where(is_large, np.float32(2.0**-quantize.LARGE_SHIFT), np.float32(1))[
+                :, None
+            ]
+            with np.errstate(all="ignore"):
+                part = self._blockwise.forward(blocks * down)
+                if memory is not None:
+                    part += memory * (np.float32(decay) * down)
+            peaks = quantize.peak_bits(part)
+            tops = quantize.window_top(peaks, self.mantissa) + quantize.LARGE_OCTAVES * is_large
+            highest = int(tops[peaks <= quantize.MAX_FINITE].max(initial=highest))
+        return highest
+
+    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        """The mean of the vectors, [n] float32: one inverse transform, however many payloads.
+
+        Raises PayloadError if a payload was made by another codec, with other settings or for
+        another n, or is damaged.
+        """
+        n = self._check_payloads(payloads)
+        if on_cuda(payloads[0].buffer):
+            from . import _fft_cuda
+
+            return _fft_cuda.decode_mean(self, payloads)  # type: ignore[no-any-return]
+        out = np.empty(n, np.float32)
+        self.decode_mean_into(payloads, out)
+        return out
+
+    def decode_mean_into(self, payloads: Sequence[Payload], out: Floats) -> None:
+        """Write the mean into `out`, contiguous [n] float32 on the host; see decode_mean."""
+        n = self._check_payloads(payloads)
+        ready = out.flags.c_contiguous and out.dtype == np.float32 and out.shape == (n,)
+        if not ready:
+            raise CompressError(
+                f"decoding {n} elements into an array of shape {out.shape} and dtype {out.dtype}; "
+                f"expected ({n},) and float32, contiguous"
+            )
+        weight, bodies = 1.0 / len(payloads), [it.body.view("<u4") for it in payloads]
+        calls = [
+            (
+                section,
+                first,
+                [section.records(body)[first : first + section.chunk] for body in bodies],
+                section.room(out, first, min(first + section.chunk, section.count)),
+            )
+            for section in self.sections(n)
+            for first in section.chunks()
+        ]
+
+        def work(places: Iterator[int]) -> None:
+            for place in places:
+                it, first, parts, room = calls[place]
+                made = decode_blocks(self._within, parts, room, it.layout, weight, self.span)
+                it.put(made, out, first)
+
+        if self.threads > 1:
+            parallel(work, range(len(calls)), self.threads)
+        else:
+            for it, first, parts, room in calls:
+                made = decode_blocks(self._within, parts, room, it.layout, weight, self.span)
+                it.put(made, out, first)
+        if self.transform == "axes":
+            out[:] = self._from_axes(out)
+
+    def _check_payloads(self, payloads: Sequence[Payload]) -> int:
+        """The number of elements that all have."""
+        if not payloads:
+            raise CompressError("decode_mean needs at least one payload; got none")
+        n = payloads[0].n
+        for payload in payloads:
+            self._check_payload(payload, n)
+        return n
+
+    def _check_payload(self, payload: Payload, n: int) -> None:
+        if payload.codec_id != self.codec_id or payload.settings != self.settings:
+            raise PayloadError(
+                f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}; "
+                f"expected codec {self.codec_id} with {self.settings.hex()}. Decode with the "
+                "settings it was encoded with, on every rank."
+            )
+        # Bounding n by the bytes at hand first keeps a forged header from costing memory.
+        fits = payload.n == n and n <= 8 * payload.nbytes * self._expansion()
+        if self.shape is not None:
+            fits = fits and n == math.prod(self.shape)
+        if not fits or payload.nbytes != self.payload_bytes(n):
+            raise PayloadError(
+                f"payload of {payload.nbytes} bytes for {payload.n} elements; expected {n} "
+                "elements in the fixed size of these settings. Was it cut or joined?"
+            )
+
+    def _expansion(self) -> int:
+        """More elements per bit of payload than these settings can ever give."""
+        return 2 + int(1 / (1 - self._dropped_q32 / 2**32))
+
+    def _to_axes(self, array: npt.NDArray[Any], half: bool = False) -> npt.NDArray[Any]:
+        if self.transform != "axes":
+            return array
+        self.sections(array.size)  # raises if the shape does not fit
+        single = array.astype(np.float32, copy=False)
+        if half:
+            single = quantize.through_half(single)
+        return self._along_axes(scipy.fft.dctn, single.reshape(self.shape))
+
+    def _from_axes(self, array: Floats) -> Floats:
+        if self.transform != "axes":
+            return array
+        tensor = array.reshape(self.shape)
+        return self._along_axes(scipy.fft.idctn, tensor)
+
+    def _along_axes(self, transform: Any, tensor: Floats) -> Floats:
+        if not quantize.is_large(tensor.reshape(1, -1)).any():
+            return transform(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
+        lowered = tensor * np.float32(2.0**-quantize.LARGE_SHIFT)
+        coefficients = transform(lowered, axes=self.axes, norm="ortho")
+        return quantize.enlarged(coefficients.reshape(-1))  # type: ignore[no-any-return]

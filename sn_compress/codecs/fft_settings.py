@@ -1,0 +1,253 @@
+"""The settings of FFTCodec: which are legal, and their 12 bytes in a payload's header."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CompressError
+from ..ops import quantize
+from ..ops.quantize import Layout, Values
+from .base import HEADER_BYTES, MAGIC
+
+TransformName = Literal["fft", "dct", "hadamard", "identity", "axes"]
+Positions = Literal["elias-fano", "bitmap"]
+_POSITIONS = get_args(Positions)
+_VALUES = get_args(Values)
+_TRANSFORMS = get_args(TransformName)
+_SETTINGS = struct.Struct("<IBBBBI")
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def check_settings(
+    theta: float,
+    block: int | None,
+    span: int | None,
+    bits: int,
+    mantissa: int,
+    positions: str,
+    values: str,
+    window: str | float,
+    transform: str,
+    shape: tuple[int, ...] | None,
+    axes: tuple[int, ...] | None,
+    threads: int,
+) -> None:
+    """Raise CompressError for the first setting that is not as FFTCodec describes it."""
+    fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
+    _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
+    power = block is None or (
+        isinstance(block, int) and block & (block - 1) == 0 and 32 <= block <= 1 << 20
+    )
+    _check("block", block, power, "a power of two from 32 to 2**20, or None")
+    if span is not None:
+        power = isinstance(span, int) and span & (span - 1) == 0 and 32 <= span <= (block or 0)
+        wants = "a power of two from 32 to the block, or None for one transform of a block"
+        _check("span", span, power, wants)
+        _check("span", span, transform == "fft", 'None unless transform="fft"')
+    for name, value, legal in (
+        ("positions", positions, _POSITIONS),
+        ("values", values, _VALUES),
+        ("transform", transform, _TRANSFORMS),
+    ):
+        _check(name, value, value in legal, " or ".join(legal))
+    ok = window in ("block", "payload") or (
+        isinstance(window, (int, float)) and 0 < window <= _LARGEST
+    )
+    _check("window", window, ok, '"block", "payload" or a positive number within float32')
+    _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
+    if values == "range":
+        quantize.check_format(bits, mantissa)
+    else:
+        _check("window", window, window == "block", f'"block" with values={values!r}')
+    _check_axes(transform, shape, axes)
+
+
+def pack_settings(
+    dropped_q32: int,
+    block: int | None,
+    span: int | None,
+    bits: int,
+    mantissa: int,
+    positions: str,
+    values: str,
+    transform: str,
+    shape: tuple[int, ...] | None,
+    axes: tuple[int, ...] | None,
+) -> bytes:
+    """What a decoder has to know, as in docs/format.md."""
+    coders = (
+        _POSITIONS.index(positions) | _VALUES.index(values) << 1 | _TRANSFORMS.index(transform) << 4
+    )
+    return _SETTINGS.pack(
+        dropped_q32,
+        0 if block is None else block.bit_length() - 1,
+        bits if values == "range" else 0,
+        mantissa if values == "range" else 0,
+        coders,
+        zlib.crc32(repr((shape, axes)).encode()) if transform == "axes" else span or 0,
+    )
+
+
+def _check(name: str, got: object, ok: bool, expected: str) -> None:
+    if not ok:
+        raise CompressError(f"FFTCodec: {name}={got!r}; expected {expected}")
+
+
+def _check_axes(
+    transform: str, shape: tuple[int, ...] | None, axes: tuple[int, ...] | None
+) -> None:
+    if transform != "axes":
+        _check("shape", shape, shape is None and axes is None, 'None unless transform="axes"')
+        return
+    ok = shape is not None and all(isinstance(size, int) and size > 0 for size in shape)
+    _check("shape", shape, ok, 'the tensor\'s shape, with transform="axes"')
+    dims = range(len(shape or ()))
+    ok = (
+        bool(axes)
+        and all(axis in dims for axis in axes or ())
+        and len(set(axes or ())) == len(axes or ())
+    )
+    _check("axes", axes, ok, f"different axes from 0 to {len(dims) - 1}")
+
+
+Floats = npt.NDArray[np.float32]
+
+CHUNK = 1 << 18  # elements worked on at a time: 1 MiB, inside a core's second-level cache
+_SMALLEST = 32
+HEADER_WORDS = HEADER_BYTES // 4
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of equal blocks: elements start..stop of the vector, the last block padded."""
+
+    start: int
+    stop: int
+    count: int  # blocks
+    layout: Layout
+    words_at: int  # offset in the body, 32-bit words
+
+    def records(self, body: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """The section's part of a body, [count, layout.words]; a view."""
+        end = self.words_at + self.count * self.layout.words
+        return body[self.words_at : end].reshape(self.count, self.layout.words)
+
+    def chunks(self) -> range:
+        """First blocks of the pieces to work on at a time."""
+        return range(0, self.count, self.chunk)
+
+    @property
+    def chunk(self) -> int:
+        """Blocks worked on at a time."""
+        return max(1, CHUNK // self.layout.block)
+
+    def blocks(self, array: npt.NDArray[Any], first: int, last: int, half: bool = False) -> Floats:
+        """Blocks first..last as [blocks, block] float32; copied only to cast, round or pad.
+
+        half : whether to round them to half precision
+        """
+        block = self.layout.block
+        part = array[self.start + first * block : min(self.start + last * block, self.stop)]
+        part = part.astype(np.float32, copy=False)
+        if part.size == (last - first) * block:
+            return (quantize.through_half(part) if half else part).reshape(last - first, block)
+        padded = np.zeros((last - first) * block, np.float32)
+        if half:
+            quantize.through_half(part, padded[: part.size])
+        else:
+            padded[: part.size] = part
+        return padded.reshape(last - first, block)
+
+    def row(self, vector: npt.NDArray[Any], index: int) -> npt.NDArray[Any]:
+        """What of a block is in the vector: [m], m <= block; a view."""
+        start = self.start + index * self.layout.block
+        return vector[start : min(start + self.layout.block, self.stop)]
+
+    def room(self, out: Floats, first: int, last: int) -> Floats:
+        """Where to write blocks first..last: [blocks, block], in `out` itself if all are full."""
+        block = self.layout.block
+        start, stop = self.start + first * block, self.start + last * block
+        if stop > self.stop:
+            return np.empty((last - first, block), np.float32)
+        return out[start:stop].reshape(last - first, block)
+
+    def put(self, blocks: Floats, out: Floats, first: int) -> None:
+        """Write blocks that begin with the section's block `first` into the vector `out`.
+
+        Nothing to do for what `room` gave of `out` itself.
+        """
+        if np.may_share_memory(blocks, out):
+            return
+        start = self.start + first * self.layout.block
+        stop = min(start + blocks.size, self.stop)
+        out[start:stop] = blocks.reshape(-1)[: stop - start]
+
+
+def cut(
+    n: int, block: int | None, whole: Callable[[int], int], layout: Callable[[int], Layout]
+) -> list[Section]:
+    """Sections of n elements: full blocks, then the rest padded to a power of two.
+
+    block : size of the full blocks, or None for one block of `whole(n)` elements
+    layout : gives the layout of a block of some size
+    """
+    cuts, start = [], 0
+    if block and n >= block:
+        start = n // block * block
+        cuts.append((0, start, n // block, block))
+    if rest := n - start:
+        length = max(_SMALLEST, 1 << (rest - 1).bit_length() if block else whole(rest))
+        cuts.append((start, n, 1, length))
+    sections, at = [], 0
+    for first, stop, count, length in cuts:
+        sections.append(Section(first, stop, count, layout(length), at))
+        at += count * sections[-1].layout.words
+    return sections
+
+
+class Coder(Protocol):
+    """What its encoders on devices ask of an FFTCodec, which itself asks them to work."""
+
+    codec_id: int
+    version: int
+    settings: bytes
+    mantissa: int
+    half: bool
+
+    @property
+    def values(self) -> str: ...
+    @property
+    def window(self) -> str | float: ...
+    @property
+    def transform(self) -> str: ...
+    @property
+    def span(self) -> int | None: ...
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+    @property
+    def axes(self) -> tuple[int, ...] | None: ...
+    def sections(self, n: int) -> list[Section]: ...
+    def payload_bytes(self, n: int) -> int: ...
+    def __hash__(self) -> int: ...
+
+
+def header(codec: Coder, n: int) -> bytes:
+    """The part of the header that follows from codec and size."""
+    return struct.pack("<2sBBQ", MAGIC, codec.version, codec.codec_id, n) + codec.settings
+
+
+def used_words(codec: Coder, n: int) -> int:
+    """Words of a payload, but for its padding."""
+    return HEADER_WORDS + sum(s.count * s.layout.words for s in codec.sections(n))
+
+
+def blockwise(codec: Coder) -> str:
+    """The transform of blocks: along axes they hold coefficients already."""
+    return "identity" if codec.transform == "axes" else codec.transform

@@ -1,0 +1,152 @@
+"""QSGD: every element rounded at random to one of a few levels, so that the mean is right.
+
+Rounding to nearest would lose everything below half a step for good. Rounding up with the
+probability of the distance keeps the expectation and needs no memory (Alistarh, Grubic, Li,
+Tomioka, Vojnovic, "QSGD", NeurIPS 2017, section 3). Published QSGD shortens the codes with Elias
+integers, whose length varies; ours have fixed bits, as Horovod's collectives want.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import PayloadError
+from ..ops import codes
+from . import frame
+from .base import Codec, Floats, Payload
+from .frame import through_host
+
+_SETTINGS = struct.Struct("<HIH")
+_PACKINGS = ("bits", "bytes")
+_NORMS = ("l2", "max")
+
+
+@through_host
+class QSGDCodec(Codec):
+    """Levels of a bucket's norm, rounded at random; unbiased.
+
+    Parameters
+    ----------
+    levels : int from 1 to 32767, steps from zero to the norm; codes take ceil(log2(2 levels + 1))
+        bits
+    bucket : elements that share a norm, or None for the whole vector
+    norm : "l2", or "max" for the largest magnitude, which has finer steps
+    packing : "bits", or "bytes" to round the width of a code up to 8 or 16 bits, as GRACE does
+    seed : int from 0 to 2**64 - 1. Give each rank its own: errors then average out over ranks
+
+    Notes
+    -----
+    The expectation of `decode(encode(x))` is x. The state holds the number of the step, which
+    with the seed fixes all random numbers; without a state every call is step 0. A bucket with
+    NaN or Inf decodes to NaN, and zeros to zeros, a bucket of zeros too.
+
+    Examples
+    --------
+    >>> codec = QSGDCodec(levels=1, bucket=None, norm="max")
+    >>> codec.decode(codec.encode(np.array([0, 2, -2], np.float32))).tolist()
+    [0.0, 2.0, -2.0]
+    """
+
+    codec_id = 16
+    remembers = False
+    error_feedback = False
+
+    def __init__(
+        self,
+        *,
+        levels: int = 7,
+        bucket: int | None = 512,
+        norm: Literal["l2", "max"] = "l2",
+        packing: Literal["bits", "bytes"] = "bits",
+        seed: int = 0,
+    ) -> None:
+        frame.check_setting(self, "levels", levels, frame.whole(levels, 1, 32767), "1 to 32767")
+        ok = bucket is None or frame.whole(bucket, 1, 2**32 - 1)
+        frame.check_setting(self, "bucket", bucket, ok, "1 to 2**32 - 1, or None")
+        frame.check_setting(self, "norm", norm, norm in _NORMS, " or ".join(_NORMS))
+        frame.check_setting(self, "packing", packing, packing in _PACKINGS, " or ".join(_PACKINGS))
+        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
+        self.levels, self.bucket, self.norm = levels, bucket, norm
+        self.packing, self.seed = packing, seed
+        tight = (2 * levels).bit_length()
+        self.bits = tight if packing == "bits" else -(-tight // 8) * 8
+        self.settings = frame.settings(_SETTINGS.pack(levels, bucket or 0, self.bits))
+
+    def __repr__(self) -> str:
+        return frame.show(self, "levels", "bucket", "norm", "packing", "seed")
+
+    def payload_bytes(self, n: int) -> int:
+        body = 4 * codes.bucket_count(n, self.bucket) + codes.packed_bytes(n, self.bits)
+        return frame.framed_bytes(body)
+
+    def new_state(self, n: int) -> frame.State:
+        """The number of the next step, [1] int64; nothing else is remembered."""
+        return [np.zeros(1, np.int64)]
+
+    def encode(
+        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
+        array = frame.as_floats(values)
+        step = 0 if state is None else int(state[0][0])
+        rows = codes.bucket_rows(array, self.bucket)
+        norms = self._norms(rows)
+        signed = self._round(rows, norms, step).reshape(-1)[: array.size]
+        decoded = self._values(norms, signed)
+        if state is not None:
+            state[0] += 1
+        packed = codes.pack_codes(signed + self.levels, self.bits)
+        parts = [norms.astype("<f4"), packed]
+        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
+
+    def _norms(self, rows: Floats) -> Floats:
+        """[nb] float32, at least the largest magnitude of each row; NaN for a row that has one."""
+        if not rows.size:
+            return np.zeros(len(rows), np.float32)
+        exact = rows.astype(np.float64)
+        with np.errstate(all="ignore"):
+            if self.norm == "max":
+                norms = np.abs(exact).max(axis=1)
+            else:
+                norms = np.sqrt(np.einsum("ij,ij->i", exact, exact))
+        # A norm beyond float32 is held at its largest number: still no element is larger.
+        top = float(np.finfo(np.float32).max)
+        return np.where(np.isfinite(norms), np.minimum(norms, top), np.nan).astype(np.float32)
+
+    def _round(self, rows: Floats, norms: Floats, step: int) -> npt.NDArray[np.int64]:
+        usable = (np.isfinite(norms) & (norms > 0))[:, None]
+        divisor = np.where(usable, norms[:, None], 1).astype(np.float64)
+        # levels * |x| is exact in float64, so the quotient is never above `levels`.
+        wanted = np.where(usable, np.abs(rows), 0).astype(np.float64) * self.levels / divisor
+        below = np.floor(wanted)
+        level = below + codes.happens(wanted - below, self.seed, step)
+        return np.where(np.signbit(rows), -level, level).astype(np.int64)
+
+    def _values(self, norms: Floats, signed: npt.NDArray[np.int64]) -> Floats:
+        scale = codes.bucket_spread(norms, signed.size, self.bucket).astype(np.float64)
+        with np.errstate(all="ignore"):
+            return np.asarray(scale * signed / self.levels, np.float32)
+
+    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        """The mean of the vectors, [n] float32; of their values, as norms differ."""
+        n = frame.check_payloads(self, self.settings, payloads)
+        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
+
+    def _decode(self, payload: Payload) -> Floats:
+        nb = codes.bucket_count(payload.n, self.bucket)
+        norms = frame.read(payload.body, 0, nb, "<f4")
+        if (norms < 0).any():
+            raise PayloadError(f"norm {norms.min()} of a bucket is negative; expected 0 or more")
+        size = codes.packed_bytes(payload.n, self.bits)
+        signed = codes.unpack_codes(payload.body[4 * nb : 4 * nb + size], payload.n, self.bits)
+        if (signed > 2 * self.levels).any():
+            raise PayloadError(
+                f"code {signed.max()}; {self.levels} levels end at {2 * self.levels}"
+            )
+        norms = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
+        return self._values(norms, signed.astype(np.int64) - self.levels)

@@ -1,0 +1,192 @@
+"""What a rim hands to the engine, and what it gets to carry to the other ranks.
+
+Buckets: which gradients travel together, from the order of the parameters alone.
+
+A collective costs its latency, so a net's gradients share a few. Which ones is laid out once, alike
+on all ranks, never from the order in which gradients come: that differs between ranks.
+
+Where the seconds of a step go on this rank's threads: into the codec, and into waiting.
+
+Rounds are a generator that comes back whenever something has to travel. What it takes between two
+of its yields is the codec; what the rim takes to wait for a collective is the exchange, so far as
+no backward pass hid it. Both are of the host: on a GPU the codec's kernels are only started in that
+time, and NCCL makes the stream wait, not the thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from .arrays import Array
+
+# What an all-reduce can average and a codec takes; of other types gradients travel as they are.
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient of a step.
+
+    Attributes
+    ----------
+    name : of its tensor, unique and the same on all ranks; None where nothing tells tensors apart,
+        and then nothing is remembered
+    shape : of its tensor
+    values : [n], contiguous, of the rim's library and device; the mean is written there
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+    values: Array
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its dtype is one that can be compressed."""
+        return dtype_name(self.values) in _FLOATS
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective for the rim to do; the same on all ranks, in the same order.
+
+    kind : "sum", of which the result is the sum over the ranks, each word modulo 2**32; "gather",
+        of which it is what all ranks brought, in order of rank, one behind the other; or
+        "alltoall", of which it is what the others brought for this rank, likewise
+    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or what each of
+        the others is to have, in order of rank, one behind the other
+    sizes : of each rank, how much it brings to a gather, None if all bring as much; or how much
+        each of the others has for it
+    """
+
+    kind: Literal["sum", "gather", "alltoall"]
+    words: Array
+    sizes: tuple[int, ...] | None = None
+
+    def to_ranks(self, rank: int) -> list[int]:
+        """How much a rank sends to each, in an all-to-all."""
+        return [0 if each == rank else size for each, size in enumerate(self.sizes or ())]
+
+    def of_ranks(self, rank: int) -> list[int]:
+        """How much comes to a rank from each, in an all-to-all."""
+        sizes = self.sizes or ()
+        return [0 if each == rank else sizes[rank] for each in range(len(sizes))]
+
+
+# Yields what to carry, nothing at times, is sent the results in the same order.
+Rounds = Generator[list[Collective], list[Array], None]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the gradients of a step travel.
+
+    Attributes
+    ----------
+    plain : as without compression, in their own dtype; the rim's matter
+    dense : likewise in this step, but of what `Engine.whole` says, and `Engine.learn` is told
+    coded : by `Engine.rounds`
+    """
+
+    plain: list[Gradient]
+    dense: list[Gradient]
+    coded: list[Gradient]
+
+
+def dtype_name(values: Any) -> str:
+    """Of an array of any library: "float32"."""
+    return str(values.dtype).rpartition(".")[2]
+
+
+GROUP = 2**23  # elements from which on a bucket is full
+
+
+class Buckets:
+    """The layout, and what of the step under way has come.
+
+    Parameters
+    ----------
+    tensors : (name, elements, device) in the order in which gradients mostly come
+    full : elements from which on a bucket takes no more
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, int, Any]], *, full: int = GROUP) -> None:
+        self.members: list[list[str]] = []
+        self._number: dict[str, int] = {}
+        held, there = full, None
+        for name, elements, device in tensors:
+            if held >= full or device != there:  # words of a bucket are made in one place
+                self.members.append([])
+                held, there = 0, device
+            self.members[-1].append(name)
+            self._number[name] = len(self.members) - 1
+            held += elements
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: nothing has come."""
+        self._missing = [len(names) for names in self.members]
+        self._filed: dict[int, dict[str, Any]] = {}
+
+    def come(self, name: str, filed: Any = None) -> int | None:
+        """Note that a gradient has come; the number of its bucket, if that is complete now.
+
+        filed : what is to be handed out with the bucket; None for what travels by itself
+        """
+        number = self._number[name]
+        self._missing[number] -= 1
+        if filed is not None:
+            self._filed.setdefault(number, {})[name] = filed
+        return number if not self._missing[number] and number in self._filed else None
+
+    def take(self, number: int) -> list[tuple[str, Any]]:
+        """What was filed in a bucket, in its order; it is handed out once."""
+        filed = self._filed.pop(number)
+        return [(name, filed[name]) for name in self.members[number] if name in filed]
+
+    def rest(self) -> list[int]:
+        """Numbers of the buckets in which something was filed that was not taken, in order."""
+        return sorted(self._filed)
+
+
+class StepTimer:
+    """Sums over all steps of one optimizer; threads may add to them."""
+
+    def __init__(self) -> None:
+        self._codec = self._waited = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def coding(self) -> Iterator[None]:
+        """Around what rounds compute between two of their yields."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._codec += time.perf_counter() - began
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for other ranks."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited += time.perf_counter() - began
+
+    def report(self, steps: int) -> dict[str, float]:
+        """Seconds a step; see Compression.report."""
+        steps = max(steps, 1)
+        return {"codec_s": self._codec / steps, "exchange_s": self._waited / steps}

@@ -1,0 +1,279 @@
+"""Whether all ranks say the same: their settings and tensors at the start, their weights later.
+
+Ranks that differ end as a mismatch deep in the transport, a wait without end, or, where two tensors
+of one shape have changed names, in silence. So each says what it has, as words, before anything
+depends on it.
+
+One all-reduce of whole numbers asks: the number of ranks that speak, pieces of a digest, and their
+squares. All are equal if and only if count * sum of squares = square of sum, which every rank sees
+alike. Only where they differ the words themselves travel, and every rank raises the same error. A
+rank that has joined adds zeros, and is not asked.
+
+Whether the ranks still have the same parameters, asked every so many steps.
+
+All ranks add the same mean to the same weights, so they stay alike to the bit without ever being
+compared. But a bit that turns over where one rank receives, in what travels compressed or plain,
+makes that rank another for ever, and nothing fails. A digest of the parameters, 17 words to sum,
+finds it. It costs one look at every weight: once in 100 steps, well below a thousandth of them.
+
+Waiting for a handle of Horovod's torch without taking the processor from who does the work.
+
+hvd.synchronize asks again and again and merely yields in between. With fewer cores than ranks the
+ranks that wait so hold up the threads they wait for: a test of gossip on four ranks and two cores
+took 41 to 77 s over Gloo's alltoall, and takes 20 to 22 asleep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from functools import cache
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import CompressError
+
+Fingerprint = Sequence[tuple[str, str]]  # of what, and what of it: ("setting ratio", "100.0")
+Words = npt.NDArray[np.int64]
+
+_PIECES = 8  # of 16 bits: their squares, summed over 2**20 ranks, fit a word
+_SHOWN = 3  # differences in a message
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_NOTHING = "nothing"
+
+
+class Total(Protocol):
+    """An all-reduce of the rim: it blocks, and all ranks call it in the same order."""
+
+    def __call__(self, name: str, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The sum over the ranks of [n] int64, float32 or float64; the same bits on all ranks."""
+
+
+def digest_words(fingerprint: Fingerprint | None) -> Words:
+    """What a rank adds to the sum that tells whether all say the same, [17] int64.
+
+    None is of a rank that is not asked: as one that has joined, it adds zeros.
+    """
+    if fingerprint is None:
+        return np.zeros(1 + 2 * _PIECES, np.int64)
+    digest = hashlib.sha256(json.dumps(list(fingerprint)).encode()).digest()
+    pieces = np.frombuffer(digest, "<u2", _PIECES).astype(np.int64)
+    return np.concatenate([[1], pieces, pieces**2])
+
+
+def all_equal(total: Words) -> bool:
+    """Whether all ranks said the same, from the sum of what they asked."""
+    count, pieces, squares = int(total[0]), total[1 : 1 + _PIECES], total[1 + _PIECES :]
+    return all(
+        count * int(square) == int(piece) ** 2
+        for piece, square in zip(pieces, squares, strict=True)
+    )
+
+
+def difference(
+    fingerprint: Fingerprint | None, *, total: Total, rank: int, ranks: int, name: str
+) -> str:
+    """What ranks say that others do not, in words, the same on all of them; blocks.
+
+    Called by all ranks, when they know that they differ.
+    """
+    text = b"" if fingerprint is None else json.dumps(list(fingerprint)).encode()
+    lengths = np.zeros(ranks, np.int64)
+    lengths[rank] = len(text)
+    lengths = total(f"{name}.lengths", lengths)
+    words = np.zeros((ranks, -(-int(lengths.max()) // 8)), np.int64)
+    words[rank].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = total(f"{name}.words", words.reshape(-1)).reshape(ranks, -1)
+    every = {
+        other: [tuple(pair) for pair in json.loads(row.view(np.uint8)[:length].tobytes())]
+        for other, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        if length  # none of a rank that has joined, or is not asked
+    }
+    return _in_words(every)
+
+
+def _in_words(every: dict[int, list[tuple[str, str]]]) -> str:
+    first, *others = every
+    found = []
+    for other in others:
+        for mine, theirs in zip_longest(every[first], every[other], fillvalue=("", _NOTHING)):
+            if mine != theirs:
+                what = mine[0] or theirs[0]
+                # Of other things: what the one has in this place, the other has not.
+                own, its = (
+                    value if key in ("", what) else f"{key} {value}"
+                    for key, value in (mine, theirs)
+                )
+                found.append(f"{what}: {own} on rank {first}, {its} on rank {other}")
+    more = len(found) - _SHOWN
+    return "; ".join(found[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def agree(
+    fingerprint: Fingerprint, *, total: Total, rank: int, ranks: int, name: str, do: str
+) -> None:
+    """Raise CompressError, on every rank, unless all say the same; blocks.
+
+    name : of the collectives
+    do : how to make them say the same, the end of the message
+    """
+    if not all_equal(total(name, digest_words(fingerprint))):
+        told = difference(fingerprint, total=total, rank=rank, ranks=ranks, name=name)
+        raise CompressError(f"ranks have different settings or tensors: {told}. {do}")
+
+
+def fingerprint_of(record: Any, *, but: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """What a dataclass of settings says, all but some of its fields."""
+    left_out = set(but)
+    return [
+        (f"setting {field.name}", plain(getattr(record, field.name)))
+        for field in fields(record)
+        if field.name not in left_out
+    ]
+
+
+def plain(value: Any) -> str:
+    """Its repr without addresses, which no two processes share."""
+    return _ADDRESS.sub("", repr(value))
+
+
+_WIDTH = 2**16  # words that are weighed at once: they stay in the cache
+_MASK = 2**64 - 1
+DO = (
+    "Resume from an earlier checkpoint, or broadcast the parameters of one rank and reset the "
+    "error memories. If it happens again, suspect a rank's memory or its network adapter. "
+    "check_every=0 turns this check off"
+)
+
+
+class ParameterCheck:
+    """When to compare, and what to say if ranks differ; for one optimizer.
+
+    every : steps from one comparison to the next; 0 for none
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Count from here, as when ranks have come or gone; on all ranks at once."""
+        self.steps, self.same_at = 0, 0
+
+    def step(self) -> bool:
+        """A step begins: whether the parameters that it begins with are to be compared."""
+        due = self.every > 0 and self.steps > 0 and self.steps % self.every == 0
+        self.steps += 1
+        return due
+
+    @property
+    def free_steps(self) -> int:
+        """Steps from the next one on in which nothing is compared."""
+        return -self.steps % self.every if self.every else 2**62
+
+    def found(self, at: int) -> None:
+        """All were the same before step `at`, counted from 0."""
+        self.same_at = at
+
+    def apart(
+        self,
+        at: int,
+        fingerprint: Fingerprint | None,
+        *,
+        total: Total,
+        rank: int,
+        ranks: int,
+        hint: str = "",
+    ) -> CompressError:
+        """The error to raise, the same on every rank; blocks, and all ranks call it.
+
+        said : None of a rank that is not asked; hint : alike on all ranks, before what to do
+        """
+        told = difference(fingerprint, total=total, rank=rank, ranks=ranks, name="sn.same")
+        since = f"they were the same after step {self.same_at}"
+        if not self.same_at:
+            since = (
+                "they were not compared before: broadcast the parameters of one rank before "
+                "training, so that all start with the same"
+            )
+        error: CompressError = CompressError(
+            f"ranks have different parameters after step {at}, {since}; {told} (digests). "
+            f"{hint}{DO}."
+        )
+        return error
+
+
+@cache
+def weights() -> npt.NDArray[np.int64]:
+    """One odd number for each place in a stretch of words, [65536] int64."""
+    numbers = np.random.default_rng(2026).integers(-(2**62), 2**62, _WIDTH)
+    return numbers * 2 + 1
+
+
+def weigh(
+    words: Any, factors: Any, wide: Callable[[Any], Any], fetch: Callable[[list[Any]], list[int]]
+) -> str:
+    """A digest of [n] words of up to 32 bits, on any device: their sum, each times an odd number.
+
+    Modulo 2**64, so that another value of a single word is never missed, and of several hardly
+    ever: with odds of 2**-32 at most for bits that random numbers do not favour.
+
+    factors : `weights()`, of the same array library and device
+    wide : makes int64 of words
+    fetch : brings the sums of all stretches to the host, at once: a device waits for each that
+        comes alone
+    """
+    sums = []
+    for start in range(0, len(words), _WIDTH):
+        part = wide(words[start : start + _WIDTH])
+        sums.append((part * factors[: len(part)]).sum())
+    total = sum((2 * number + 1) * each for number, each in enumerate(fetch(sums)))
+    return f"{total & _MASK:016x}"
+
+
+def digest(values: npt.NDArray[Any]) -> str:
+    """That of an array on the host, by its bits."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    size = min(flat.dtype.itemsize, 4)
+    words = flat.view(np.uint8) if flat.dtype == np.bool_ else flat.view(f"i{size}")
+    return weigh(
+        words, weights(), lambda part: part.astype(np.int64), lambda sums: [int(it) for it in sums]
+    )
+
+
+# Seconds between two questions: long enough to leave the core, and short beside what was waited for
+# already, so that a wait is little longer than what is waited for takes.
+_SHORTEST, _LONGEST, _SHARE = 1e-4, 1e-3, 0.15
+WAIT_S = 1800.0  # longer than a rank takes that validates, or writes a checkpoint, alone
+
+
+def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
+    """What hvd.synchronize(handle) returns or raises; `hvd` is horovod.torch.
+
+    what : is waited for, in words
+
+    Raises CompressError after so many seconds: a rank does something else, and would for ever.
+    """
+    start = time.monotonic()
+    while not hvd.poll(handle):
+        waited_s = time.monotonic() - start
+        time.sleep(min(max(_SHARE * waited_s, _SHORTEST), _LONGEST))
+        if waited_s > limit_s:
+            raise CompressError(waited_message(what, limit_s))
+    return hvd.synchronize(handle)
+
+
+def waited_message(what: str, limit_s: float) -> str:
+    """The message after a wait that was too long."""
+    return (
+        f"waited {limit_s:g} s for the other ranks, for {what}. They have exited, or never reach "
+        "this call: ranks differ in the number of optimizers or steps, or only some take a branch. "
+        "Check where they are; if they are only slow, set a larger wait_s."
+    )

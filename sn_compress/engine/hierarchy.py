@@ -1,0 +1,139 @@
+"""Ranks by nodes: gradients are summed inside a node, and exchanged compressed between nodes.
+
+Inside a node the links are fast, and its network card is shared. So the ranks of a node first sum
+their gradients, each tensor at one of them, its *owner*; owners of the same number in all nodes
+exchange their tensors, as if they were all the ranks there are; and each hands its means out inside
+its node. The card carries one exchange in the place of one for each rank, and a rank encodes its
+share alone. A tensor is never cut: low rank needs whole matrices, and as the card is shared, it is
+all the same to it who sends what (docs/decisions/0098).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CompressError
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Which ranks are on which node; as many on each.
+
+    Attributes
+    ----------
+    nodes : of each node its ranks, in order; nodes in order of their first rank
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks of a node."""
+        return len(self.nodes[0])
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Number of a rank's node, and its own number there."""
+        for number, ranks in enumerate(self.nodes):
+            if rank in ranks:
+                return number, ranks.index(rank)
+        raise ValueError(f"rank {rank} is on none of {self.nodes}")
+
+    def across(self) -> tuple[tuple[int, ...], ...]:
+        """Of each number inside a node, the ranks that have it, in order of the nodes."""
+        return tuple(zip(*self.nodes, strict=True))
+
+
+def layout_of(ids: Sequence[int]) -> NodeLayout | str:
+    """The layout of ranks by an id of the node that each is on, or why there is no hierarchy.
+
+    >>> layout_of([7, 7, 9, 9]).nodes
+    ((0, 1), (2, 3))
+    >>> layout_of([7, 7, 7, 9])
+    'nodes have 3 and 1 ranks'
+    """
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(ids):
+        nodes.setdefault(node, []).append(rank)
+    if len(nodes) == 1:
+        return "all ranks are on one node"
+    if len(nodes) == len(ids):
+        return "each rank is alone on its node"
+    sizes = Counter(len(ranks) for ranks in nodes.values())
+    if len(sizes) > 1:
+        return f"nodes have {' and '.join(map(str, sorted(sizes, reverse=True)))} ranks"
+    return NodeLayout(tuple(tuple(ranks) for ranks in nodes.values()))
+
+
+@dataclass
+class Owners:
+    """Who of a node's ranks owns a tensor: alike on all nodes, and for good.
+
+    Decided when a tensor comes first, for the rank that owns the fewest elements by then. All ranks
+    see tensors come in the same order.
+    """
+
+    size: int
+    of_name: dict[str, int] = field(default_factory=dict)
+    _elements: Counter[int] = field(default_factory=Counter)
+
+    def of(self, name: str, elements: int) -> int:
+        """The owner's number inside its node."""
+        if name not in self.of_name:
+            owner = min(range(self.size), key=lambda number: (self._elements[number], number))
+            self.take(name, elements, owner)
+        return self.of_name[name]
+
+    def take(self, name: str, elements: int, owner: int) -> None:
+        """Note who owns a tensor."""
+        self.of_name[name] = owner
+        self._elements[owner] += elements
+
+
+def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of the states of all ranks those of their nodes: each has all tensors, as without nodes.
+
+    Raises CompressError unless these are the states of all ranks, in order of rank.
+    """
+    ranks = [state["rank"] for state in states]
+    if not states or ranks != list(range(states[0]["ranks"])):
+        raise CompressError(
+            f"got the states of ranks {ranks} of {states[0]['ranks'] if states else 0}, which were "
+            "saved with other nodes; expected those of all ranks, in order. Load the list of them."
+        )
+    saved = states[0].get("hierarchy")
+    if saved is None:
+        return [dict(state) for state in states]
+    nodes = saved["nodes"]
+    return [
+        {**_merged([states[rank] for rank in node]), "ranks": len(nodes), "rank": number}
+        for number, node in enumerate(nodes)
+    ]
+
+
+# Of a state's parts, what is kept by tensor.
+_BY_TENSOR = {"feedback": ("memory",), "shared": ("tensors", "left_out")}
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the tensors of several, none of which has another's."""
+    merged = dict(states[0])
+    for part, keys in _BY_TENSOR.items():
+        merged[part] = dict(merged[part])
+        for key in keys:
+            parts = [state[part][key] for state in states]
+            merged[part][key] = {name: kept for each in parts for name, kept in each.items()}
+    return merged
+
+
+def state_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Of a state, what is of these tensors."""
+    chosen = dict(state)
+    for part, keys in _BY_TENSOR.items():
+        chosen[part] = dict(chosen[part])
+        for key in keys:
+            every = chosen[part][key]
+            chosen[part][key] = {name: kept for name, kept in every.items() if name in names}
+    return chosen

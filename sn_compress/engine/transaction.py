@@ -1,0 +1,138 @@
+"""Transaction: what was sent of gradients, kept for good or taken back.
+
+What compression leaves out of a gradient travels with the next one, and must not where the gradient
+was never applied. Whether it was is known late, and from whom differs: an optimizer's step, a loss
+scaler that has skipped one, a loop that has thrown a gradient away, an exception in the middle of a
+step. All of them come to the same three verbs. A step `begin`s; when the next one does, `settle`
+asks what became of it, and what it left is committed, aborted, or, where gradients add up over
+several exchanges, still open. One that broke off is aborted at once, by `undo`. (A step in which a
+rank has NaN leaves everything as it was on all ranks alike: the words say so, see
+allreduce/bucket.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+# "held" where the gradient still waits for a step, as when gradients accumulate.
+Outcome = Literal["applied", "dropped", "held", "unknown"]
+
+
+class Outcomes(Protocol):
+    """What became of exchanged gradients: a `torch.outcomes.Outcomes`."""
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Gradients of these tensors are exchanged now."""
+
+    def of(self, name: str) -> Outcome:
+        """What became of the last one of a tensor."""
+
+
+class Store(Protocol):
+    """Memories by name: an ErrorFeedback, an AllReduceExchange."""
+
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """Keep what was done so far: `abort` takes back what comes after."""
+
+    def abort(self, names: Iterable[str] | None = None) -> None:
+        """Remember what was remembered after the last commit."""
+
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Abort a step that broke off, on ranks that may have come to different places of it."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is of the size of gradients."""
+
+
+class Check(Protocol):
+    """What is known of a step when a device has come so far: a `payloads.DeferredCheck`."""
+
+    def conclude(self) -> None:
+        """PayloadError if what came was damaged."""
+
+
+class Transaction:
+    """The steps of one optimizer on one rank.
+
+    Parameters
+    ----------
+    stores : all that is remembered
+    outcomes, scaler : see Engine
+
+    Attributes
+    ----------
+    scale : the unit of the memories, None before a scaler was asked
+    aborted : gradients so far that were sent, and dropped
+    checks : of the last step on a device
+    """
+
+    def __init__(self, stores: Sequence[Store], *, outcomes: Outcomes | None, scaler: Any) -> None:
+        self.scaler, self.aborted = scaler, 0
+        self.scale: float | None = None
+        self.checks: list[Check] = []
+        self._stores, self._outcomes = tuple(stores), outcomes
+        self._open: set[str] = set()  # tensors that were sent and not committed since
+
+    def begin(self, names: Collection[str]) -> None:
+        """Gradients of these tensors are sent now."""
+        self._open.update(names)
+        if self._outcomes is not None:
+            self._outcomes.sent(names)
+
+    def reopen(self, names: Collection[str]) -> None:
+        """Take what there is of tensors for sent and not committed, as graphs leave it behind."""
+        self._open.update(names)
+
+    def commit(self, names: Collection[str]) -> None:
+        """Keep what was sent of tensors: it was applied, or its sums go on in gradients."""
+        self._open.difference_update(names)
+        for store in self._stores:
+            store.commit(names)
+
+    def abort(self, names: Collection[str]) -> None:
+        """Remember of tensors what was remembered when they were committed last."""
+        self._open.difference_update(names)
+        self.aborted += len(names)
+        for store in self._stores:
+            store.abort(names)
+
+    def undo(self, names: Collection[str]) -> None:
+        """Take a step back that broke off; its gradients are counted when the next one begins."""
+        for store in self._stores:
+            store.undo(names)
+
+    def settle(self) -> None:
+        """Between passes: commit what was applied, abort what was thrown away; follow the scale.
+
+        Raises PayloadError if a payload of the last step was damaged, on a device.
+        """
+        checks, self.checks = self.checks, []
+        for check in checks:
+            check.conclude()
+        factor = self._scale_factor()
+        outcomes = {name: self._outcome(name) for name in self._open}
+        # A scaler that has skipped a step lowers its scale. Of another scale, held gradients and
+        # those of the pass that begins add up to nothing.
+        gone = ("dropped",) if factor >= 1 else ("dropped", "held", "unknown")
+        kept = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
+        self.abort([name for name, outcome in outcomes.items() if outcome in gone])
+        self.commit([name for name in self._open if outcomes[name] in kept])
+        if factor != 1:
+            for store in self._stores:
+                store.rescale(factor)
+
+    def forget(self) -> None:
+        """As before the first gradient: another state has been taken over."""
+        self._open.clear()
+        self.checks.clear()
+
+    def _scale_factor(self) -> float:
+        """The scaler's scale now over that before."""
+        if self.scaler is None:
+            return 1.0
+        before, self.scale = self.scale, float(self.scaler.get_scale())
+        return 1.0 if before is None else self.scale / before
+
+    def _outcome(self, name: str) -> Outcome:
+        return "unknown" if self._outcomes is None else self._outcomes.of(name)

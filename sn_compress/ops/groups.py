@@ -1,0 +1,290 @@
+"""Groups of floats on a grid of 2, 4, 16 or 256 points, rounded at random: unbiased, bounded.
+
+Rounding to nearest is biased as soon as a step is as wide as the values are spread, and what is
+built from many such values is then wrong in one direction. Here each element goes up with the
+probability of its distance, so that errors average out. A group's grid is as fine as its own
+values allow, never coarser than the bound; an element off the grid escapes, as it is. A group that
+has a zero has it on its grid: zeros stay zero.
+
+Random numbers are a hash of (key, position), 32 bits each (rounds of multiply and shift with the
+constants of C. Wellons' triple32): any part can be done by itself, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+from . import codes
+from . import codes as buckets
+from . import codes as chance
+
+Floats = npt.NDArray[np.float32]
+Values = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
+"""float32, float16, or the bits of bfloat16, which NumPy has no type for."""
+Steps = npt.NDArray[np.uint16]
+
+WIDTHS = (1, 2, 4, 8)
+UNFIT = 0x7B800000  # bits of 2**120: from here on, NaN included, an element escapes
+FINEST = np.float32(2.0**-110)
+_EDGE = np.float32(2.0**-10)  # of a step
+_CHUNK = 1 << 18  # elements a thread takes at a time: a multiple of every group
+
+
+class Grids(NamedTuple):
+    """What `pack` makes of [n] values in ng groups.
+
+    bases : [ng] float32, the lowest point of each grid
+    steps : [ng] uint16, the upper halves of float32 distances of two points
+    spread : [ng] uint32, the sum over a group of g (256 - g), where g / 256 is how far an element
+        is from the point below it; times step**2 / 65536 the variance of its rounding
+    codes : [packed_bytes(n, bits)] uint8
+    at, values : positions, ascending int64, and values of the elements that escape
+    zeros : how many elements are zero, int64
+    """
+
+    bases: Floats
+    steps: Steps
+    spread: npt.NDArray[np.uint32]
+    codes: codes.Bytes
+    at: npt.NDArray[np.int64]
+    values: Floats
+    zeros: np.int64
+
+    def variance(self, n: int) -> float:
+        """The mean variance of the rounding, over all n elements."""
+        exact = np.asarray(step_values(self.steps), np.float64)
+        return float(np.dot(exact * exact, self.spread) / 65536 / max(n, 1))
+
+
+def step_values(steps: Steps) -> Floats:
+    """The steps as numbers, [ng] float32."""
+    return (steps.astype(np.uint32) << 16).view(np.float32)
+
+
+def keys(seed: int, step: int) -> tuple[int, int]:
+    """Two words that stand for (seed, step) in the hash."""
+    first, second = chance.uniform_words(seed, step, 2)
+    return int(first), int(second)
+
+
+def pack(
+    values: Values, bits: int, group: int, bound: float, key: tuple[int, int], threads: int = 1,
+    into: tuple[Floats, Steps, codes.Bytes] | None = None,
+) -> Grids:  # fmt: skip
+    """Round [n] floats to codes.
+
+    bits : 1, 2, 4 or 8
+    group : a power of two from 32 to 65536
+    bound : above 2**-100; the error of every element is below it, or the element escapes
+    into : memory of the caller's for bases, steps and codes
+    """
+    n = values.size
+    ng = buckets.bucket_count(n, group)
+    if into is None:
+        width = codes.packed_bytes(n, bits)
+        into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
+    made = (into[0], into[1], np.empty(ng, np.uint32), into[2])
+    contiguous: npt.NDArray[Any] = np.ascontiguousarray(values)
+    kind = _kind(contiguous)
+    core = _native.core()
+
+    def work(chunks: Iterator[int]) -> list[tuple[int, bytes, bytes, int]]:
+        found = []
+        for chunk in chunks:
+            start = chunk * _CHUNK
+            stop = min(start + _CHUNK, n)
+            here = slice(start // group, -(-stop // group))
+            parts: list[Any] = [part[here] for part in made[:3]]
+            parts.append(made[3][start * bits // 8 : -(-stop * bits // 8)])
+            if core is None:
+                run = _widened(contiguous[start:stop])
+                at, lost, zeros = _pack_twin(run, start, bits, group, bound, key, parts)
+            else:
+                at, lost, zeros = core.pack_groups(
+                    contiguous[start:stop], kind, *parts, start, bits, group, bound, *key
+                )
+            found.append((chunk, at, lost, zeros))
+        return found
+
+    shares = _native.parallel(work, range(-(-n // _CHUNK)), threads)
+    found = sorted((part for share in shares for part in share), key=lambda part: part[0])
+    at = np.frombuffer(b"".join(part[1] for part in found), np.int64)
+    lost = np.frombuffer(b"".join(part[2] for part in found), np.float32)
+    return Grids(*made, at, lost, np.int64(sum(part[3] for part in found)))
+
+
+def unpack(
+    bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
+    threads: int = 1, out: Values | None = None,
+) -> Values:  # fmt: skip
+    """The values of codes, [n], in `out` or float32; escapes are still to be put in."""
+    out = np.empty(n, np.float32) if out is None else out
+    kind = _kind(out)
+    core = _native.core()
+
+    def work(chunks: Iterator[int]) -> None:
+        for chunk in chunks:
+            start = chunk * _CHUNK
+            stop = min(start + _CHUNK, n)
+            here = slice(start // group, -(-stop // group))
+            part = packed[start * bits // 8 : -(-stop * bits // 8)]
+            if core is None:
+                got = codes.unpack_codes(part, stop - start, bits).astype(np.float32)
+                base = buckets.bucket_spread(bases[here], got.size, group)
+                step = buckets.bucket_spread(step_values(steps[here]), got.size, group)
+                with np.errstate(all="ignore"):  # a damaged payload may hold anything
+                    out[start:stop] = narrowed(base + got * step, out.dtype)
+            else:
+                core.unpack_groups(
+                    bases[here], steps[here], part, out[start:stop], kind, bits, group
+                )
+
+    _native.parallel(work, range(-(-n // _CHUNK)), threads)
+    return out
+
+
+def _pack_twin(
+    values: Floats, first: int, bits: int, group: int, bound: float, key: tuple[int, int],
+    parts: list[Any],
+) -> tuple[bytes, bytes, int]:  # fmt: skip
+    """Pack in NumPy, the same bits; writes `parts`, returns escapes as bytes, and zeros."""
+    n, top = values.size, np.float32(2**bits - 1)
+    words = values.view(np.int32)
+    magnitude = words & 0x7FFFFFFF
+    fit = magnitude < UNFIT
+    cap = _half_down(min(bound, 2.0**120))
+    keys_ = words ^ ((words >> 31) & 0x7FFFFFFF)
+    info = np.iinfo(np.int32)
+    low = _extreme(np.where(fit, keys_, info.max), group, np.minimum, info.max)
+    high = _extreme(np.where(fit, keys_, info.min), group, np.maximum, info.min)
+    zero = _extreme(magnitude == 0, group, np.logical_or, False)
+    some = _extreme(fit, group, np.logical_or, False)
+    base, step = choose(
+        np.where(some, _floats(low), np.float32(0)),
+        np.where(some, _floats(high), np.float32(0)),
+        zero, 2**bits - 1, cap,
+    )  # fmt: skip
+    bases, steps = buckets.bucket_spread(base, n, group), buckets.bucket_spread(step, n, group)
+    exact = np.where(fit, values, bases)
+    with np.errstate(over="ignore"):
+        raw = (exact - bases) / steps
+    q = np.minimum(np.maximum(raw, np.float32(0)), top)
+    # Off the grid by more than what rounding does: its end would be within the bound, but biased.
+    on = (raw > -_EDGE) & (raw < top + _EDGE)
+    whole = q.astype(np.int32)
+    part = q - whole.astype(np.float32)
+    luck = (random_words(first, n, key) >> 8).astype(np.float32)
+    code = whole + (luck < part * np.float32(2**24))
+    error = (bases + code.astype(np.float32) * steps) - exact
+    good = fit & on & (np.abs(error) < np.float32(bound))
+    g = (part * np.float32(256) + np.float32(0.5)).astype(np.int32)
+    spread = np.where(good, g * (256 - g), 0).astype(np.uint32)
+    parts[0][:] = base
+    parts[1][:] = step.view(np.uint32) >> 16
+    parts[2][:] = np.add.reduceat(spread, np.arange(0, n, group)) if n else 0
+    parts[3][:] = codes.pack_codes(code, bits)
+    at = np.flatnonzero(~good)
+    zeros = int(np.count_nonzero(magnitude == 0))
+    return (at + first).astype(np.int64).tobytes(), values[at].tobytes(), zeros
+
+
+def _kind(values: npt.NDArray[Any]) -> str:
+    return "bfloat16" if values.dtype == np.uint16 else str(values.dtype)
+
+
+def _widened(values: npt.NDArray[Any]) -> Floats:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(values, np.float32)
+
+
+def narrowed(values: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """float32 as float16 or the bits of bfloat16, to nearest, ties to even."""
+    if dtype != np.uint16:
+        return values.astype(dtype)
+    words = values.view(np.uint32)
+    nearest = (words + 0x7FFF + (words >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), words >> 16 | 0x40, nearest).astype(np.uint16)
+
+
+def choose(
+    low: Floats, high: Floats, zero: npt.NDArray[np.bool_], levels: int, cap: np.float32
+) -> tuple[Floats, Floats]:
+    """Lowest point and step of the grid of each group, given its extremes and if it has a zero.
+
+    Without a zero, or where zero is the lowest value, the grid begins there and spans the group.
+    Else it has `below` points below zero: the number, of two candidates, that makes it finest. Two
+    points (one bit) hold zero and the farther side. Where the finest grid is coarser than `cap`,
+    the bound, it becomes that, and lies where most of the group is likely to be: at its inner end,
+    or about zero.
+    """
+    one = np.float32(1)
+    top = np.float32(levels)
+    both = (low < 0) & (high > 0)
+    lattice = zero & (low < 0)
+    with np.errstate(all="ignore"):  # each formula meets groups that it is not for
+        if levels == 1:
+            below = np.where(-low > high, one, np.float32(0))
+            inner = np.where(-low > high, -low, high)
+        else:
+            share = np.floor(top * -low / (high - low))
+            a = np.minimum(np.maximum(share, one), top - one)
+            b = np.minimum(np.maximum(share + one, one), top - one)
+            step_a = np.maximum(-low / a, high / (top - a))
+            step_b = np.maximum(-low / b, high / (top - b))
+            below = np.where(step_a <= step_b, a, b)
+            inner = np.minimum(step_a, step_b)
+        below = np.where(both, below, top)
+        step = np.where(lattice, np.where(both, inner, -low / top), (high - low) / top)
+        step = np.maximum(_half_up(step), FINEST)
+        base = np.where(lattice, -below * step, low)
+        half = np.floor((top + one) / np.float32(2))
+        left, right = np.ceil(-low / cap), np.ceil(high / cap)
+        below = np.where(left <= half, left, np.where(right <= half, top - right, half))
+        capped = np.where(both, -below * cap, np.where(zero, -top * cap, high - top * cap))
+        capped = np.where(low >= 0, low, capped)
+        coarse = step > cap
+    base = np.where(coarse, capped, base).astype(np.float32)
+    return base, np.where(coarse, cap, step).astype(np.float32)
+
+
+def random_words(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    """[n] uint32, those of the positions from `first` on."""
+    at = np.arange(first, first + n, dtype=np.uint64)
+    other = np.uint32(key[1]) + (at >> np.uint64(32)).astype(np.uint32) * np.uint32(0x85EBCA6B)
+    x = at.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key[0])
+    x ^= x >> 17
+    x *= np.uint32(0xED5AD4BB)
+    x ^= x >> 11
+    x += other
+    x *= np.uint32(0xAC4C1B51)
+    x ^= x >> 15
+    x *= np.uint32(0x31848BAB)
+    return np.asarray(x ^ (x >> 14), np.uint32)
+
+
+def _extreme(values: npt.NDArray[Any], group: int, of: np.ufunc, fill: Any) -> npt.NDArray[Any]:
+    if not values.size:
+        return values
+    return np.asarray(of.reduceat(values, np.arange(0, values.size, group)))
+
+
+def _floats(keys_: npt.NDArray[np.int32]) -> Floats:
+    return (keys_ ^ ((keys_ >> 31) & 0x7FFFFFFF)).view(np.float32)
+
+
+def _half_up(values: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        return ((values.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(
+            np.float32
+        )
+
+
+def _half_down(value: float) -> np.float32:
+    word = np.array([value], np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return np.float32(word.view(np.float32)[0])

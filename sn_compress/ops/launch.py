@@ -1,0 +1,377 @@
+"""What a kernel launch is made of: sizes, tables, constants. Plain NumPy, so it runs anywhere.
+
+A launch takes its table of tensors by value, among the kernel's arguments. The obvious table in
+device memory would have to be uploaded whenever a gradient lies elsewhere, which is a copy from
+the host each step and not allowed inside a CUDA graph. 48 rows fit; more rows, more launches.
+
+`Device` is who runs it: CuPy in `_cuda.py`, g++'s build of the same sources in `tests/cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .._cuda import Program
+from ..errors import CompressError
+from . import checksum, spectrum
+from .bits import low_bits
+from .quantize import Layout
+
+TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
+VALUES = ("range", "fp16", "sign", "2bit")
+POSITIONS = ("elias-fano", "bitmap", "all")
+DTYPES = ("float32", "float16", "bfloat16")
+
+SMALLEST, LARGEST = 32, 8192
+ROWS = 48  # kSections in section.cuh
+_MOST_BLOCKS = 2**31 - 1  # of a grid
+
+SECTION = np.dtype(
+    [
+        ("values", "<u8"),
+        ("memory", "<u8"),
+        ("words", "<u8"),
+        ("totals", "<u8"),
+        ("rank_words", "<i8"),
+        ("elements", "<i8"),
+        ("first_block", "<i8"),
+        ("first_word", "<i8"),
+        ("dtype", "<i4"),
+        ("memory_dtype", "<i4"),
+    ]
+)
+SECTIONS = np.dtype([("at", SECTION, ROWS), ("count", "<i8")])
+SETTINGS = np.dtype(
+    [
+        ("kept", "<i8"),
+        ("bins", "<i8"),
+        ("words", "<i8"),
+        ("values", "<i4"),
+        ("code_bits", "<i4"),
+        ("mantissa", "<i4"),
+        ("positions", "<i4"),
+        ("low", "<i4"),
+        ("top", "<i4"),
+        ("factor", "<f4"),
+        ("ranks", "<i4"),
+        ("powers", "<u8"),
+    ]
+)
+
+Struct = npt.NDArray[np.void]
+
+
+class Device(Protocol):
+    """Runs kernels in order, on one stream."""
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        *,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        args: Sequence[Any],
+    ) -> None:
+        """Start `kernel`. An argument is a NumPy array of one element, passed by value."""
+
+    def constant(self, key: tuple[Any, ...], values: npt.NDArray[Any]) -> int:
+        """The address of a copy of `values`, made at the first call with this key."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """The bits of a record, as numbers; `ops/record.py` says what they mean."""
+
+    block: int
+    span: int  # elements of each FFT; of other transforms the block
+    transform: str
+    values: str
+    kept: int
+    words: int
+    code_bits: int
+    mantissa: int
+    positions: str
+
+    @classmethod
+    def of(cls, layout: Layout, transform: str, span: int | None = None) -> Format:
+        """The format of a layout whose coefficients come from `transform`, of spans or blocks."""
+        everything = layout.kept == layout.bins
+        return cls(
+            layout.block,
+            spectrum.span_length(span, layout.block),
+            transform,
+            layout.values,
+            layout.kept,
+            layout.words,
+            layout.code_bits,
+            layout.mantissa if layout.values == "range" else 0,
+            "all" if everything else layout.positions,
+        )
+
+    @property
+    def fits_block(self) -> bool:
+        """Whether one thread block can hold a block: the fused kernels' sizes."""
+        return SMALLEST <= self.block <= LARGEST and not self.block & (self.block - 1)
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.transform in ("fft", "spectrum") else 1
+
+    @property
+    def bins(self) -> int:
+        return self.block // 2 + 1 if self.parts == 2 else self.block
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: eight complex points each, whole warps."""
+        return max(32, self.block // 16)
+
+    @property
+    def program(self) -> Program:
+        # Sixteen blocks or 1024 threads to a multiprocessor leave 64 registers to a thread, which
+        # both kernels keep within.
+        resident = min(16, 1024 // self.threads)
+        return Program(
+            "fused.cu",
+            (
+                ("SN_BLOCK", self.block),
+                ("SN_SPAN", self.span),
+                ("SN_THREADS", self.threads),
+                ("SN_TRANSFORM", TRANSFORMS.index(self.transform)),
+                ("SN_RESIDENT", resident),
+            ),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory beside the fixed part: the record and the list of 16-bit positions."""
+        return 4 * (self.words + -(-self.kept // 2))
+
+    def settings(
+        self, device: Device, *, factor: float, top: int | None = None, ranks: int = 1
+    ) -> Struct:
+        """The settings as the kernels take them."""
+        settings = np.zeros(1, SETTINGS)
+        settings["kept"], settings["bins"], settings["words"] = self.kept, self.bins, self.words
+        settings["values"] = VALUES.index(self.values)
+        settings["code_bits"], settings["mantissa"] = self.code_bits, self.mantissa
+        settings["positions"] = POSITIONS.index(self.positions)
+        settings["low"] = low_bits(self.kept, self.bins)
+        settings["top"] = -1 if top is None else top
+        settings["factor"], settings["ranks"] = factor, ranks
+        settings["powers"] = powers(device)
+        return settings
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of equal blocks of one tensor: addresses and sizes.
+
+    `memory` is the error memory when encoding, or 0, and the error flags when decoding;
+    `totals` the counters of the payload, or of each rank's; `first_word` where the first record
+    lies in the payload, `rank_words` how far apart the ranks' payloads are, in 32-bit words.
+    """
+
+    values: int
+    dtype: str
+    elements: int
+    blocks: int
+    words: int
+    first_word: int
+    totals: int
+    memory: int = 0
+    memory_dtype: str = "float32"
+    rank_words: int = 0
+
+
+def powers(device: Device) -> int:
+    """The address of the table that checksums are made with."""
+    return device.constant(("checksum",), checksum.powers())
+
+
+def encode_blocks(
+    device: Device, form: Format, pieces: Sequence[Piece], *, decay: float, top: int | None = None
+) -> None:
+    """Encode every block of every piece, one launch for up to 48 pieces."""
+    _launch(device, form, pieces, "encode_blocks", form.settings(device, factor=decay, top=top))
+
+
+def decode_blocks(
+    device: Device, form: Format, pieces: Sequence[Piece], *, ranks: int, weight: float
+) -> None:
+    """Write weight * the sum over the ranks of every block of every piece.
+
+    A block with a record that cannot be one becomes NaN and raises a flag.
+    """
+    _launch(
+        device, form, pieces, "decode_blocks", form.settings(device, factor=weight, ranks=ranks)
+    )
+
+
+def _launch(
+    device: Device, form: Format, pieces: Sequence[Piece], kernel: str, settings: Struct
+) -> None:
+    if not form.fits_block:
+        raise CompressError(
+            f"block={form.block} on a GPU; expected a power of two from {SMALLEST} to {LARGEST}, "
+            "what fits a multiprocessor's shared memory. Choose another block, or None for one "
+            "transform over the whole vector."
+        )
+    table = twiddles(form.span, form.transform)
+    constant = device.constant(("twiddles", form.span, form.transform), table)
+    for rows in _rows(pieces):
+        sections = np.zeros(1, SECTIONS)
+        at = 0
+        for i, piece in enumerate(rows):
+            sections["at"][0, i] = (
+                piece.values,
+                piece.memory,
+                piece.words,
+                piece.totals,
+                piece.rank_words,
+                piece.elements,
+                at,
+                piece.first_word,
+                DTYPES.index(piece.dtype),
+                DTYPES.index(piece.memory_dtype),
+            )
+            at += piece.blocks
+        sections["count"] = len(rows)
+        device.launch(
+            form.program,
+            kernel,
+            blocks=at,
+            threads=form.threads,
+            shared_bytes=form.shared_bytes,
+            args=[sections, settings, np.full(1, constant, np.uint64)],
+        )
+
+
+def _rows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in runs that fit one launch, empty ones left out."""
+    rows: list[Piece] = []
+    for piece in pieces:
+        if piece.blocks > _MOST_BLOCKS:
+            raise CompressError(
+                f"{piece.blocks} blocks in one tensor; a launch takes {_MOST_BLOCKS}. Use a "
+                "larger block."
+            )
+        full = sum(row.blocks for row in rows) + piece.blocks > _MOST_BLOCKS
+        if rows and (len(rows) == ROWS or full):
+            yield rows
+            rows = []
+        if piece.blocks:
+            rows.append(piece)
+    if rows:
+        yield rows
+
+
+@cache
+def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
+    """Roots of unity in the order transform.cuh reads them, [m, 2] float32.
+
+    For each pass after the first, with stride s and radix r: exp(-2 pi i q j / (r s)), q = 1..r-1
+    and j = 0..s-1; then exp(-2 pi i k / span) up to a quarter turn; for the DCT also
+    exp(-i pi k / (2 span)). Rounded once, from double precision.
+    """
+    turns = [np.zeros(0)]
+    points, stride = span // 2, 8
+    if transform in ("fft", "dct"):
+        while stride < points:
+            radix = min(8, points // stride)
+            products = np.outer(np.arange(1, radix), np.arange(stride))
+            turns.append(products.reshape(-1) / (radix * stride))
+            stride *= radix
+        turns.append(np.arange(points // 2 + 1) / span)
+    if transform == "dct":
+        turns.append(np.arange(points + 1) / (4 * span))
+    angles = -2 * np.pi * np.concatenate(turns)
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+SHEET = np.dtype(
+    [
+        ("buffer", "<u8"),
+        ("totals", "<u8"),
+        ("flags", "<u8"),
+        ("rank_words", "<i8"),
+        ("words", "<i8"),
+        ("used", "<i8"),
+        ("header", "<u4", 6),
+        ("end", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
+SHEETS = np.dtype([("at", SHEET, ROWS)])
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One payload, or one of each rank `rank_words` apart; `header` is its first 24 bytes."""
+
+    buffer: int
+    totals: int
+    words: int
+    used: int
+    header: bytes
+    flags: int = 0
+    rank_words: int = 0
+
+
+SEAL = Program("seal.cu")
+THREADS = 128  # kThreads in seal.cu
+
+
+def open_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
+    """Write headers and padding, and set the counters to zero; before encoding."""
+    _sheets(device, sheets, "open_payloads")
+
+
+def seal_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
+    """Write the number of saturated values and the checksum; after encoding."""
+    _sheets(device, sheets, "seal_payloads", _powers(device))
+
+
+def open_checks(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
+    """Set the checksums of received payloads to zero; before decoding."""
+    _sheets(device, sheets, "open_checks", np.full(1, ranks, np.int32))
+
+
+def check_payloads(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
+    """Raise flags for headers that are not as expected and wrong checksums; after decoding."""
+    _sheets(device, sheets, "check_payloads", np.full(1, ranks, np.int32), _powers(device))
+
+
+def _powers(device: Device) -> Any:
+    return np.full(1, powers(device), np.uint64)
+
+
+def _sheets(device: Device, sheets: Sequence[Sheet], kernel: str, *args: Any) -> None:
+    for first in range(0, len(sheets), ROWS):
+        rows = sheets[first : first + ROWS]
+        table = np.zeros(1, SHEETS)
+        for i, sheet in enumerate(rows):
+            table["at"][0, i] = (
+                sheet.buffer,
+                sheet.totals,
+                sheet.flags,
+                sheet.rank_words,
+                sheet.words,
+                sheet.used,
+                np.frombuffer(sheet.header, "<u4"),
+                checksum.step_on(sheet.words),
+                0,
+            )
+        device.launch(
+            SEAL, kernel, blocks=len(rows), threads=THREADS, shared_bytes=0, args=[table, *args]
+        )

@@ -1,0 +1,324 @@
+"""Orthonormal rows from whole numbers, with the same bits in every library and on every device.
+
+What LAPACK makes of a matrix depends on the library, the processor and the number of threads. The
+rows here are sums of digits, so their products are whole numbers below 2**53, which float64 sums
+exactly in any order. The rest is a small matrix, taken apart element by element: no sum in it
+has an order to choose. The transform is rounded to whole numbers times a power of two, so that its
+product with the rows is exact again, and the result is rounded once.
+
+Gram-Schmidt in this form loses what rows have in common, squared: rows of digits have few bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+from ..arrays import (
+    FLOAT64,
+    INT32,
+    Array,
+    Constant,
+    device_of,
+    full_fp32_matmul,
+    host_threads,
+    host_view,
+    inverse,
+    is_fixed,
+    join,
+    matrix_transpose,
+    namespace,
+    products,
+    runs_of,
+    split,
+    spread,
+    take,
+    to_host,
+    transposed,
+)
+from .fixed_point import integers
+
+Positions = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+SUM_BITS = 15  # of the magnitude of a whole number in a row
+_EXACT = 53  # bits of whole numbers that float64 holds
+_LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
+_BITS = 30  # of the transform
+_HUGE = 1e300
+
+
+def most(width: int) -> int:
+    """The largest magnitude for which the products of rows [width] are exact."""
+    return int(min(2**SUM_BITS - 1, math.isqrt(2**_EXACT // max(width, 1))))
+
+
+class Orthonormal:
+    """Gram-Schmidt over many matrices at once.
+
+    Matrices of about equal size are filled up with zeros and share their products, so that what is
+    launched on a device hardly grows with the number of matrices.
+
+    shapes : of each matrix: rows, and numbers in a row
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        all_equal: dict[tuple[int, int], list[int]] = {}
+        for at, (rows, width) in enumerate(shapes):
+            all_equal.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
+        ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
+        self._table, self._ends = np.array(shapes, np.int64), ends
+        n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
+        self.bits = _bits(self._rows)  # of the transform
+        self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
+        places, rows_of = [], []
+        some: list[Bools] = []
+        for members in all_equal.values():
+            first = len(some)
+            rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))
+            self._groups.append((len(members), rows, width))
+            place = np.full((len(members), rows, width), n)  # a zero behind all others
+            for own, at in zip(place, members, strict=True):
+                height, length = shapes[at]
+                own[:height, :length] = np.arange(ends[at], ends[at + 1]).reshape(height, length)
+            row = (first + np.arange(len(members)))[:, None] * self._rows + np.arange(rows)
+            places.append(place.reshape(-1))
+            rows_of.append(np.repeat(row.reshape(-1), width))
+            some += [np.arange(self._rows) < rows] * len(members)
+        self._place(np.concatenate(places), np.concatenate(rows_of), np.array(some), n)
+        self._place_apart(shapes)
+        self._sizes = [count * rows * width for count, rows, width in self._groups]
+        self._squares = [count * rows * rows for count, rows, _ in self._groups]
+
+    def _place(self, place: Positions, row_of: Positions, some: Bools, n: int) -> None:
+        """Where numbers go, and the way back; None where they are in place.
+
+        place : of each number of a group, where it comes from, or n if from nowhere
+        row_of : of each, its row, counted as if all matrices had the most rows
+        some : [matrices, most rows], rows that a matrix has in its group
+        """
+        self._total = len(some)
+        self._unit = Constant(np.eye(self._rows))
+        back = np.empty(n, np.int64)
+        real = np.flatnonzero(place < n)
+        back[place[real]] = real
+        self._row_of = Constant(row_of[back])
+        self._there: Constant | None = None
+        self._back: Constant | None = None
+        self._square: Constant | None = None
+        self._within: Constant | None = None
+        if place.size != n or (place != np.arange(n)).any():
+            self._there, self._back = Constant(place), Constant(back)
+        if not some.all():
+            square = (some[:, :, None] & some[:, None, :]).reshape(-1)
+            within = np.full(square.size, square.sum())
+            within[square] = np.arange(square.sum())
+            self._square, self._within = Constant(within), Constant(np.flatnonzero(square))
+
+    def _place_apart(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Where the squares of matrices by themselves go, and each row's place among all."""
+        self._shapes = tuple(shapes)
+        squares = [rows * rows for rows, _ in shapes]
+        ends = np.cumsum([0, *squares])
+        places = np.full((len(shapes), self._rows, self._rows), ends[-1])
+        for own, (rows, _), start in zip(places, shapes, ends[:-1], strict=True):
+            own[:rows, :rows] = np.arange(start, start + rows * rows).reshape(rows, rows)
+        self._apart = Constant(places.reshape(-1))
+        self._apart_rows = Constant(
+            np.concatenate(
+                [at * self._rows + np.arange(rows) for at, (rows, _) in enumerate(shapes)]
+            )
+        )
+        self._runs = runs_of([width for rows, width in shapes for _ in range(rows)])
+
+    def __call__(self, sums: Array, instead: Array | None = None) -> Array:
+        """Rows as orthonormal rows that span the same, [n] float32.
+
+        Each row is made orthogonal to those before it, and of length 1. One that depends on them
+        becomes zeros, or is taken from `instead`, [n] float32.
+
+        sums : [n] whole numbers of any dtype, matrix after matrix; at most `most(width)` in
+            magnitude
+        """
+        if (made := self._compiled(sums, instead)) is not None:
+            return made
+        with full_fp32_matmul(sums):  # a row of zeros is divided by, and put aside
+            wide = namespace(sums).astype(sums, namespace(sums).float64)
+            return (self._found_apart if is_fixed(sums) else self._found)(wide, instead)
+
+    def _compiled(self, sums: Array, instead: Array | None) -> Array | None:
+        """The same bits by the extension, each matrix by itself; None where it cannot."""
+        wide = host_view(sums, FLOAT64)
+        view = host_view(sums, INT32) if wide is None else wide
+        other = None if instead is None else host_view(instead)
+        if view is None or (instead is not None and other is None):
+            return None
+        if (core := _native.core()) is None:
+            return None
+        xp = namespace(sums)
+        made = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
+        out, bits = to_host(made), self.bits
+        threads = host_threads(sums)
+        step = len(self._table) if threads == 1 else 1
+
+        def work(firsts: Iterator[int]) -> None:
+            for first in firsts:
+                last = min(first + step, len(self._table))
+                here = slice(int(self._ends[first]), int(self._ends[last]))
+                mine = None if other is None else other[here]
+                core.orthonormal(view[here], mine, self._table[first:last], bits, out[here])
+
+        _native.parallel(work, range(0, len(self._table), step), threads)
+        return made
+
+    def _found(self, sums: Array, instead: Array | None) -> Array:
+        xp = namespace(sums)
+        if self._there is not None:
+            sums = take(_with_zero(sums), self._there.on(sums))
+        groups = [
+            xp.reshape(piece, shape)
+            for piece, shape in zip(split(sums, self._sizes), self._groups, strict=True)
+        ]
+        grams = join([xp.reshape(products(group, transposed(group)), (-1,)) for group in groups])
+        if self._square is not None:
+            grams = take(_with_zero(grams), self._square.on(grams))
+        grams = xp.reshape(grams, (self._total, self._rows, self._rows))
+        transform, alive = _transform(grams, self._unit.on(grams))
+        whole, unit = integers(transform, self.bits)
+        # A power of two: the products stay exact.
+        whole = xp.reshape(whole * unit, (-1,))
+        if self._within is not None:
+            whole = take(whole, self._within.on(whole))
+        exact = join(
+            [
+                xp.reshape(products(xp.reshape(piece, (-1, rows, rows)), group), (-1,))
+                for (_, rows, _), group, piece in zip(
+                    self._groups, groups, split(whole, self._squares), strict=True
+                )
+            ]
+        )
+        if self._back is not None:
+            exact = take(exact, self._back.on(exact))
+        found = xp.astype(exact, xp.float32)
+        if instead is None:
+            return found
+        return xp.where(take(xp.reshape(alive, (-1,)), self._row_of.on(alive)), found, instead)
+
+    def _found_apart(self, sums: Array, instead: Array | None) -> Array:
+        """The same bits, each matrix by itself, for a library that copies whatever it moves.
+
+        A graph has no launches to save by filling up matrices, and only their squares are moved.
+        """
+        xp, count, rows = namespace(sums), len(self._shapes), self._rows
+        sizes = [height * width for height, width in self._shapes]
+        matrices = [
+            xp.reshape(it, shape)
+            for it, shape in zip(split(sums, sizes), self._shapes, strict=True)
+        ]
+        grams = join(
+            [xp.reshape(matrice @ matrix_transpose(matrice), (-1,)) for matrice in matrices]
+        )
+        grams = take(_with_zero(grams), self._apart.on(grams))
+        transform, alive = _transform_anew(xp.reshape(grams, (count, rows, rows)))
+        whole, unit = integers(transform, _bits(rows))
+        whole = whole * unit
+        exact = [
+            whole[at, :height, :height] @ it
+            for at, ((height, _), it) in enumerate(zip(self._shapes, matrices, strict=True))
+        ]
+        found = xp.astype(join([xp.reshape(it, (-1,)) for it in exact]), xp.float32)
+        if instead is None:
+            return found
+        alive = take(xp.reshape(alive, (-1,)), self._apart_rows.on(alive))
+        return xp.where(spread(alive, self._runs), found, instead)
+
+
+def orthonormal(matrix: Array, instead: Array | None = None) -> Array:
+    """Of one matrix [rows, width] of whole numbers, float32 likewise; see Orthonormal."""
+    xp = namespace(matrix)
+    flat = None if instead is None else xp.reshape(instead, (-1,))
+    found = Orthonormal([tuple(matrix.shape)])(xp.reshape(matrix, (-1,)), flat)
+    return xp.reshape(found, matrix.shape)
+
+
+def _with_zero(values: Array) -> Array:
+    xp = namespace(values)
+    return xp.concat([values, xp.zeros_like(values[:1])])
+
+
+def _bits(rows: int) -> int:
+    """Of the transform, so that `rows` products with whole numbers are summed exactly."""
+    return min(_BITS, _EXACT - 1 - SUM_BITS - (rows - 1).bit_length())
+
+
+def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
+    """L**-1 for gram = L L**T, [k, r, r], lower triangular, and [k, r] where a row is not zero.
+
+    Gauss's elimination of [gram, unit], row after row. What step j changes lies in r columns side
+    by side: those of the gram matrix behind j, and those of the transform up to j.
+
+    unit : [r, r]
+    """
+    xp = namespace(gram)
+    rows = gram.shape[1]
+    both = xp.concat([gram, xp.broadcast_to(unit, gram.shape)], axis=2)
+    nothing = xp.zeros_like(gram[:, 0, 0])
+    inverses = []
+    for j in range(rows):
+        pivot = both[:, j, j]
+        scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
+        inverses.append(scale)
+        if j + 1 < rows:
+            below = both[:, j + 1 :, j] * scale[:, None]
+            # Two operations: nothing may make one of them, which rounds once less.
+            terms = below[:, :, None] * both[:, j : j + 1, j + 1 : j + 1 + rows]
+            rest = both[:, j + 1 :, j + 1 : j + 1 + rows]
+            rest -= terms
+    scales = xp.stack(inverses, axis=1)
+    return both[:, :, rows:] * xp.sqrt(scales)[:, :, None], scales > 0
+
+
+def _transform_anew(gram: Array) -> tuple[Array, Array]:
+    """The same where nothing can be changed in place: what a step changes is made anew.
+
+    That are r columns, of which a step loses the first and gains one of the transform: what it
+    took from a column of `unit` that was zero. Its row of the transform is the end of the top one.
+    """
+    xp = namespace(gram)
+    total, rows = gram.shape[0], gram.shape[1]
+    window = gram  # [k, rows - j, rows]
+    nothing = xp.zeros_like(gram[:, :1, :1])
+    inverses, tops = [], []
+    for j in range(rows):
+        top, rest = xp.split(window, [1, rows - j - 1], axis=1)
+        tops.append(top)
+        pivot, tail = xp.split(top, [1, rows - 1], axis=2)
+        scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
+        inverses.append(scale)
+        if j + 1 < rows:
+            column, body = xp.split(rest, [1, rows - 1], axis=2)
+            below = column * scale
+            # No bound at all, but an operation between the two: XLA makes one of them otherwise.
+            terms = xp.maximum(below * tail, -_HUGE)
+            window = xp.concat([body - terms, 0 - below], axis=2)
+    scales = xp.concat(inverses, axis=1)
+    zeros = xp.zeros_like(scales[:, :1])
+    flat = xp.concat(
+        [xp.reshape(xp.concat(tops, axis=1), (total, -1)), zeros[:, :, 0], 1 + zeros[:, :, 0]],
+        axis=1,
+    )
+    found = xp.reshape(xp.take(flat, _sheared(rows).on(gram), axis=1), gram.shape)
+    return found * xp.sqrt(scales), xp.reshape(scales > 0, (total, rows))
+
+
+@cache
+def _sheared(rows: int) -> Constant:
+    """Where the transform's numbers are: the ends of rows, a zero behind these, and a one."""
+    row, column = np.indices((rows, rows))
+    place = np.where(column < row, row * rows + rows - row + column, rows * rows)
+    return Constant(np.where(column == row, rows * rows + 1, place).reshape(-1))

@@ -1,0 +1,313 @@
+"""Tensors as matrices, their products with few directions, and sums of gradient and memory.
+
+Products of matrices with a few directions each: what a low-rank step spends its time on.
+
+Factors lie transposed, [directions, rows] and [directions, columns]. On a host with AVX2 or more
+the compiled kernels compute them: an order of sums of their own, the same for every instruction
+set, block and thread, and no fused multiply-add, so that the bits are the same on all of them. The
+array forms are the oracle: equal to within the rounding of float32 sums.
+
+A tensor as a matrix: its axes cut in two.
+
+The obvious cut is the first axis against all others, as PowerSGD has it. It suits kernels that lie
+as (out, in, height, width). Keras keeps (height, width, in, out), of which it makes a matrix of
+three rows; stacks of experts and the (heads, d, D) kernels of attention fare no better. A factor of
+rank r has r (rows + columns) numbers, so the cut is made where that sum is least.
+
+Where a matrix is strongest: the power iteration of low rank, on one rank.
+
+PowerSGD takes one iteration a step, from the factor of the step before; who has no such factor, or
+an old one, takes more (Halko, Martinsson, Tropp 2011, algorithm 4.4). The library's QR makes it
+orthonormal. Ranks that have to find the same bits use `orthonormal.py` in its place.
+
+Whether ranks compute float32 products with the same bits: what a rank says of its hardware.
+
+The order in which a library sums up a product hangs on the processor, the threads, the release. The
+names of these are told, and a digest of a few products, as a name does not say which kernels a
+library has taken. Ranks that say the same multiply the last factors in float32, others in one order
+of float64, which takes longer (`allreduce/methods/low_rank.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+from ..arrays import (
+    Array,
+    asarray_like,
+    device_of,
+    full_fp32_matmul,
+    host_threads,
+    host_view,
+    is_fixed,
+    is_torch,
+    join,
+    matrix_transpose,
+    namespace,
+    product,
+    split,
+    squared_norm,
+    subtract_product,
+    to_host,
+)
+
+_CHUNK = 1 << 18  # elements of a matrix that a thread takes at a time
+_Host = npt.NDArray[Any]
+
+
+def kernel(core: Any) -> int | None:
+    """The fastest of the extension's kernels; None where libraries have faster ones."""
+    last: int = core.product_kernels() - 1 if core is not None else 0
+    return last or None
+
+
+def times_rows(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
+    """[sum of directions * rows]: factor @ matrix.T of each, one behind the other."""
+    shapes = [(q.shape[0], m.shape[0]) for q, m in zip(factors, matrices, strict=True)]
+    flat, sums = _into(matrices, shapes)
+    if sums and _run("times_rows", matrices, sums, factors, axis=0):
+        return flat
+    return _joined([q @ matrix_transpose(m) for q, m in zip(factors, matrices, strict=True)])
+
+
+def times_columns(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
+    """[sum of directions * columns]: factor @ matrix of each, one behind the other."""
+    shapes = [(p.shape[0], m.shape[1]) for p, m in zip(factors, matrices, strict=True)]
+    flat, sums = _into(matrices, shapes)
+    if sums and _run("times_columns", matrices, factors, sums, axis=1):
+        return flat
+    return _joined([p @ m for p, m in zip(factors, matrices, strict=True)])
+
+
+def outer(
+    left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
+) -> list[Array]:
+    """left.T @ right of each, [rows, columns], in `outs` if there are any."""
+    if host_view(left[0]) is not None and kernel(_native.core()) is not None:
+        xp = namespace(left[0])
+        sides = [(a.shape[1], b.shape[1]) for a, b in zip(left, right, strict=True)]
+        made = outs or [xp.empty(shape, dtype=xp.float32) for shape in sides]
+        if _run("outer", made, left, right, axis=0):
+            return list(made)
+    into = outs or [None] * len(left)
+    return [
+        product(matrix_transpose(a), b, out) for a, b, out in zip(left, right, into, strict=True)
+    ]
+
+
+def subtract_outer(
+    matrices: Sequence[Array], left: Sequence[Array], right: Sequence[Array]
+) -> list[Array]:
+    """Each matrix less left.T @ right, in its place where the library can."""
+    if _run("outer", matrices, left, right, axis=0, subtract=True):
+        return list(matrices)
+    return [
+        subtract_product(m, matrix_transpose(a), b)
+        for m, a, b in zip(matrices, left, right, strict=True)
+    ]
+
+
+def _run(
+    name: str, matrices: Sequence[Array], left: Sequence[Array], right: Sequence[Array],
+    *, axis: int, subtract: bool = False,
+) -> bool:  # fmt: skip
+    """Call a kernel for pieces of matrices along an axis; False where there is none for them."""
+    if host_view(matrices[0]) is None:
+        return False
+    core = _native.core()
+    fastest = kernel(core)
+    if fastest is None:
+        return False
+    called: list[tuple[_Host, _Host, _Host]] = []
+    for three in zip(matrices, left, right, strict=True):
+        views = [host_view(it) for it in three]
+        if any(view is None for view in views):
+            return False
+        called.append(tuple(views))  # type: ignore[arg-type]
+    function: Callable[..., None] = getattr(core, name)
+    pieces = [
+        (at, start, min(start + step, m.shape[axis]))
+        for at, (m, _, _) in enumerate(called)
+        for step in (max(64, _CHUNK * m.shape[axis] // max(m.size, 1) // 64 * 64),)
+        for start in range(0, m.shape[axis], step)
+    ]
+
+    def work(places: Iterator[int]) -> None:
+        for place in places:
+            at, first, last = pieces[place]
+            m, a, b = called[at]
+            function(m, a, b, *m.shape, len(a), first, last, subtract, fastest)
+
+    _native.parallel(work, range(len(pieces)), host_threads(matrices[0]))
+    return True
+
+
+def _into(
+    matrices: Sequence[Array], shapes: Sequence[tuple[int, int]]
+) -> tuple[Array, list[Array]]:
+    """Room for products of these shapes, in one vector and each; nothing where no kernel is."""
+    if host_view(matrices[0]) is None or kernel(_native.core()) is None:
+        return None, []
+    xp, sizes = namespace(matrices[0]), [rows * columns for rows, columns in shapes]
+    flat = xp.empty(sum(sizes), dtype=xp.float32, device=device_of(matrices[0]))
+    pieces = zip(split(flat, sizes), shapes, strict=True)
+    return flat, [piece.reshape(shape) for piece, shape in pieces]
+
+
+def _joined(factors: Sequence[Array]) -> Array:
+    xp = namespace(factors[0])
+    return join([xp.reshape(factor, (-1,)) for factor in factors])
+
+
+def exact_outer(
+    left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
+) -> list[Array]:
+    """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
+    into = outs or [None] * len(left)
+    return [
+        _exact_product(matrix_transpose(a), b, out)
+        for a, b, out in zip(left, right, into, strict=True)
+    ]
+
+
+def _exact_product(left: Array, right: Array, out: Array | None) -> Array:
+    """Left @ right with one order of sums and one rounding, for ranks of unlike hardware."""
+    xp = namespace(left)
+    left, right = xp.astype(left, xp.float64), xp.astype(right, xp.float64)
+    total = left[:, :1] * right[:1, :]
+    for place in range(1, right.shape[0]):
+        total = total + left[:, place : place + 1] * right[place : place + 1, :]
+    total = xp.astype(total, xp.float32)
+    if out is None:
+        return total
+    out[...] = total
+    return out
+
+
+def cut(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor as a matrix, by a plain reshape.
+
+    shape : sizes of the axes, 0 or more; () is a scalar
+    Returns (prod(left), prod(right)) of the cut with the least sum; of equal ones, the earliest. A
+    vector is one row.
+
+    >>> cut((3, 3, 256, 256)), cut((256, 64, 3, 3)), cut((12, 64, 768)), cut((1000,))
+    ((2304, 256), (256, 576), (768, 768), (1, 1000))
+    """
+    cuts = ((math.prod(shape[:at]), math.prod(shape[at:])) for at in range(len(shape) + 1))
+    return min(cuts, key=sum)
+
+
+_SEED = 2019
+
+
+def first_factor(columns: int, rank: int) -> npt.NDArray[np.float32]:
+    """Where a power iteration begins, [columns, rank]: the same normal numbers on every rank."""
+    rng = np.random.default_rng((_SEED, columns, rank))
+    return rng.standard_normal((columns, rank), dtype=np.float32)
+
+
+def directions(matrix: Array, start: Array, rounds: int = 0) -> Array:
+    """Orthonormal columns, [rows, rank], that catch about the most of a matrix.
+
+    matrix : [rows, columns], finite, floats; squares of its numbers must not overflow
+    start : [columns, rank] of the same type, rank at most rows
+    rounds : iterations beside the first; each costs two products of the matrix
+    """
+    xp = namespace(matrix)
+    found = xp.linalg.qr(matrix @ start)[0]
+    for _ in range(rounds):
+        found = xp.linalg.qr(matrix @ (matrix.T @ found))[0]
+    return found
+
+
+_SQUARES_CHUNK = 1 << 18  # elements whose squares are summed by themselves, whatever the threads
+
+
+def remember(memory: Array, gradient: Array, decay: float, out: Array | None = None) -> Array:
+    """Memory * decay + gradient, [n] float32.
+
+    out : another buffer of [n] float32 to write into, neither of the two
+    """
+    if is_torch(memory):
+        return sys.modules["torch"].add(gradient, memory, alpha=decay, out=out)
+    if is_fixed(memory):
+        return (memory if decay == 1 else memory * decay) + gradient
+    xp = namespace(memory)
+    part = memory if decay == 1 else xp.multiply(memory, xp.float32(decay), out=out)
+    return xp.add(part, gradient, out=out)
+
+
+def remembered(
+    memory: Array, gradient: Array, decay: float, out: Array | None = None
+) -> tuple[Array, Array]:
+    """What `remember` returns, and the sum of its squares, 0-d float32.
+
+    On a host the extension makes both in one pass; the order of its sums is no library's.
+    """
+    held, new, core = host_view(memory), host_view(gradient), None
+    if held is not None and new is not None:
+        core = _native.core()
+    if held is None or new is None or core is None:
+        vector = remember(memory, gradient, decay, out)
+        return vector, squared_norm(vector)
+    xp = namespace(memory)
+    vector = xp.empty_like(memory) if out is None else out
+    into = to_host(vector)
+    pieces = range(0, max(into.size, 1), _SQUARES_CHUNK)
+
+    def work(starts: Iterator[int]) -> list[tuple[int, float]]:
+        found = []
+        for start in starts:
+            here = slice(start, start + _SQUARES_CHUNK)
+            found.append((start, core.remember(held[here], new[here], float(decay), into[here])))
+        return found
+
+    shares = _native.parallel(work, pieces, host_threads(memory))
+    squares = sorted(each for share in shares for each in share)
+    energy = sum(square for _, square in squares)
+    return vector, xp.asarray(energy, dtype=xp.float32)
+
+
+# [rows, directions, columns]: below and above what kernels take at once, and odd ones.
+_SHAPES = ((3, 2, 5), (64, 4, 64), (257, 7, 129), (1000, 16, 96), (96, 33, 1000))
+
+
+def hardware_fingerprint(like: Array) -> list[tuple[str, str]]:
+    """What ranks have to say alike, for arrays of the library and on the device of `like`.
+
+    Brings a few numbers to the host; called at the start, and when ranks have come or gone.
+    """
+    library = namespace(like).__name__.rpartition(".")[2]
+    return [
+        ("array library", library),
+        ("processor", f"{platform.machine()} {device_of(like)}"),
+        ("products", _digest(like)),
+    ]
+
+
+def _digest(like: Array) -> str:
+    found = hashlib.sha256()
+    with full_fp32_matmul(like):
+        for rows, size, columns in _SHAPES:
+            left, right = _factor(size, rows), _factor(size, columns)
+            (made,) = outer([asarray_like(left, like)], [asarray_like(right, like)], None)
+            found.update(to_host(made).tobytes())
+    return found.hexdigest()[:16]
+
+
+@lru_cache(maxsize=32)
+def _factor(rows: int, columns: int) -> Any:
+    """Numbers of all the bits of float32, the same on every machine."""
+    whole = np.random.default_rng(rows * columns).integers(-(2**23), 2**23, (rows, columns))
+    return (whole / 2**23).astype(np.float32)

@@ -1,0 +1,459 @@
+"""Records of blocks over any array library: what record.py does on a host, bit for bit.
+
+Nothing hangs on a value: which bins travel is found by sorting, damage is a flag. See record.py for
+the bits of a record, select.py for which bins stay, quantize.py for the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import (
+    Array,
+    Constant,
+    add_at,
+    bits_of,
+    clipped,
+    device_of,
+    floats_of,
+    namespace,
+    put,
+    take,
+)
+from ..arrays import shifted_right as shifted
+from ..arrays import top as largest_of_rows
+from . import bits as bit_fields
+from . import quantize
+from .bits import Fields, low_bits, upper_bits
+from .quantize import FIXED_BITS, MAX_FINITE, NON_FINITE, Layout
+
+_ZERO = Constant(np.zeros((), np.float32))
+_NONE = Constant(np.zeros((), np.int64))
+_SIGN = 2**31 - 1
+_UNIT = 127 + FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
+_SUBNORMAL = 24  # magnitudes of lower exponents may be below the least normal float32
+# From an exponent of float32 to one of half precision, in codes of the latter.
+_HALF_BIAS = 112 << 10
+_LEAST_HALF = 0x38800000  # 2**-14, the least normal number of half precision, as a float32
+_POSITION = 2**32 - 1  # room for a position below what it is sorted by
+_FOURS = Constant(4.0 ** (np.arange(254) - 127))  # what a scaled square is worth, by exponent
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Of each block.
+
+    words : [rows, layout.words] int64, 0 to 2**32 - 1
+    left : [rows, bins * parts] float32, what did not travel; the old memory where a block is not
+        finite. None without a memory
+    saturated : [rows] int64, values beyond the end of a fixed range
+    energy, error : [rows] float64, the squared norm of what was encoded and of what was lost, 0 of
+        a block that is not finite; None where they were not asked for
+    """
+
+    words: Array
+    left: Array | None
+    saturated: Array
+    energy: Array | None
+    error: Array | None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Of each record.
+
+    at : [rows, k] int64, the bins that it names, ascending; of a damaged one any below `bins`
+    values : [rows, k * parts] float32; of a damaged one anything
+    missing : [rows] bool, whether the block is NaN: it was, or the record is damaged
+    damaged : [rows] bool
+    down : [rows / ranks, 1] float32, what values were multiplied by, of quantize.LARGE_DOWN
+    """
+
+    at: Array
+    values: Array
+    missing: Array
+    damaged: Array
+    down: Array
+
+
+class Records:
+    """Those of one layout, and what follows from it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        kept, bins, parts, bits = layout.kept, layout.bins, layout.parts, layout.code_bits
+        self._inner = None
+        if parts == 2:  # imaginary parts of the edges say nothing of a real vector
+            inner = np.ones(2 * bins, bool)
+            inner[1] = False
+            inner[-1] = layout.block % 2 == 1
+            self._inner = Constant(inner)
+        lost = np.zeros(layout.words, np.int64)
+        lost[0] = NON_FINITE
+        self._lost = Constant(lost)
+        mark = np.array([[quantize.LARGE_BIT, 0][: layout.head_bits // 16]], np.int64)
+        self._mark, self._unmarked = Constant(mark), Constant(0xFFFF - mark)
+        low = low_bits(kept, bins) if kept < bins and layout.positions == "elias-fano" else 0
+        codes = layout.head_bits + bits * np.arange(kept * parts)
+        lows = layout.positions_at + low * np.arange(kept if low else 0)
+        heads = np.arange(0, layout.head_bits, 16)
+        offsets = np.concatenate([heads, codes, lows])
+        widths = np.concatenate(
+            [np.full(heads.size, 16), np.full(codes.size, bits), np.full(lows.size, low)]
+        )
+        self._offsets = Constant(offsets.astype(np.int64)[None, :])
+        self._read = Fields(offsets, widths, layout.words)
+        self._map_at = layout.positions_at + low * kept
+        length = 0
+        if kept < bins:
+            length = bins if layout.positions == "bitmap" else upper_bits(kept, bins)
+        self._map_bits = length
+
+    def encode(
+        self,
+        coefficients: Array,
+        memory: Array | None,
+        factor: Any = 1.0,
+        top: int | None = None,
+        tally: bool = False,
+        is_large: Array | None = None,
+        down: Array | None = None,
+    ) -> Encoded:
+        """Records of blocks; see record.encode_records.
+
+        coefficients : [rows, bins * parts] float32, which may be overwritten
+        memory : the same shape or None; times `factor` it is added before
+        factor : a number, or [rows, 1] float32
+        top : the range's end (upper half of a float32) if it is not each block's own
+        tally : whether energy and error are asked for
+        is_large, down : [rows] int64, 1 where coefficients are over 2**LARGE_SHIFT, and `factor`
+            makes the memory be so, too; else 0. And what they were multiplied by, [rows, 1]
+        """
+        xp, layout = namespace(coefficients), self.layout
+        rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
+        if memory is not None:
+            exact = isinstance(factor, float) and factor == 1
+            coefficients = coefficients + (memory if exact else memory * factor)
+        peaks = xp.max(bits_of(coefficients) & _SIGN, axis=1)  # [rows] int32
+        finite = (peaks <= MAX_FINITE)[:, None]
+        spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
+        coefficients = xp.where(spoken, coefficients, _ZERO.on(coefficients))
+        at = _positions(coefficients, peaks, layout)  # [rows, k] int64
+        first = xp.reshape(_counted(xp, rows, at), (rows, 1)) * bins
+        flat = xp.reshape(first + at, (-1,))
+        pairs = xp.reshape(coefficients, (rows * bins, parts))
+        values = xp.reshape(take(pairs, flat), (rows, kept * parts))
+        end: Any = top
+        if is_large is not None and top is not None:
+            end = top - is_large[:, None] * (top - quantize.lower_top(top))
+        heads, scale, codes, saturated = encode_values(values, peaks, layout, end)
+        if is_large is not None:
+            heads = heads + is_large[:, None] * self._mark.on(heads)
+        words = bit_fields.write_fields(*self._fields(heads, codes, at), layout.words)
+        lost = self._lost.on(words)[None, :]  # the record of a block that is not finite
+        words = xp.where(finite, words, lost)
+        left = energy = error = None
+        if tally:
+            energy = _energy(coefficients, peaks, layout)
+        if memory is not None or tally:
+            rest = values - decode_values(codes, scale, layout)
+            rest = xp.reshape(rest, (rows * kept, parts))
+            left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
+            if self._inner is not None and layout.values in ("sign", "2bit"):
+                # Without a zero the edges' imaginary parts got a value all the same.
+                left = xp.where(self._inner.on(left)[None, :], left, xp.zeros_like(left))
+        if tally:
+            error = _energy(left, peaks, layout)
+        if down is not None and left is not None:
+            left = quantize.restored(left, down, quantize.MOST_MEMORY)
+        if down is not None and tally:
+            squares = xp.astype(down * down, xp.float64)[:, 0]
+            energy, error = energy / squares, error / squares
+        left = None if memory is None else xp.where(finite, left, memory)
+        return Encoded(words, left, saturated, energy, error)
+
+    def decode(self, words: Array, *, ranks: int = 1) -> Decoded:
+        """What records name and hold; those of one block in the same unit.
+
+        words : [ranks * blocks, layout.words] int64, 0 to 2**32 - 1
+        """
+        xp, layout = namespace(words), self.layout
+        rows, kept, bins = words.shape[0], layout.kept, layout.bins
+        fields = self._read.read(words)
+        first = layout.head_bits // 16
+        heads, codes = fields[:, :first], fields[:, first : first + kept * layout.parts]
+        marked = shifted(heads[:, 0], 15)  # see quantize.LARGE_BIT
+        is_large = xp.max(xp.reshape(marked, (ranks, -1)), axis=0)
+        heads = heads & self._unmarked.on(heads)
+        lost = heads[:, 0] == NON_FINITE
+        damaged = heads[:, 0] > MAX_FINITE >> 16
+        for second in range(1, first):
+            damaged = damaged | (heads[:, second] > MAX_FINITE >> 16)
+        down = take(quantize.LARGE_DOWN.on(words), is_large)[:, None]
+        lower = xp.reshape(is_large[None, :] - xp.reshape(marked, (ranks, -1)), (-1, 1))
+        heads = clipped(heads - lower * quantize.LARGE_OCTAVES, 0, quantize.LARGE_BIT)
+        count = _counted(xp, kept, words)[None, :]
+        if kept == bins:
+            at = xp.broadcast_to(count, (rows, kept))
+        else:
+            # Not by a table, which for a whole vector would be many times as large as that.
+            marks = bit_fields.one_by_one(words, self._map_at, self._map_bits)
+            place = _counted(xp, self._map_bits, words)[None, :]
+            nowhere = xp.full_like(marks, self._map_bits)
+            at = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :kept]
+            damaged = damaged | (xp.sum(marks, axis=1) != kept)
+            if layout.positions == "elias-fano":
+                at = (at - count) * 2 ** low_bits(kept, bins)
+                if low_bits(kept, bins):
+                    at = at + fields[:, fields.shape[1] - kept :]
+                damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
+            at = clipped(at, 0, bins - 1)
+        missing = damaged  # those marked as lost are among them
+        values = decode_values(codes, _scale_of(heads, layout), layout)
+        return Decoded(at, values, missing, damaged ^ lost, down)
+
+    def add(self, target: Array, decoded: Decoded, weight: float) -> Array:
+        """[rows * bins, parts] float32 with weighted records added, rank by rank in their order.
+
+        decoded : of [ranks * rows] records
+        """
+        xp, layout = namespace(target), self.layout
+        blocks = target.shape[0] // layout.bins
+        ranks = decoded.at.shape[0] // blocks
+        first = xp.reshape(_counted(xp, blocks, decoded.at), (1, blocks, 1)) * layout.bins
+        at = xp.reshape(decoded.at, (ranks, blocks, layout.kept)) + first
+        at = xp.reshape(at, (ranks, -1))
+        values = xp.reshape(decoded.values * weight, (ranks, blocks * layout.kept, layout.parts))
+        for rank in range(ranks):
+            target = add_at(target, at[rank], values[rank])
+        return target
+
+    def _fields(self, heads: Array, codes: Array, at: Array) -> tuple[Array, Array]:
+        """Offsets and numbers of all fields, [rows, m] int64."""
+        xp, layout = namespace(codes), self.layout
+        rows, kept, bins = at.shape[0], layout.kept, layout.bins
+        numbers, ones = [heads, codes], at
+        if kept < bins and layout.positions == "elias-fano":
+            low = low_bits(kept, bins)
+            if low:
+                numbers.append(at & (2**low - 1))
+            ones = shifted(at, low) + _counted(xp, kept, at)[None, :]
+        offsets = self._offsets.on(codes)
+        places = [xp.broadcast_to(offsets, (rows, offsets.shape[1]))]
+        if kept < bins:
+            numbers.append(xp.ones_like(at))
+            places.append(ones + self._map_at)
+        return xp.concat(places, axis=1), xp.concat(numbers, axis=1)
+
+
+def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
+    """The k largest bins of each row, ascending, ties to the lower; [rows, k] int64."""
+    xp = namespace(coefficients)
+    rows, kept, bins = coefficients.shape[0], layout.kept, layout.bins
+    count = _counted(xp, bins, peaks)
+    if kept == bins:
+        return xp.broadcast_to(count[None, :], (rows, bins))
+    if layout.parts == 1:
+        order = bits_of(coefficients) & _SIGN
+    else:
+        order = bits_of(_squares(coefficients, peaks, layout))
+    keys = xp.astype(order, xp.int64) * (_POSITION + 1) + (_POSITION - count)[None, :]
+    return xp.sort(_POSITION - (largest_of_rows(keys, kept) & _POSITION), axis=1)
+
+
+def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
+    """[rows, bins] float32: magnitudes squared, of blocks scaled as in select.magnitude_keys."""
+    scaled = coefficients * floats_of((254 - _exponents(peaks)) * 2**23)[:, None]
+    squares = scaled * scaled
+    if layout.parts == 1:
+        return squares
+    pairs = namespace(squares).reshape(squares, (squares.shape[0], layout.bins, 2))
+    return pairs[:, :, 0] + pairs[:, :, 1]
+
+
+def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
+    """[rows] float64: the squared norm of the blocks, as spectrum.energy."""
+    xp = namespace(coefficients)
+    squares = _squares(coefficients, peaks, layout)
+    total = xp.sum(squares, axis=1)
+    if layout.parts == 2:
+        total = 2 * total - squares[:, 0]
+        if layout.block % 2 == 0:
+            total = total - squares[:, -1]
+    units = _FOURS.on(peaks)
+    return xp.astype(total, xp.float64) * take(units, xp.astype(_exponents(peaks), xp.int64))
+
+
+def _counted(xp: Any, count: int, like: Array) -> Array:
+    """0, 1, 2, ... [count] int64, where `like` is."""
+    return xp.arange(count, dtype=xp.int64, device=device_of(like))
+
+
+def encode_values(
+    values: Array, peaks: Array, layout: Layout, top: Any
+) -> tuple[Array, Array, Array, Array]:
+    """Of kept values: heads [rows, h] int64, their scale, codes [rows, m], saturated [rows].
+
+    values : [rows, m] float32; peaks : [rows] int32, bits of each block's largest magnitude
+    top : the range's end (upper half of a float32) if it is not each block's own; a number, or
+        [rows, 1] int64
+    """
+    if layout.values != "range":
+        of = {"fp16": _halves, "sign": _one_level, "2bit": _two_levels}[layout.values]
+        heads, codes = of(values, peaks)
+        none = namespace(peaks).astype(peaks, heads.dtype) * 0
+        return heads, _scale_of(heads, layout), codes, none
+    heads = _window_top(peaks, layout.mantissa)[:, None]
+    if top is not None:
+        heads = heads * 0 + top
+    base = _scale_of(heads, layout)
+    codes, saturated = _codes(values, base, layout)
+    return heads, base, codes, saturated
+
+
+def _scale_of(heads: Array, layout: Layout) -> Array:
+    """What codes count in, [rows, 1 or 2].
+
+    The lowest rung of each range, or the levels, int64; of half precision a power of two, float32.
+    """
+    if layout.values in ("sign", "2bit"):
+        return heads
+    if layout.values == "fp16":
+        return _half_scale(heads)
+    ends = shifted(heads * 2**16, 23 - layout.mantissa)
+    return clipped(ends - 2 ** (layout.bits - 1) + 1, 1, 2**31)
+
+
+def decode_values(codes: Array, scale: Array, layout: Layout) -> Array:
+    """[rows, m] codes, int64, and their scale to [rows, m] float32."""
+    xp = namespace(codes)
+    if layout.values == "fp16":
+        return _of_halves(codes) / scale  # by a power of two: exact
+    if layout.values in ("sign", "2bit"):
+        words = xp.where(codes >= 2, scale[:, -1:], scale[:, :1]) * 2**16
+        negative = codes & 1
+    else:
+        half = 2 ** (layout.bits - 1)
+        negative = xp.astype(codes > half, xp.int64)
+        rung = codes - 1 + scale - negative * (half - 1)
+        words = xp.where(codes == 0, _NONE.on(codes), rung * 2 ** (23 - layout.mantissa))
+    # A damaged head may ask for more than 31 bits.
+    return floats_of(xp.astype((words & _SIGN) - negative * 2**31, xp.int32))
+
+
+def _exponents(peaks: Array) -> Array:
+    """Of each block's binade, [rows] int32 from 0 to 253."""
+    return clipped(shifted(peaks, 23), 0, 253)
+
+
+def _rungs(magnitudes: Array, mantissa: int) -> Array:
+    return shifted(magnitudes + 2 ** (22 - mantissa), 23 - mantissa)
+
+
+def _window_top(peaks: Array, mantissa: int) -> Array:
+    xp = namespace(peaks)
+    ends = _rungs(xp.astype(peaks, xp.int64), mantissa) * 2 ** (23 - mantissa)
+    return clipped(shifted(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
+
+
+def _codes(values: Array, base: Array, layout: Layout) -> tuple[Array, Array]:
+    """quantize.encode_window; codes [rows, m] int64, saturated [rows] int64."""
+    xp, step = namespace(values), 23 - layout.mantissa
+    words = xp.astype(bits_of(values), xp.int64)
+    negative = xp.astype(words < 0, xp.int64)
+    magnitude = words & _SIGN
+    half = 2 ** (layout.bits - 1)
+    end = base + half - 1
+    rung = _rungs(magnitude, layout.mantissa)
+    saturated = xp.sum(xp.astype(rung > end, xp.int64), axis=1)
+    rung = xp.minimum(rung, end)
+    lowest = base + negative  # the negative side has one code fewer
+    low = lowest * 2**step
+    halfway = xp.where(low >= 2 * 2**23, low - 2**23, shifted(low, 1))
+    rung = xp.where((rung < lowest) & (magnitude > halfway), lowest, rung)
+    code = rung - base + 1 + negative * (half - 1)
+    return xp.where(rung < lowest, _NONE.on(code), code), saturated
+
+
+def _halves(values: Array, peaks: Array) -> tuple[Array, Array]:
+    """Heads and codes of half precision, to nearest, ties to even; see quantize.encode_values."""
+    xp = namespace(values)
+    heads = shifted(xp.astype(peaks, xp.int64), 23)[:, None] * 2**7
+    scaled = values * _half_scale(heads)
+    words = xp.astype(bits_of(scaled), xp.int64)
+    size = words & _SIGN
+    normal = shifted(size + 0xFFF + (shifted(size, 13) & 1), 13) - _HALF_BIAS
+    is_small = size < _LEAST_HALF
+    steps = xp.where(is_small, xp.abs(scaled), xp.zeros_like(scaled)) * 2.0**24  # exact
+    code = xp.where(is_small, xp.astype(xp.round(steps), xp.int64), normal)
+    # In the topmost binade 0x7800 stands for 2**128, so what rounds to it goes down.
+    code = xp.where(heads >= 0x7F00, clipped(code, 0, 0x77FF), code)
+    return heads, code + xp.astype(words < 0, xp.int64) * 2**15
+
+
+def _half_scale(heads: Array) -> Array:
+    """The power of two that takes a block's peak to [2**14, 2**15), inside half precision."""
+    xp = namespace(heads)
+    return floats_of(xp.astype((268 - clipped(shifted(heads, 7), 15, 255)) * 2**23, xp.int32))
+
+
+def _of_halves(codes: Array) -> Array:
+    """[rows, m] float32 of the numbers in half precision that have these bits, int64."""
+    xp = namespace(codes)
+    size, exponent = codes & 0x7FFF, shifted(codes, 10) & 31
+    # Infinity and NaN, which a damaged payload may hold, have the largest exponent in both.
+    bias = _HALF_BIAS + xp.astype(exponent == 31, xp.int64) * _HALF_BIAS
+    small = bits_of(xp.astype(size, xp.float32) * 2.0**-24)  # exact
+    words = xp.where(exponent == 0, xp.astype(small, xp.int64), (size + bias) * 2**13)
+    return floats_of(xp.astype(words - shifted(codes, 15) * 2**31, xp.int32))
+
+
+def _fixed(values: Array, exponent: Array) -> Array:
+    """Magnitudes in fixed point, [rows, m] int64; see quantize.to_fixed."""
+    xp = namespace(values)
+    scaled = values * floats_of((254 - exponent) * 2**23)[:, None]
+    return xp.astype(xp.abs(scaled) * 2.0**FIXED_BITS, xp.int64)
+
+
+def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
+    """Heads and codes as of quantize.encode_values: signs, and the mean magnitude."""
+    xp = namespace(values)
+    exponent = _exponents(peaks)
+    mean = xp.sum(_fixed(values, exponent), axis=1) // int(values.shape[1])
+    head = _bfloat(mean, xp.astype(exponent, xp.int64))[:, None]
+    return head, xp.astype(bits_of(values) < 0, xp.int64)
+
+
+def _two_levels(values: Array, peaks: Array) -> tuple[Array, Array]:
+    """Heads and codes as of quantize.encode_values: sign, and whether above the mean of all."""
+    xp = namespace(values)
+    exponent = _exponents(peaks)
+    fixed = _fixed(values, exponent)
+    total, count = xp.sum(fixed, axis=1), int(values.shape[1])
+    upper = fixed > (total // count)[:, None]
+    above = xp.sum(xp.where(upper, fixed, xp.zeros_like(fixed)), axis=1)
+    many = xp.sum(xp.astype(upper, xp.int64), axis=1)
+    low = (total - above) // (count - many)  # the least is never above the mean
+    high = xp.where(many > 0, above // xp.where(many > 0, many, many + 1), low)
+    wide = xp.astype(exponent, xp.int64)
+    heads = xp.stack([_bfloat(low, wide), _bfloat(high, wide)], axis=1)
+    negative = xp.astype(bits_of(values) < 0, xp.int64)
+    return heads, negative + 2 * xp.astype(upper, xp.int64)
+
+
+def _bfloat(fixed: Array, exponent: Array) -> Array:
+    """Fixed-point magnitudes as upper halves of float32, to nearest; [rows] int64.
+
+    Put together from bits, as a product would lose what a device takes for zero.
+    """
+    xp = namespace(fixed)
+    own = xp.astype(bits_of(xp.astype(fixed, xp.float32)), xp.int64)  # exact, below 2**24
+    normal = own + (exponent - _UNIT) * 2**23
+    places = clipped(exponent, 0, _SUBNORMAL)
+    subnormal = xp.bitwise_left_shift(fixed, places)
+    is_small = (fixed == 0) | (subnormal < 2**23)
+    bits = xp.where(is_small, subnormal, normal)
+    return clipped(shifted(bits + 0x8000, 16), 0, MAX_FINITE >> 16)

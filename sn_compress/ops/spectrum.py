@@ -1,0 +1,364 @@
+"""Orthonormal transforms of blocks, so that energies in both domains agree (Parseval).
+
+"fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
+            last stand for a conjugate pair and count twice in the energy. Blocks whose length is a
+            power of two are fourier.py's; longer ones, and vectors of any length, are SciPy's. A
+            block may be cut into spans, see fourier.py
+"dct"       DCT-II: b real coefficients
+"hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
+"identity"  none: top-k of the values themselves
+
+Coefficients are float32, [nb, bins * parts]; complex bins lie as pairs.
+
+Real FFT of blocks whose length is a power of two: the same bits on every machine.
+
+SciPy's works on four numbers at a time at best, wherever it runs, and what it rounds differs
+between its versions. Here half as many complex points go through passes of radix 8 which sort on
+their way (Stockham), and the spectrum of the vector is taken out of theirs; the extension does
+that in the machine's widest vectors. Nothing but additions and products in a fixed order, none of
+them fused, with a table that is made of exactly rounded operations only. So ranks on different
+machines, with and without the extension, decode alike.
+
+`csrc/compress/fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle and its
+stand-in.
+
+A block may be cut into spans with FFTs of their own, in as many bins as one FFT of the block has.
+Neighbours far apart in a flat gradient have little to do with each other: a short FFT leaves what
+is sparse as sparse as it was, and the strongest bins are still picked out of a whole block. A span
+of s reals has s / 2 + 1 bins, two of them real, one too many for a block of b reals to keep its
+b / 2 + 1. So the two real bins of a span are the parts of one complex bin, times the square root of
+a half, as such a bin counts twice in the energy; those of the first span stay the block's two edge
+bins. Bin k of span q is bin q s / 2 + k of the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import scipy.fft
+
+from .. import _native, arrays
+from ..arrays import Array, device_of, namespace
+
+Floats = npt.NDArray[np.float32]
+Parts = tuple[Floats, Floats]
+"""Real and imaginary parts."""
+
+SHORTEST, LONGEST = 32, 2**16  # the longest whose table of roots stays in a second-level cache
+_HALF_ROOT = np.float32(0.70710678)  # cos(pi / 4)
+_DOWN, _UP = float(np.float32(0.70710678)), float(np.float32(1.41421356))
+
+
+def fits(length: int) -> bool:
+    """Whether these functions take FFTs of this length; others are SciPy's."""
+    return SHORTEST <= length <= LONGEST and length & (length - 1) == 0
+
+
+@cache
+def roots(block: int) -> Floats:
+    """Roots of unity in the order the passes use them, [m] float32, real parts before imaginary.
+
+    exp(-2 pi i k / block) for k below block / 2; then, for each pass but the last, with n points a
+    transform, exp(-2 pi i k p / n), k = 1..7 and p below n / 8.
+    """
+    right, up = _circle(block)
+    points = block // 2
+    turns = [np.arange(points)]
+    n = points
+    while n > 8:
+        turns += [k * np.arange(n // 8) * (block // n) for k in range(1, 8)]
+        n //= 8
+    table = np.concatenate([part[at] for at in turns for part in (right, up)]).astype(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """exp(-2 pi i k / count) for k below `count`, a power of two from 4 up, as two vectors.
+
+    By halving angles and multiplying: sums, products, quotients and square roots are the same on
+    all machines, which sines are not.
+    """
+    steps = [(-1.0, 0.0), (0.0, 1.0)]  # cosine and sine of a half turn, a quarter, an eighth, ...
+    while len(steps) < count.bit_length() - 1:
+        cosine, sine = steps[-1]
+        half = math.sqrt((1 + cosine) / 2)
+        steps.append((half, sine / (2 * half)))
+    right, up = np.ones(1), np.zeros(1)
+    for cosine, sine in reversed(steps):
+        right, up = (
+            np.concatenate([right, right * cosine + up * sine]),
+            np.concatenate([up, up * cosine - right * sine]),
+        )
+    return right, up
+
+
+def span_length(span: int | None, block: int) -> int:
+    """Elements of each FFT of a block: those of a span, or of the block where it is no longer."""
+    return min(span or block, block)
+
+
+def join_spans(bins: Array, block: int) -> Array:
+    """From the spectrum of each span to those of blocks, bins as pairs.
+
+    bins : [blocks * spans, span + 2] float32; returns [blocks, block + 2]
+    """
+    xp, span = namespace(bins), int(bins.shape[1]) - 2
+    each = xp.reshape(bins, (-1, block // span, span + 2))
+    edges = xp.stack([each[:, :, 0], each[:, :, span]], axis=2)
+    first = edges[:, 0]
+    inner = xp.concat([edges * _DOWN, each[:, :, 2:span]], axis=2)
+    flat = xp.reshape(inner, (-1, block))
+    zero = xp.zeros((int(flat.shape[0]), 1), dtype=flat.dtype, device=device_of(flat))
+    return xp.concat([first[:, :1], zero, flat[:, 2:], first[:, 1:], zero], axis=1)
+
+
+def part_spans(bins: Array, span: int) -> Array:
+    """Inverse of `join_spans`; imaginary parts of the edge bins count for nothing.
+
+    bins : [blocks, block + 2] float32; returns [blocks * spans, span + 2]
+    """
+    xp, block = namespace(bins), int(bins.shape[1]) - 2
+    first = xp.concat([bins[:, :1], bins[:, block : block + 1]], axis=1)
+    each = xp.reshape(bins[:, :block], (-1, block // span, span))
+    edges = xp.concat([first[:, None, :], each[:, 1:, :2] * _UP], axis=1)
+    zero = xp.zeros((*edges.shape[:2], 1), dtype=bins.dtype, device=device_of(bins))
+    spans = xp.concat([edges[:, :, :1], zero, each[:, :, 2:], edges[:, :, 1:], zero], axis=2)
+    return xp.reshape(spans, (-1, span + 2))
+
+
+def rfft(blocks: Array) -> Array:
+    """Spectrum of each row of any length in any array library, over sqrt(length), bins as pairs.
+
+    [nb, block] -> [nb, 2 * (block // 2 + 1)] float32: by `forward_fourier` where it can be,
+    else by the library's FFT: SciPy's, cuFFT, torch's, TensorFlow's.
+    """
+    if isinstance(blocks, np.ndarray) and fits(blocks.shape[1]):
+        return forward_fourier(blocks)
+    return arrays.rfft(blocks)
+
+
+def irfft(bins: Array, block: int) -> Array:
+    """Inverse of `rfft`, which may overwrite its argument."""
+    if isinstance(bins, np.ndarray) and fits(block):
+        return inverse_fourier(bins, block)
+    return arrays.irfft(bins, block)
+
+
+def forward_fourier(blocks: Floats, span: int | None = None) -> Floats:
+    """Spectrum of each row, [nb, block] -> [nb, block + 2], bins as pairs.
+
+    Over sqrt(block); or those of spans of the row, each over sqrt(span).
+    """
+    core = _native.core()
+    if core is None:
+        return forward_twin(blocks, span)
+    rows, block = blocks.shape
+    span = span or block
+    bins = np.empty((rows, block + 2), np.float32)
+    core.fourier(np.ascontiguousarray(blocks), bins, roots(span), block, span, False)
+    return bins
+
+
+def inverse_fourier(bins: Floats, block: int, span: int | None = None) -> Floats:
+    """Inverse of `forward_fourier`; imaginary parts of the first and last bin count for nothing."""
+    core = _native.core()
+    if core is None:
+        return inverse_twin(bins, block, span)
+    span = span or block
+    blocks = np.empty((len(bins), block), np.float32)
+    core.fourier(blocks, np.ascontiguousarray(bins), roots(span), block, span, True)
+    return blocks
+
+
+def forward_twin(blocks: Floats, span: int | None = None) -> Floats:
+    """`forward_fourier` in NumPy."""
+    rows, block = blocks.shape
+    if span is not None and span != block:
+        with np.errstate(all="ignore"):
+            return join_spans(forward_twin(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
+    points, scale = block // 2, np.float32(1 / math.sqrt(block))
+    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+        re, im = _transform((blocks[:, 0::2], blocks[:, 1::2]), block)
+        out = np.zeros((rows, block + 2), np.float32)
+        out[:, 0] = (re[:, 0] + im[:, 0]) * scale
+        out[:, block] = (re[:, 0] - im[:, 0]) * scale
+        a, b, c, d = re[:, 1:], im[:, 1:], re[:, :0:-1], im[:, :0:-1]
+        cosines, sines = roots(block)[1:points], roots(block)[points + 1 : 2 * points]
+        up, over = b + d, c - a
+        half = np.float32(0.5) * scale
+        out[:, 2:block:2] = ((a + c) + (cosines * up - sines * over)) * half
+        out[:, 3:block:2] = ((b - d) + (cosines * over + sines * up)) * half
+    return out
+
+
+def inverse_twin(bins: Floats, block: int, span: int | None = None) -> Floats:
+    """`inverse_fourier` in NumPy."""
+    if span is not None and span != block:
+        with np.errstate(all="ignore"):
+            return inverse_twin(part_spans(bins, span), span).reshape(-1, block)
+    points, scale = block // 2, np.float32(1 / math.sqrt(block))
+    re, im = bins[:, 0::2], bins[:, 1::2].copy()
+    im[:, [0, points]] = 0
+    p, q, r, s = re[:, :points], im[:, :points], re[:, :0:-1], im[:, :0:-1]
+    cosines, sines = roots(block)[:points], roots(block)[points : 2 * points]
+    out = np.empty((len(bins), block), np.float32)
+    with np.errstate(all="ignore"):
+        right, up = p - r, q + s
+        joined = (
+            (p + r) - (cosines * up - sines * right),
+            (q - s) + (cosines * right + sines * up),
+        )
+        # Real and imaginary parts change places before and after: the sign turns around.
+        im, re = _transform((joined[1], joined[0]), block)
+        out[:, 0::2] = re * scale
+        out[:, 1::2] = im * scale
+    return out
+
+
+def _transform(z: Parts, block: int) -> Parts:
+    """Discrete Fourier transform, sign -1, of each row of block / 2 complex points."""
+    rows, n, stride = len(z[0]), block // 2, 1
+    table = roots(block)[block:]
+    while n > 1:
+        radix = min(8, n)
+        m = n // radix
+        planes = [part.reshape(rows, radix, m, stride) for part in z]
+        split = _butterfly([(planes[0][:, k], planes[1][:, k]) for k in range(radix)])
+        if m > 1:
+            own, table = table[: 14 * m].reshape(7, 2, m, 1), table[14 * m :]
+            split[1:] = [_times(x, (w[0], w[1])) for x, w in zip(split[1:], own, strict=True)]
+        re, im = (np.stack(parts, axis=2) for parts in zip(*split, strict=True))
+        z = re.reshape(rows, -1), im.reshape(rows, -1)
+        n, stride = m, stride * radix
+    return z
+
+
+def _plus(x: Parts, y: Parts) -> Parts:
+    """Sum."""
+    return x[0] + y[0], x[1] + y[1]
+
+
+def _minus(x: Parts, y: Parts) -> Parts:
+    """Difference."""
+    return x[0] - y[0], x[1] - y[1]
+
+
+def _times(x: Parts, y: Parts) -> Parts:
+    """Product, no two roundings in one."""
+    return x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]
+
+
+def _butterfly(z: list[Parts]) -> list[Parts]:
+    """Transform of 2, 4 or 8 points, from those of the even and of the odd ones."""
+    if len(z) == 1:
+        return z
+    even, odd = _butterfly(z[0::2]), _butterfly(z[1::2])
+    odd = [_turn(x, k, len(z)) for k, x in enumerate(odd)]
+    pairs = list(zip(even, odd, strict=True))
+    return [_plus(*pair) for pair in pairs] + [_minus(*pair) for pair in pairs]
+
+
+def _turn(x: Parts, k: int, n: int) -> Parts:
+    """Times exp(-2 pi i k / n), n <= 8, without the products that ones and zeros spare."""
+    re, im = x
+    eighths = k * 8 // n
+    if eighths == 0:
+        return x
+    if eighths == 2:
+        return im, -re
+    if eighths == 1:
+        return (re + im) * _HALF_ROOT, (im - re) * _HALF_ROOT
+    return (im - re) * _HALF_ROOT, (re + im) * -_HALF_ROOT
+
+
+class Transform(NamedTuple):
+    """`forward` may return its argument, `inverse` may overwrite it."""
+
+    parts: Literal[1, 2]
+    forward: Callable[[Floats], Floats]
+    inverse: Callable[[Floats, int], Floats]
+
+
+def _dct(blocks: Floats) -> Floats:
+    return scipy.fft.dct(blocks, axis=-1, norm="ortho")  # type: ignore[no-any-return]
+
+
+def _idct(coefficients: Floats, block: int) -> Floats:
+    return scipy.fft.idct(  # type: ignore[no-any-return]
+        coefficients, axis=-1, norm="ortho", overwrite_x=True
+    )
+
+
+def hadamard(blocks: Floats) -> Floats:
+    """Walsh-Hadamard transform of each row, divided by sqrt(b); its own inverse."""
+    out = np.array(blocks, np.float32)
+    core = _native.core()
+    if core is not None:
+        core.hadamard(out, out.shape[1])
+        return out
+    rows, block = out.shape
+    half = 1
+    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+        while half < block:
+            pairs = out.reshape(rows, block // (2 * half), 2, half)
+            pairs[:, :, 0], pairs[:, :, 1] = (
+                pairs[:, :, 0] + pairs[:, :, 1],
+                pairs[:, :, 0] - pairs[:, :, 1],
+            )
+            half *= 2
+        out *= np.float32(block**-0.5)
+    return out
+
+
+TRANSFORMS = {
+    "fft": Transform(2, rfft, irfft),
+    "dct": Transform(1, _dct, _idct),
+    "hadamard": Transform(1, hadamard, lambda coefficients, block: hadamard(coefficients)),
+    # A copy: encoding uses the coefficients as scratch, and the blocks may be the caller's.
+    "identity": Transform(1, np.copy, lambda coefficients, block: coefficients),
+}
+
+
+def transform(name: str, span: int | None = None) -> Transform:
+    """The transform of this name; "fft" of spans of blocks, where they are longer."""
+    if span is None:
+        return TRANSFORMS[name]
+
+    def forward(blocks: Floats) -> Floats:
+        block = blocks.shape[1]
+        if block <= span:
+            return rfft(blocks)  # type: ignore[no-any-return]
+        if fits(span):
+            return forward_fourier(blocks, span)
+        return join_spans(rfft(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
+
+    def inverse(bins: Floats, block: int) -> Floats:
+        if block <= span:
+            return irfft(bins, block)  # type: ignore[no-any-return]
+        if fits(span):
+            return inverse_fourier(bins, block, span)
+        return irfft(part_spans(bins, span), span).reshape(-1, block)  # type: ignore[no-any-return]
+
+    return Transform(2, forward, inverse)
+
+
+def energy(coefficients: Floats, block: int, parts: int) -> float:
+    """Squared norm of the blocks that have these coefficients, summed in float64."""
+    squares = coefficients.astype(np.float64) ** 2
+    total = squares.sum()
+    if parts == 2:
+        total = 2 * total - squares[:, :2].sum()
+        if block % 2 == 0:
+            total -= squares[:, -2:].sum()
+    return float(total)
+
+
+def fast_length(n: int) -> int:
+    """The smallest length >= n with no prime factor above 5: quick in every FFT library."""
+    return int(scipy.fft.next_fast_len(n, real=True)) if n else 0

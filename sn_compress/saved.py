@@ -1,0 +1,131 @@
+"""Saved states come from files that may be cut, forged, or of something else.
+
+The obvious loader takes apart what it is given and lets Python complain: a KeyError here, an
+allocation of terabytes there, and half of it loaded. Here whatever is wrong is one CompressError,
+sizes are held against the arrays at hand before anything is made of that size, and nothing
+changes before all of it was read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import CompressError
+
+_DEPTH = 32  # of dicts and lists in each other; ours have eight
+_FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+           ValueError, Warning, zipfile.BadZipFile)  # fmt: skip
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """What goes wrong inside, as a CompressError that says so."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except _FAULTS as error:
+        raise CompressError(
+            f"{what} cannot be loaded ({type(error).__name__}: {error}); expected what "
+            "state_dict() returned, unchanged"
+        ) from error
+
+
+def held(node: Any, depth: int = 0) -> int:
+    """Elements of all arrays in dicts and lists: what sizes in a state are held against.
+
+    Raises CompressError for arrays that show fewer elements as more, by strides of zero, which a
+    copy would have to make, and for a state too deep to be one.
+    """
+    if depth > _DEPTH:
+        raise CompressError(f"a saved state of more than {_DEPTH} levels; expected a state_dict()")
+    if isinstance(node, dict):
+        return sum(held(value, depth + 1) for value in node.values())
+    if isinstance(node, (list, tuple)):
+        return sum(held(value, depth + 1) for value in node)
+    if isinstance(node, np.ndarray):
+        steps, shape = node.strides, node.shape
+    elif callable(getattr(node, "stride", None)):  # a tensor of torch, which has no name here
+        steps, shape = node.stride(), tuple(node.shape)
+    else:
+        return 1 if isinstance(node, (int, float)) else 0
+    if any(step == 0 and size > 1 for step, size in zip(steps, shape, strict=True)):
+        raise CompressError(
+            f"a saved array of shape {shape} repeats its elements; expected each in memory"
+        )
+    return math.prod(shape)
+
+
+def count(value: Any, what: str, *, low: int = 0, high: int = 2**62) -> int:
+    """A saved whole number, or CompressError."""
+    if isinstance(value, np.integer):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise CompressError(f"a saved {what} is {value!r}; expected {low} to {high}")
+    return value
+
+
+def shape(value: Any, what: str) -> tuple[int, ...]:
+    """A saved shape, of at most 2**48 elements, or CompressError."""
+    if not isinstance(value, (list, tuple)):
+        raise CompressError(f"a saved {what} is {value!r}; expected a list of sizes")
+    sizes = tuple(count(size, what, high=2**48) for size in value)
+    if math.prod(sizes) > 2**48 or len(sizes) > 64:
+        raise CompressError(f"a saved {what} is {value!r}; expected at most 2**48 elements")
+    return sizes
+
+
+def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """A copy of a saved array of this shape as float32, finite, or CompressError."""
+    array = np.asarray(value)
+    if array.shape != size or (array.size and array.dtype.kind not in "iuf"):
+        raise CompressError(
+            f"saved {what} has shape {array.shape} and dtype {array.dtype}; expected {size}, "
+            "float32. Was it saved with other settings, or for another layer?"
+        )
+    with np.errstate(over="ignore"):
+        made = np.array(array, np.float32, order="C")
+    if not np.isfinite(made).all():
+        raise CompressError(f"saved {what} holds NaN or Inf; load another, or none")
+    return made
+
+
+def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a file as np.savez writes it, by name, as views of its bytes.
+
+    `np.load` makes an array of the size that its header says, and reads then.
+
+    Raises CompressError if it is not such a file, or an array not of the size of its bytes.
+    """
+    found = {}
+    with reading("the file"), zipfile.ZipFile(io.BytesIO(data)) as file:
+        for entry in file.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
+                raise CompressError(
+                    f"{entry.filename!r} is compressed; expected a file of np.savez"
+                )
+            stream = io.BytesIO(file.read(entry))
+            major, _ = np.lib.format.read_magic(stream)
+            read = {
+                1: np.lib.format.read_array_header_1_0,
+                2: np.lib.format.read_array_header_2_0,
+            }[major]
+            sizes, by_columns, dtype = read(stream)
+            rest = stream.read()
+            if dtype.hasobject or math.prod(sizes) * dtype.itemsize != len(rest):
+                raise CompressError(
+                    f"{entry.filename!r} declares {sizes} of {dtype}, contains {len(rest)} bytes"
+                )
+            array = np.frombuffer(rest, dtype) if rest else np.zeros(0, dtype)
+            found[entry.filename.removesuffix(".npy")] = array.reshape(
+                sizes, order="F" if by_columns else "C"
+            )
+    return found

@@ -1,0 +1,210 @@
+"""Horovod's TensorFlow: what ranks agree on while they trace, and compare at steps of the graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from .. import __version__
+from ..consistency import Fingerprint, ParameterCheck, agree, all_equal, digest, digest_words
+from ..errors import CompressError
+from ..ops import products
+
+_DO = (
+    "Give all ranks the same model and variables in the same order, the same number of optimizers, "
+    "and the same arguments."
+)
+
+
+def elastic() -> bool:
+    """Whether ranks may come that have not traced, and count their own steps: nothing is asked."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def fingerprint_of_compression(compression: Any) -> list[tuple[str, str]]:
+    """Its settings, if it is one of ours, or what it is."""
+    settings = getattr(compression, "settings", None)
+    fingerprint = [("compression", getattr(compression, "__name__", type(compression).__name__))]
+    return [
+        *fingerprint,
+        *(settings.fingerprint() if settings else ()),
+        ("version of sn_compress", __version__),
+    ]
+
+
+def agree_at_trace(
+    asked: set[str],
+    process_set: Any,
+    fingerprint: Fingerprint,
+    count: Callable[[int], None] | None = None,
+) -> None:
+    """Raise CompressError, on every rank, unless all trace the same; asked once for each.
+
+    asked : what was, of this compression or optimizer: a rank that traces again asks nobody
+    count : told the bytes that this rank sent
+    """
+    key = repr((process_set.process_set_id, fingerprint))
+    if key in asked or elastic():
+        return
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        agree(
+            fingerprint, total=partial(total, process_set, count), rank=process_set.rank(),
+            ranks=process_set.size(), name="sn.agree", do=_DO,
+        )  # fmt: skip
+    asked.add(key)
+
+
+def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = None) -> bool:
+    """Whether products have other bits on other ranks, in NumPy or in TensorFlow; all ranks ask."""
+    mine = [
+        *products.hardware_fingerprint(np.zeros(1, np.float32)),
+        *products.hardware_fingerprint(tf.zeros(1)),
+    ]
+    return not all_equal(total(process_set, count, "sn.hardware", digest_words(mine)))
+
+
+def unlike_in_nodes(
+    process_set: Any, fingerprint: str, count: Callable[[int], None] | None = None
+) -> bool:
+    """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask.
+
+    said : what ranks have to say alike for that, see `graph_buckets.decoding_digest`
+    """
+    return not all_equal(
+        total(process_set, count, "sn.nodes", digest_words([("decoding", fingerprint)]))
+    )
+
+
+def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
+    """The sum over the ranks, at once."""
+    if count is not None:
+        count(words.nbytes)
+    wire = tf.constant(words)
+    return hvd.allreduce(wire, op=hvd.Sum, name=name, process_set=process_set).numpy()
+
+
+def compared(
+    due: Any,
+    variables: Sequence[Any],
+    process_set: Any,
+    count: Callable[[int], None],
+    find: Callable[[], tuple[ParameterCheck, int]],
+) -> Any:
+    """A node, [] int64: where `due` is true, it fails on every rank if variables differ.
+
+    due : of a step in which they are to be compared
+    variables : of TensorFlow, as they are before the step
+    count : told the bytes that this rank sends
+    find : who counts the steps, and the one that is about to begin; called when it runs
+    """
+    names = [variable.name for variable in variables]
+
+    def fingerprint_of(values: Sequence[Any]) -> Fingerprint:
+        return [(name, digest(value)) for name, value in zip(names, values, strict=True)]
+
+    def ask(*values: Any) -> Any:
+        count(17 * 8)
+        return digest_words(fingerprint_of(values))
+
+    def judge(asked: Any, *values: Any) -> Any:
+        sameness, at = find()
+        if not all_equal(asked):
+            raise sameness.apart(
+                at, fingerprint_of(values), total=partial(total, process_set, count),
+                rank=process_set.rank(), ranks=process_set.size(),
+            )  # fmt: skip
+        sameness.found(at)
+        return np.int64(0)
+
+    def compare() -> Any:
+        values = [
+            tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+            for variable in variables
+        ]
+        words = tf.numpy_function(ask, values, tf.int64)
+        words.set_shape([17])
+        words = tf.identity(words, name="sn_same")
+        asked = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
+        judged = tf.numpy_function(judge, [asked, *values], tf.int64)
+        judged.set_shape([])
+        return judged
+
+    # Of the tensor itself, not of a copy: who plans the step's memory has to know it, too.
+    due.set_shape([])
+    with tf.device("CPU"):
+        return tf.cond(due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
+
+
+def mean_over(process_set: Any, n: int, own: Any) -> Any:
+    """The mean, [n] float32, over the ranks that have such a vector; called by all of them.
+
+    own : [n], or None on a rank that has none
+    """
+    wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have it
+    if own is not None:
+        wire[:n], wire[n] = own, 1
+    summed = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
+    return summed[:n] / max(summed[n], 1)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One that the tuner is asked about; `nbytes` as it travels plain."""
+
+    shape: tuple[int, ...]
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What AutoCompression has chosen for one call of Horovod's, for as long as it is traced so.
+
+    tensors : all that the tuner chooses for, in their order
+    plain : those that travel plain
+    rest : steps from the next one on in which the tuner need not be asked, 0 while it measures
+    """
+
+    tensors: Mapping[str, Tensor]
+    plain: frozenset[str]
+    rest: int
+
+    @property
+    def counted(self) -> list[tuple[str, int, int]]:
+        """Of those that travel plain name, elements and bytes."""
+        own = [(name, self.tensors[name]) for name in sorted(self.plain)]
+        return [(name, it.elements, it.nbytes) for name, it in own]
+
+
+def refuse_untraced(functions: bool = True) -> None:
+    """Raise CompressError where a choice could not be followed by tracing again.
+
+    functions : whether those that are being traced are known
+    """
+    if elastic():
+        where = "in an elastic run, whose ranks change under a graph"
+    elif tf.executing_eagerly():
+        where = "outside of a tf.function"
+    elif not functions:
+        where = f"in a graph that is not of a tf.function of TensorFlow {tf.__version__}"
+    else:
+        return
+    raise untraced(where)
+
+
+def untraced(where: str) -> CompressError:
+    """AutoCompression where no graph can be traced again for other tensors."""
+    return CompressError(
+        f"AutoCompression {where}; expected a tape or hvd.allreduce(name=...) inside a "
+        "tf.function, or Keras: the step is traced again when the choice changes. Use "
+        "LowRankCompression here, and ask sn_compress.predict whether it pays."
+    )

@@ -1,0 +1,333 @@
+"""A step as nodes of the graph that is being traced, without Python while it runs.
+
+As long as neither the sizes of factors nor theta change, the words of a step are as many at every
+step, and all of it is arithmetic with Horovod's collectives in between (`graph_buckets.py`). What
+the engine remembers moves to variables, what is counted is counted in variables, and both go back
+to the engine when somebody asks.
+
+Other steps are for the engine itself: a dense one, that in which sizes are chosen, one of another
+theta (`memory.py`). So functions are traced again when a graph comes to its end; see
+`tracing.forget`. A graph without any bucket only counts: that of steps in which AutoCompression
+lets all tensors travel plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from ..consistency import ParameterCheck
+from ..errors import CompressError
+from ..report import TensorTraffic
+from .tracing import Call
+from .variables import GraphOutcomes, Mark, variable
+
+LEAST = 10  # steps of the same sizes: for fewer it is not worth tracing a graph
+_FOR_EVER = 2**62
+_OVERDUE = 1000  # steps behind the last one, after which no trace will come
+_ENDED = (
+    "CompressError: this graph is out of date: its error memories were loaded, synchronized, "
+    "cleared, or used by another function. Call the tf.function, which is retraced, instead of an "
+    "earlier concrete function."
+)
+
+
+def rarely(due: Any, function: Callable[..., Any], *inputs: Any, name: str) -> Any:
+    """A node, [] int64 zero, that calls Python in the few steps in which `due` is true."""
+
+    def run(*values: Any) -> Any:
+        function(*values)
+        return np.int64(0)
+
+    def call() -> Any:
+        called = tf.numpy_function(run, inputs, tf.int64)
+        called.set_shape([])  # who plans the step's memory has to know it
+        return called
+
+    with tf.device("CPU"):
+        return tf.cond(due, call, lambda: tf.constant(0, tf.int64), name=f"sn_rare_{name}")
+
+
+class Collectives:
+    """How the words of a call's buckets travel, as nodes of the graph.
+
+    number : of the bucket
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.ranks, self.rank = call.process_set.size(), call.process_set.rank()
+
+    def _named(self, words: Any, number: int, kind: str) -> tuple[Any, dict[str, Any]]:
+        """The words, and how Horovod names them: after their node where the user gave no name."""
+        mark, call = f"sn_b{number}_{kind}", self._call
+        return tf.identity(words, name=mark), {
+            "name": call.name and f"{mark}_{call.name}",
+            "ignore_name_scope": call.ignore_name_scope,
+            "process_set": call.process_set,
+        }
+
+    def total(self, words: Any, number: int, turn: int) -> Any:
+        """The sum of the ranks' words in a round."""
+        words, how = self._named(words, number, f"round{turn}")
+        return hvd.allreduce(words, op=hvd.Sum, **how)
+
+    def gather(self, words: Any, number: int) -> Any:
+        """The ranks' words one behind the other."""
+        words, how = self._named(words, number, "payload")
+        return hvd.allgather(words, **how)
+
+    def alltoall(self, words: Any, splits: Sequence[int], number: int) -> Any:
+        """What the ranks have for this one; `splits` of these words are for each of them."""
+        words, how = self._named(words, number, "parts")
+        return hvd.alltoall(words, splits=tf.constant(splits, tf.int32), **how)[0]
+
+
+class GraphBucket(Protocol):
+    """Tensors that travel together, and what is kept of them in variables."""
+
+    names: tuple[str, ...]
+
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
+        """The means of gradients, [n] float32 each, and [3] float64: energy, error, saturated.
+
+        Energy and error are squared norms of what this rank had to send, and of what it keeps.
+
+        dropped : of which tensors the last gradient was not applied, [tensors] bool; None where
+            all count as applied
+        """
+
+    def remembered(self) -> list[Any]:
+        """What the variables hold where the graph has come to."""
+
+    def read(self, steps: int) -> None:
+        """Bring what the variables hold to the engine, after so many steps of this graph."""
+
+    def ran(self, steps: int) -> list[TensorTraffic]:
+        """What so many steps have sent; nothing where it was traced in vain."""
+
+
+class Undoable:
+    """What a bucket remembers, as variables, and as it was before the last step.
+
+    values : arrays
+    undoable : whether a gradient may turn out to be dropped; else there is no second copy
+    """
+
+    def __init__(self, values: Sequence[Any], undoable: bool) -> None:
+        self.now = [variable(value) for value in values]
+        self.before = [variable(value) for value in values] if undoable and values else None
+
+    def begin(self, dropped: Any, choose: Callable[..., Sequence[Any]]) -> list[Any]:
+        """What is remembered when a step begins, without what was sent of dropped gradients.
+
+        choose : called with what was before the last step and what is now, where any was dropped
+        """
+        now = self.read()
+        if self.before is None or dropped is None:
+            return now
+        before = self.before
+        # Ordinary steps take what there is as it is.
+        values = tf.cond(
+            tf.reduce_any(dropped),
+            lambda: list(map(tf.identity, choose([old.read_value() for old in before], now))),
+            lambda: list(map(tf.identity, now)),
+        )
+        for value, like, old in zip(values, now, before, strict=True):
+            value.set_shape(like.shape)
+            old.assign(value)
+        return list(values)
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """What is remembered from here on."""
+        for own, value in zip(self.now, values, strict=True):
+            own.assign(value)
+
+    def read(self) -> list[Any]:
+        """What the variables hold where the graph has come to."""
+        return [own.read_value() for own in self.now]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a graph has counted.
+
+    steps, ran : how many, and what they have sent
+    relative : [sum over steps, steps] of the relative errors
+    saturated : values that were clipped
+    sparse : elements and bytes of sparse gradients
+    """
+
+    steps: int
+    ran: list[TensorTraffic]
+    relative: Any
+    saturated: int
+    sparse: dict[str, Any]
+
+
+class GraphStep:
+    """The step of one call of Horovod's; made while it is traced, and shared by its traces.
+
+    buckets : what the tensors remember has moved to their variables
+    same : when parameters are compared
+    until : steps until sizes are others; None where they stay
+    rest : steps for which a tuner is not asked; 0 where one is asked at each step, or there is none
+    plain : what travels plain beside them, each with its elements and bytes: to be counted
+    marks : of each tensor's variable; None where all gradients count as applied
+    began : steps of the engine before this
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GraphBucket],
+        same: ParameterCheck,
+        *,
+        began: int,
+        until: int | None = None,
+        rest: int = 0,
+        plain: Sequence[tuple[str, int, int]] = (),
+        marks: Sequence[Mark] | None = None,
+    ) -> None:
+        self.buckets, self.same, self.began = list(buckets), same, began
+        self._plain, self.rests = tuple(plain), rest > 0
+        self.names = [name for bucket in buckets for name in bucket.names]
+        self._until = until
+        self.limit = min(_FOR_EVER if until is None else until, rest or _FOR_EVER)
+        self.steps = variable(np.int64(0))
+        self.alive = variable(np.bool_(True))
+        self._compared = variable(np.int64(same.steps))
+        self._relative = variable(np.zeros(2))
+        self._saturated = variable(np.float64(0))
+        self._sparse: dict[str, Any] = {}  # [elements, bytes] so far
+        self._counts = Counts(0, [], np.zeros(2), 0, {})
+        self._outcomes = None if marks is None else GraphOutcomes(marks)
+        self._dropping = variable(np.int64(0))  # steps before which something was dropped
+
+    @property
+    def undoable(self) -> bool:
+        """Whether the last step may turn out to have been dropped."""
+        return self._outcomes is not None
+
+    def begin(self, trace_again: Callable[[], None]) -> tuple[Any, Any]:
+        """A step begins: a node that counts it; whether parameters are compared before it.
+
+        trace_again : called in steps in which the graph has come to its end, but not in others
+        """
+
+        def ended(at: Any) -> None:
+            if self._until is not None and at > self._until + _OVERDUE:
+                raise CompressError(
+                    f"TensorFlow {tf.__version__} did not retrace the step within {_OVERDUE} steps "
+                    "after its sizes changed. Call a tf.function, not a concrete function; "
+                    "otherwise please report your version of TensorFlow."
+                )
+            trace_again()
+
+        alive = tf.debugging.Assert(self.alive.read_value(), [_ENDED])
+        with tf.control_dependencies([alive]):
+            self.steps.assign_add(1)
+            self._compared.assign_add(1)
+        at, compared = self.steps.read_value(), self._compared.read_value()
+        begun = rarely(at >= self.limit, ended, at, name="end")
+        every = self.same.every
+        before = compared - 1
+        due = (before > 0) & (before % every == 0) if every else tf.constant(False)
+        return begun, due
+
+    def now(self) -> tuple[ParameterCheck, int]:
+        """Who compares parameters, and the step under way."""
+        return self.same, int(self._compared.numpy()) - 1
+
+    def step(
+        self,
+        vectors: Sequence[Sequence[Any]],
+        by: Collectives,
+        digests: Any,
+        warn_dropped: Callable[[], None],
+    ) -> list[list[Any]]:
+        """The means of each bucket's gradients, [n] float32 each.
+
+        digests : of all tensors' variables, [tensors] int64; None without marks
+        warn_dropped : called before the first step behind a gradient that was dropped
+        """
+        means, numbers = [], []
+        dropped = [None] * len(self.buckets)
+        if self._outcomes is not None:
+            every = self._outcomes.dropped(digests)
+            some = tf.reduce_any(every)
+            self._dropping.assign_add(tf.cast(some, tf.int64))
+            first = some & (self._dropping.read_value() == 1)
+            rarely(first, warn_dropped, name="dropped")
+            dropped = tf.split(every, [len(bucket.names) for bucket in self.buckets])
+        pieces = zip(self.buckets, vectors, dropped, strict=True)
+        for number, (bucket, own, gone) in enumerate(pieces):
+            averaged, lost = bucket.step(number, own, by, gone)
+            means.append(averaged)
+            numbers.append(lost)
+        energy, error, saturated = tf.unstack(tf.add_n(numbers))
+        known = tf.math.is_finite(energy) & (energy > 0)
+        relative = tf.sqrt(error / tf.where(known, energy, 1))
+        both = tf.stack([relative, tf.ones_like(relative)])
+        self._relative.assign_add(tf.where(known, both, tf.zeros_like(both)))
+        self._saturated.assign_add(saturated)
+        return means
+
+    def remembered(self) -> list[Any]:
+        """What the tensors remember, read where the graph has come to: nodes to wait for."""
+        return [value for bucket in self.buckets for value in bucket.remembered()]
+
+    def marks(self) -> dict[str, Mark]:
+        """Of the tensors' variables, by name."""
+        marks = [] if self._outcomes is None else self._outcomes.marks()
+        return dict(zip(self.names, marks, strict=False))
+
+    def count_sparse(self, key: str, values: Any, indices: Any) -> None:
+        """Count a sparse gradient in every step."""
+        if key not in self._sparse:
+            self._sparse[key] = variable(np.zeros(2, np.int64))
+        parts = [(tf.size(part, tf.int64), part.dtype.size) for part in (values, indices)]
+        nbytes = tf.add_n([size * width for size, width in parts])
+        self._sparse[key].assign_add(tf.stack([parts[0][0], nbytes]))
+
+    def read(self) -> Counts:
+        """Bring all to the engine; what was counted since this was asked last."""
+        steps = self.ran
+        for bucket in self.buckets:
+            bucket.read(steps)
+        now = Counts(
+            steps,
+            [],
+            self._relative.numpy(),
+            int(self._saturated.numpy()),
+            {key: count.numpy() for key, count in self._sparse.items()},
+        )
+        before, self._counts = self._counts, now
+        own = now.steps - before.steps
+        ran = [sent for bucket in self.buckets for sent in bucket.ran(own)]
+        ran += [
+            TensorTraffic(name, n, 4 * n, nbytes, "plain", own) for name, n, nbytes in self._plain
+        ]
+        for key, (elements, nbytes) in now.sparse.items():
+            had = before.sparse.get(key, (0, 0))
+            new = int(nbytes - had[1])
+            ran.append(TensorTraffic(key, int(elements - had[0]), new, new, "plain", 1))
+        self.same.steps = int(self._compared.numpy())
+        relative, saturated = now.relative - before.relative, now.saturated - before.saturated
+        return Counts(own, ran, relative, saturated, {})
+
+    @property
+    def ran(self) -> int:
+        """Steps so far."""
+        return int(self.steps.numpy())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the next step is another one: dense, or one that asks the tuner."""
+        return self.ran >= self.limit

@@ -1,0 +1,465 @@
+"""Buckets of a step in the graph: words that are summed, or payloads that are gathered.
+
+Both run the arithmetic of the engine while TensorFlow traces, on tensors in place of arrays: the
+generator of `allreduce/bucket.py`, and the codec (compiled nodes where they serve, else its array
+code). Memories are variables, payloads' in coefficients as the codec keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..allreduce.bucket import bucket_of, traced_step
+from ..allreduce.exchange import AllReduceExchange
+from ..allreduce.methods.base import HEAD
+from ..allreduce.state import TensorState
+from ..arrays import to_host
+from ..codecs import batched
+from ..codecs.fft import FFTCodec
+from ..consistency import digest
+from ..engine.feedback import ErrorFeedback
+from ..engine.payloads import Piece, Shares, rows_of, shares_of
+from ..ops import transforms
+from ..ops.fixed_point import times_power
+from ..report import TensorTraffic
+from . import kernels
+from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
+from .graph import Collectives, Undoable
+
+Memories = list[list[Any]]  # of each tensor, parts as the codec keeps them
+
+_DAMAGED_SUM = (
+    "PayloadError: the checksum of the sum does not match the sum of the checksums: corrupt in "
+    "transit, or ranks run with different settings. If it happens again, suspect memory or the "
+    "network."
+)
+_OTHER_SIZE = (
+    "PayloadError: the number of gathered words is not what all ranks together send. Do all ranks "
+    "run the same version with the same settings?"
+)
+JOINED = (
+    "another rank called hvd.join(), and FFTCompression gathers payloads, which Horovod cannot do "
+    "without it; none was sent. Give all ranks the same number of batches (drop_remainder=True), "
+    "or use LowRankCompression or AutoCompression, which allow hvd.join()."
+)
+_DAMAGED_PAYLOAD = (
+    "PayloadError: the checksum, the header or a record of a payload is wrong: corrupt in transit, "
+    "or ranks run with different settings. If it happens again, suspect memory or the network."
+)
+
+
+class SummedBucket:
+    """Low rank, rows and whole tensors: words that an all-reduce sums."""
+
+    def __init__(
+        self, exchange: AllReduceExchange, names: Sequence[str], *, undoable: bool = False
+    ) -> None:
+        self._of, self.names = exchange, tuple(names)
+        summables = self.summables()
+        self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
+        own = [summables[at] for at in self.order]
+        self._exponents = [exchange.tensors[name].exponent for name in names]
+        state = self.bucket.join(
+            [{name: to_host(value) for name, value in one.state.items()} for one in own]
+        )
+        self._shared = list(state)  # names of what ranks share
+        self._kept = Undoable([*(to_host(one.memory) for one in own), *state.values()], undoable)
+        for one in own:  # not twice in memory; `read` brings it back
+            one.replace(np.broadcast_to(np.float32(0), (one.n,)))
+        self._began = [exchange.tensors[name].step for name in names]
+        self._until = until_dense(exchange, names)
+        self._sent: list[int] = []  # words in each round, known when traced
+        self._ranks = 1
+
+    def summables(self) -> list[TensorState]:
+        """Those of the exchange, in the order of the names."""
+        every = [self._of.tensors[name].summable for name in self.names]
+        return [one for one in every if one is not None]
+
+    def _parts(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The memories, in the order of the bucket, and what ranks share."""
+        count = len(self.order)
+        return list(values[:count]), dict(zip(self._shared, values[count:], strict=True))
+
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
+        """See GraphBucket."""
+
+        def choose(before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+            gone = [dropped[at] for at in self.order]
+            (left, old), (right, new) = self._parts(before), self._parts(now)
+            shared = self.bucket.join(
+                [
+                    {name: tf.where(undone, one[name], other[name]) for name in one}
+                    for undone, one, other in zip(
+                        gone, self.bucket.split(old), self.bucket.split(new), strict=True
+                    )
+                ]
+            )
+            memories = [tf.where(*three) for three in zip(gone, left, right, strict=True)]
+            return [*memories, *(shared[name] for name in self._shared)]
+
+        self._ranks = by.ranks
+        memories, state = self._parts(self._kept.begin(dropped, choose))
+        rounds = traced_step(
+            self.bucket,
+            state,
+            memories,
+            [times_power(vectors[at], -self._exponents[at]) for at in self.order],
+            ranks=by.ranks,
+            rank=by.rank,
+            decay=self._of.decay,
+            exact=self._of.exact,
+        )
+        total, self._sent = None, []
+        while True:
+            try:
+                words = rounds.send(total)  # type: ignore[arg-type]
+            except StopIteration as end:
+                result = end.value
+                break
+            self._sent.append(words.shape[0])
+            total = by.total(words, number, len(self._sent))
+            total.set_shape(words.shape)
+        sound = tf.debugging.Assert(result.numbers[1] == 0, [_DAMAGED_SUM])
+        with tf.control_dependencies([sound]):
+            self._kept.assign([*result.memories, *(result.state[name] for name in self._shared)])
+            placed = dict(zip(self.order, result.means, strict=True))
+            energy, sent = tf.unstack(result.numbers[2:])
+            lost = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
+            powers = enumerate(self._exponents)
+            return [tf.identity(times_power(placed[at], power)) for at, power in powers], lost
+
+    def remembered(self) -> list[Any]:
+        """See GraphBucket."""
+        return self._kept.read()
+
+    def read(self, steps: int) -> None:
+        """See GraphBucket."""
+        summables = self.summables()
+        memories, state = self._parts([value.numpy() for value in self._kept.now])
+        for at, memory, own in zip(self.order, memories, self.bucket.split(state), strict=True):
+            summables[at].replace(memory)
+            summables[at].state = own
+        if self._kept.before is not None:
+            memories, state = self._parts([value.numpy() for value in self._kept.before])
+            for at, memory, own in zip(self.order, memories, self.bucket.split(state), strict=True):
+                self._of.tensors[self.names[at]].reopen(memory, own)
+        for name, first in zip(self.names, self._began, strict=True):
+            self._of.tensors[name].step = first + min(steps, self._until)
+
+    def ran(self, steps: int) -> list[TensorTraffic]:
+        """See GraphBucket; the first tensor has what none has alone, the heads."""
+        if not self._sent:
+            return []
+        own = [sum(words - HEAD for words in one.words(self._ranks)) for one in self.summables()]
+        own[0] = sum(self._sent) - sum(own[1:])
+        return [
+            TensorTraffic(name, n, 4 * n, 4 * words, self._of.way(name), steps)
+            for name, words in zip(self.names, own, strict=True)
+            for n in [math.prod(self._of.tensors[name].shape)]
+        ]
+
+
+def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
+    """Steps until the next one of these tensors that is for the engine; 0 unless all have sizes.
+
+    A dense one, or one of a vote; where a tensor waits for energy, each.
+    """
+    steps = []
+    for name in names:
+        tensor = exchange.tensors.get(name)
+        if tensor is None or tensor.summable is None or (tensor.size and tensor.size.waits):
+            return 0
+        steps.append((exchange.every - 1 - (tensor.step - exchange.warmup)) % exchange.every)
+        if (vote := exchange.until_vote(name)) is not None:
+            steps.append(vote)
+    return min(steps)
+
+
+class GatheredBucket:
+    """The frequencies of FFTCompression: payloads that are gathered, or go to owners.
+
+    codec : of all these steps
+    feedback : keeps the memories between graphs; None to remember nothing
+    tensors : names and elements
+    scatter : whether payloads go to owners where that brings a rank fewer bytes
+    undoable : keep what was remembered before the last step
+    """
+
+    def __init__(
+        self,
+        codec: FFTCodec,
+        feedback: ErrorFeedback | None,
+        tensors: Mapping[str, int],
+        *,
+        scatter: bool = False,
+        undoable: bool = False,
+    ) -> None:
+        self.codec, self._feedback, self._scatter = codec, feedback, scatter
+        self.names, self._sizes = tuple(tensors), list(tensors.values())
+        self._traced = False
+        self._shares: Shares | None = None
+        self._rank = 0
+        states = (
+            []
+            if feedback is None
+            else [self._borrow(feedback, *tensor) for tensor in tensors.items()]
+        )
+        self._tensor_of = [at for at, state in enumerate(states) for _ in state]
+        self._kept = Undoable([part for state in states for part in state], undoable)
+        if feedback is not None:
+            feedback.settled(self.names)
+
+    @staticmethod
+    def _borrow(feedback: ErrorFeedback, name: str, n: int) -> Sequence[Any]:
+        state: Sequence[Any] = feedback.memory_of(name, np.broadcast_to(np.float32(0), (n,)))
+        # Not twice in memory; `read` brings it back.
+        feedback.replace(name, [np.broadcast_to(np.float32(0), part.shape) for part in state])
+        return state
+
+    def _parts(self, values: Sequence[Any]) -> Memories | None:
+        """The memory of each tensor."""
+        if self._feedback is None:
+            return None
+        memories: Memories = [[] for _ in self.names]
+        for at, value in zip(self._tensor_of, values, strict=True):
+            memories[at].append(value)
+        return memories
+
+    def step(
+        self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
+    ) -> tuple[list[Any], Any]:
+        """See GraphBucket."""
+
+        def choose(before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+            pieces = zip(self._tensor_of, before, now, strict=True)
+            return [tf.where(dropped[at], old, new) for at, old, new in pieces]
+
+        self._traced = True
+        memories = self._parts(self._kept.begin(dropped, choose))
+        decay = 1.0 if self._feedback is None else self._feedback.decay
+        nodes = PayloadNodes(self.codec, self._sizes, decay)
+        self._shares, self._rank = None, by.rank
+        present = by.total(_one(vectors[0]), number, 0)
+        if self._scatter:
+            self._shares = shares_of(self.codec, tuple(self._sizes), by.ranks)
+        if self._shares is None:
+            words, left, lost = nodes.encode(vectors, memories)
+            words = _when_all_are_present(words, present, by.ranks)
+            came = _arrived(by.gather(words, number), [int(words.shape[0])] * by.ranks)
+            means = nodes.decode(tf.reshape(came, [by.ranks, -1]), self._sizes)
+        else:
+            for_owners = PayloadNodes(self._shares.parts, self._sizes, decay)
+            means, left, lost = _through_owners(
+                for_owners, nodes, self._shares, vectors, memories, number, present, by
+            )
+        with tf.control_dependencies(means):
+            self._kept.assign([part for parts in left for part in parts])
+        return means, lost
+
+    def remembered(self) -> list[Any]:
+        """See GraphBucket."""
+        return self._kept.read()
+
+    def read(self, steps: int) -> None:
+        """See GraphBucket."""
+        feedback, kept = self._feedback, self._kept
+        now = self._parts([value.numpy() for value in kept.now])
+        before = kept.before and self._parts([value.numpy() for value in kept.before])
+        for at, name in enumerate(self.names):
+            if feedback is not None and now is not None:
+                feedback.replace(name, now[at])
+                if before:
+                    feedback.reopen(name, before[at])
+
+    def ran(self, steps: int) -> list[TensorTraffic]:
+        """See GraphBucket."""
+        if not self._traced:
+            return []
+        sent = list(map(self.codec.payload_bytes, self._sizes))
+        if self._shares is not None:
+            sent = self._shares.sent(self._rank, len(sent))
+        return [
+            TensorTraffic(name, n, 4 * n, nbytes, "frequencies", steps)
+            for name, n, nbytes in zip(self.names, self._sizes, sent, strict=True)
+        ]
+
+
+def serves(codec: FFTCodec, sizes: Sequence[int]) -> bool:
+    """Whether there are nodes for a codec and vectors of so many elements."""
+    return kernels.serve(codec, sizes) or batched.serves(codec)
+
+
+def decoding_digest(codec: FFTCodec) -> str:
+    """What ranks have to say alike to decode alike: all but the transform is exact arithmetic."""
+    block = codec.block or 4096
+    if kernels.serve(codec, [block]) or not serves(codec, [block]):
+        return "as on a host"
+    within = "identity" if codec.transform == "axes" else codec.transform
+    parts = block + 2 if within == "fft" else block
+    bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
+    return digest(
+        transforms.Transform(within, block, codec.span).inverse(tf.constant(bins)).numpy()
+    )
+
+
+class PayloadNodes:
+    """Payloads of one codec: made, and read.
+
+    sizes : elements of the tensors that it is for
+    decay : factor on the memories before they are added
+    """
+
+    def __init__(self, codec: FFTCodec, sizes: Sequence[int], decay: float) -> None:
+        self.codec, self.decay = codec, decay
+        self._compiled = kernels.serve(codec, sizes)
+
+    def encode(
+        self, vectors: Sequence[Any], memories: Sequence[Sequence[Any]] | None
+    ) -> tuple[Any, Memories, Any]:
+        """The payloads, [words] int32; the next memories; energy, error and saturated."""
+        if not self._compiled:
+            batch = batched.encode(self.codec, vectors, memories, decay=self.decay, tally=True)
+            return batch.words, batch.memories or [], batch.numbers
+        encoded = [
+            kernels.encode(self.codec, vector, memory, decay=self.decay)
+            for vector, memory in zip(vectors, memories or [[]] * len(vectors), strict=True)
+        ]
+        words, left, lost = zip(*encoded, strict=True)
+        return tf.concat(words, 0), list(left) if memories else [], tf.add_n(lost)
+
+    def decode(self, words: Any, sizes: Sequence[int]) -> list[Any]:
+        """The means of tensors of so many elements; an error where a payload is damaged.
+
+        words : [ranks, words] int32, of each rank their payloads one behind the other
+        """
+        codec, ranks = self.codec, int(words.shape[0])
+        if not self._compiled:
+            batch = batched.decode(codec, words, sizes)
+            sound = tf.debugging.Assert(~batch.damaged, [_DAMAGED_PAYLOAD])
+            with tf.control_dependencies([sound]):
+                return [tf.identity(mean) for mean in batch.means]
+        flat = tf.reshape(words, [ranks * int(words.shape[1])])
+        counts = [codec.payload_bytes(n) // 4 for n in sizes]
+        return [
+            kernels.decode(codec, flat, n, ranks=ranks, at=at)
+            for n, at in zip(sizes, accumulate(counts, initial=0), strict=False)
+        ]
+
+
+def _one(vector: Any) -> Any:
+    """[1] int32 that adds this rank to a sum; of a vector, as sums of constants are folded away."""
+    return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
+
+
+def _when_all_are_present(words: Any, present: Any, ranks: Any) -> Any:
+    """What is to be gathered; an error where a rank has joined: it would end Horovod on all ranks.
+
+    present : [1] int32, the sum of `_one` of each rank, to which one that has joined adds nothing
+    """
+    all_are = tf.reduce_all(tf.equal(present, ranks))
+    with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
+        return tf.identity(words)
+
+
+def _arrived(every: Any, sizes: Sequence[int]) -> Any:
+    """What has come, [words]; an error where that is not so.
+
+    sizes : words that come of each rank
+    """
+    size = sum(sizes)
+    whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
+    every.set_shape([size])  # who plans the step's memory has to know it
+    with tf.control_dependencies([whole]):
+        return tf.identity(every)
+
+
+def _through_owners(
+    parts: PayloadNodes,
+    nodes: PayloadNodes,
+    shares: Shares,
+    vectors: Sequence[Any],
+    memories: Memories | None,
+    number: int,
+    present: Any,
+    by: Collectives,
+) -> tuple[list[Any], Memories, Any]:
+    """The step of `engine/payloads.py`: means, the next memories, and what was lost.
+
+    parts, nodes : of what goes to owners, and of what these make of it
+    """
+    ranks, rank = by.ranks, by.rank
+    mine, others = shares.pieces[rank], shares.others(rank)
+
+    def rows(pieces: Sequence[Piece], factor: float = 1.0) -> Memories | None:
+        if memories is None:
+            return None
+        own = (
+            rows_of(piece, nodes.codec, int(vectors[piece.tensor].shape[0]), memories[piece.tensor])
+            for piece in pieces
+        )
+        return [[part * factor for part in parts] if factor != 1 else parts for parts in own]
+
+    def values(piece: Piece) -> Any:
+        return vectors[piece.tensor][piece.start : piece.stop]
+
+    words, left, lost = parts.encode(list(map(values, others)), rows(others))
+    words = _when_all_are_present(words, present, ranks)
+    splits = [size // 4 for size in shares.parts_bytes]
+    came = by.alltoall(words, [0 if owner == rank else n for owner, n in enumerate(splits)], number)
+    came = _arrived(came, [0 if source == rank else splits[rank] for source in range(ranks)])
+    with tf.control_dependencies([came]):
+        wire = tf.zeros([0], tf.int32)
+    if mine:
+        others_means = parts.decode(
+            tf.reshape(came, [ranks - 1, splits[rank]]), [piece.elements for piece in mine]
+        )
+        own_means = [
+            mean * ((ranks - 1) / ranks) + values(piece) * (1 / ranks)
+            for mean, piece in zip(others_means, mine, strict=True)
+        ]
+        wire, kept, lost_again = nodes.encode(own_means, rows(mine, 1 / ranks))
+        left += [[part * ranks for part in own] for own in kept]
+        lost += lost_again
+    joined = _arrived(by.gather(wire, number), [size // 4 for size in shares.means_bytes])
+    pieces = [piece for own in shares.pieces for piece in own]
+    decoded = nodes.decode(joined[None], [piece.elements for piece in pieces])
+    means = [
+        tf.concat(
+            [own for piece, own in zip(pieces, decoded, strict=True) if piece.tensor == at], 0
+        )
+        for at in range(len(vectors))
+    ]
+    return means, _memories_of([*others, *mine], left, nodes.codec, vectors) if left else [], lost
+
+
+def _memories_of(
+    pieces: Sequence[Piece], left: Memories, codec: FFTCodec, vectors: Sequence[Any]
+) -> Memories:
+    """The memories of whole tensors from those of their pieces."""
+    memories: Memories = []
+    for at, vector in enumerate(vectors):
+        sections = codec.sections(int(vector.shape[0]))
+        own = sorted(
+            (pair for pair in zip(pieces, left, strict=True) if pair[0].tensor == at),
+            key=lambda pair: pair[0].start,
+        )
+        parts: Memories = [[] for _ in sections]
+        for piece, rows in own:
+            held = [
+                number
+                for number, section in enumerate(sections)
+                if max(piece.start, section.start) < min(piece.stop, section.stop)
+            ]
+            for number, part in zip(held, rows, strict=True):
+                parts[number].append(part)
+        memories.append([tf.concat(rows, 0) for rows in parts])
+    return memories

@@ -1,0 +1,90 @@
+"""A step of the engine itself, on the host: what a Python function of the graph does at each step.
+
+Collectives are Horovod's, called from that function one after the other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from ..arrays import to_host
+from ..collective import Buckets, Collective, Gradient
+from ..engine.engine import Engine
+from ..errors import CompressError
+from .agreement import total
+from .graph_buckets import JOINED
+from .tracing import Call
+
+
+def average(
+    engine: Engine, gradients: Sequence[Gradient], call: Call, count: Callable[[int], None]
+) -> None:
+    """Average gradients in their place, all of them compressed; all ranks call it with the same.
+
+    count : told the bytes that this rank sends beside gradients
+    """
+    sets = call.process_set
+    step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
+    mark = f"sn.{zlib.crc32(repr([gradient.shape for gradient in gradients]).encode()):08x}"
+    for number, bucket in enumerate(_buckets(step.dense)):
+        whole = _tensor(np.concatenate([engine.whole(gradient) for gradient in bucket]))
+        mean = hvd.allreduce(
+            whole, op=hvd.Average, name=f"{mark}.{number}.dense", process_set=sets
+        ).numpy()
+        ends = np.cumsum([gradient.elements for gradient in bucket])
+        for gradient, own in zip(bucket, np.split(mean, ends[:-1]), strict=True):
+            engine.learn(str(gradient.name), own)
+            gradient.values[:] = own
+    for number, bucket in enumerate(_buckets(step.coded)):
+        rounds = engine.rounds(bucket, ranks=sets.size(), rank=sets.rank())
+        carries, turn = next(rounds, None), 0
+        while carries is not None:
+            came = [_carried(carry, f"{mark}.{number}.{turn}", sets) for carry in carries]
+            turn += 1
+            try:
+                carries = rounds.send(came)
+            except StopIteration:
+                carries = None
+    if (factor := call.factor()) != 1:
+        for gradient in gradients:
+            gradient.values[:] *= np.float32(factor)
+
+
+def cut(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors, of so many elements, go into each bucket, in order."""
+    layout = Buckets((str(at), size, None) for at, size in enumerate(sizes))
+    return [[int(at) for at in names] for names in layout.members]
+
+
+def _buckets(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+    return [
+        [gradients[at] for at in part]
+        for part in cut([gradient.elements for gradient in gradients])
+    ]
+
+
+def _tensor(words: Any) -> Any:
+    with tf.device("CPU"):
+        return tf.constant(to_host(words))
+
+
+def _carried(carry: Collective, name: str, process_set: Any) -> Any:
+    """What a collective brings."""
+    words, how = _tensor(carry.words), {"name": name, "process_set": process_set}
+    if carry.kind == "sum":
+        return hvd.allreduce(words, op=hvd.Sum, **how).numpy()
+    # A rank that has joined would end Horovod on all of them; it adds nothing to a sum.
+    present = total(process_set, None, f"{name}.ranks", np.ones(1, np.int32))
+    if present[0] != process_set.size():
+        raise CompressError(JOINED)
+    if carry.kind == "gather":
+        return hvd.allgather(words, **how).numpy()
+    splits = tf.constant(carry.to_ranks(process_set.rank()), tf.int32)
+    return hvd.alltoall(words, splits=splits, **how)[0].numpy()

@@ -1,0 +1,224 @@
+"""TensorFlow's functions by the names of the array API standard, as far as the core uses them.
+
+With it the core's functions run while a graph is traced, and become part of it. TensorFlow has most
+of them under other names. Its tensors are never changed in place and it places what it makes, so
+that `device` and `copy` say nothing here. Importing this file makes them known to `arrays`.
+
+What is in a graph a constant is made once in each graph: a step spreads the same tables many times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from ..arrays import register
+
+Array = Any  # tf.Tensor, eager or of a graph
+Shape = int | Sequence[int]
+
+# ruff: noqa: A001 - the standard's names
+bool = tf.bool
+int32, int64 = tf.int32, tf.int64
+float16, float32, float64 = tf.float16, tf.float32, tf.float64
+
+abs, sqrt, round, minimum = tf.abs, tf.sqrt, tf.round, tf.minimum
+isfinite, where = tf.math.is_finite, tf.where
+broadcast_to, permute_dims, reshape = tf.broadcast_to, tf.transpose, tf.reshape
+matmul, maximum, bitwise_left_shift = tf.matmul, tf.maximum, tf.bitwise.left_shift
+
+_CONSTANTS = "_sn_compress_constants"  # of a graph, kept with it
+
+
+def asarray(values: Any, *, dtype: Any = None, device: Any = None, copy: Any = None) -> Array:
+    """A tensor; a constant of the graph if there is one."""
+    return tf.convert_to_tensor(values, dtype)
+
+
+def astype(values: Array, dtype: Any, *, copy: Any = True) -> Array:
+    """As another type; float to int32 rounds towards zero."""
+    return tf.cast(values, dtype)
+
+
+def zeros(shape: Shape, *, dtype: Any = tf.float32, device: Any = None) -> Array:
+    """Zeros."""
+    return tf.zeros(_shape(shape), dtype)
+
+
+def ones(shape: Shape, *, dtype: Any = tf.float32, device: Any = None) -> Array:
+    """Ones."""
+    return tf.ones(_shape(shape), dtype)
+
+
+def arange(stop: int, *, dtype: Any = tf.int64, device: Any = None) -> Array:
+    """0, 1, 2, ... [stop]."""
+    return tf.constant(np.arange(stop), dtype)
+
+
+def zeros_like(values: Array, *, dtype: Any = None) -> Array:
+    """Zeros of the same shape."""
+    return tf.zeros(values.shape, dtype or values.dtype)
+
+
+empty_like = zeros_like
+
+
+def ones_like(values: Array, *, dtype: Any = None) -> Array:
+    """Ones of the same shape."""
+    return tf.ones(values.shape, dtype or values.dtype)
+
+
+def full_like(values: Array, value: float) -> Array:
+    """One value everywhere."""
+    return tf.fill(values.shape, tf.constant(value, values.dtype))
+
+
+def multiply(left: Array, right: Array) -> Array:
+    """The product, of the wider type of the two: TensorFlow mixes none by itself."""
+    wide = left.dtype if left.dtype.size >= right.dtype.size else right.dtype
+    return tf.cast(left, wide) * tf.cast(right, wide)
+
+
+def concat(arrays: Sequence[Array], *, axis: int = 0) -> Array:
+    """One behind the other."""
+    return tf.concat(arrays, axis)
+
+
+def stack(arrays: Sequence[Array], *, axis: int = 0) -> Array:
+    """Side by side on a new axis."""
+    return tf.stack(arrays, axis)
+
+
+def take(values: Array, index: Array, *, axis: int = 0) -> Array:
+    """Those at these places."""
+    return tf.gather(values, index, axis=axis)
+
+
+def sum(values: Array, *, axis: int | None = None) -> Array:
+    """The sum, of the type of the values."""
+    return tf.reduce_sum(values, axis)
+
+
+def max(values: Array, *, axis: int | None = None, keepdims: Any = False) -> Array:
+    """The largest."""
+    return tf.reduce_max(values, axis, keepdims)
+
+
+def all(values: Array, *, axis: int | None = None) -> Array:
+    """Whether all are true."""
+    return tf.reduce_all(values, axis)
+
+
+def any(values: Array, *, axis: int | None = None) -> Array:
+    """Whether one is true."""
+    return tf.reduce_any(values, axis)
+
+
+def cumulative_sum(values: Array, *, axis: int = 0) -> Array:
+    """Each with all before it."""
+    return tf.cumsum(values, axis)
+
+
+def vecdot(left: Array, right: Array) -> Array:
+    """Products summed over the last axis."""
+    if left.shape.rank == 1:
+        return tf.reshape(left[None, :] @ right[:, None], ())
+    return tf.reduce_sum(left * right, -1)
+
+
+def clip(values: Array, least: float, largest: float) -> Array:
+    """Values no less and no more than these."""
+    return tf.clip_by_value(values, least, largest)
+
+
+def sort(values: Array, *, axis: int = -1) -> Array:
+    """Ascending."""
+    return tf.sort(values, axis)
+
+
+def searchsorted(ascending: Array, values: Array) -> Array:
+    """The first places whose values are not below these, int32."""
+    return tf.searchsorted(ascending, values)
+
+
+def bitwise_right_shift(values: Array, places: Array | int) -> Array:
+    """Divided by powers of two and rounded down, the sign kept."""
+    return tf.bitwise.right_shift(values, tf.cast(places, values.dtype))
+
+
+# What no standard names: see the functions of `arrays` of these names.
+
+
+def constant(of: Any, host: npt.NDArray[Any]) -> Array:
+    """The values of a Constant, which is `of`, in the graph being traced."""
+    if tf.executing_eagerly():
+        return tf.constant(host)
+    graph = tf.compat.v1.get_default_graph()
+    if not hasattr(graph, _CONSTANTS):
+        setattr(graph, _CONSTANTS, {})
+    known = getattr(graph, _CONSTANTS)
+    if of not in known:
+        with tf.control_dependencies(None):
+            known[of] = tf.constant(host)
+    return known[of]
+
+
+def split(values: Array, sizes: Sequence[int], *, axis: int = 0) -> list[Array]:
+    """Stretches of an axis."""
+    return list(tf.split(values, list(sizes), axis))
+
+
+def bits_of(values: Array) -> Array:
+    """The bits of float32 as int32."""
+    return tf.bitcast(values, tf.int32)
+
+
+def floats_of(bits: Array) -> Array:
+    """The float32 that int32 are the bits of."""
+    return tf.bitcast(bits, tf.float32)
+
+
+def top(values: Array, count: int) -> Array:
+    """The largest of each row, in falling order."""
+    return tf.math.top_k(values, count).values
+
+
+def add_at(target: Array, index: Array, values: Array) -> Array:
+    """The target with values added at some places of its first axis."""
+    return tf.tensor_scatter_nd_add(target, index[:, None], values)
+
+
+def rfft(blocks: Array) -> Array:
+    """The orthonormal real FFT of each row, real and imaginary parts in turn."""
+    found = tf.signal.rfft(blocks) * blocks.shape[1] ** -0.5
+    pairs = tf.stack([tf.math.real(found), tf.math.imag(found)], 2)
+    return tf.reshape(pairs, (blocks.shape[0], -1))
+
+
+def irfft(parts: Array, block: int) -> Array:
+    """The inverse of `rfft`."""
+    pairs = tf.reshape(parts, (parts.shape[0], -1, 2))
+    found = tf.signal.irfft(tf.complex(pairs[:, :, 0], pairs[:, :, 1]), [block])
+    return found * block**0.5
+
+
+def put(target: Array, index: Array, values: Array) -> Array:
+    """The target with other values at some places of its first axis."""
+    return tf.tensor_scatter_nd_update(target, index[:, None], values)
+
+
+def where_all(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """All of the first if the flag is set, else all of the second; copies none of them."""
+    return list(tf.cond(flag, lambda: list(these), lambda: list(others)))
+
+
+def _shape(shape: Shape) -> Sequence[int]:
+    return [shape] if isinstance(shape, int) else list(shape)
+
+
+register(tf.Tensor, sys.modules[__name__])

@@ -1,0 +1,171 @@
+"""Variables: those of graphs, and a user's, by which gradients are kept and ranks compared.
+
+What became of exchanged gradients: applied, or dropped.
+
+TensorFlow announces no steps of optimizers. But a variable whose gradient was applied is another
+one at its next exchange; where it is the same, bit by bit, nobody applied the gradient, and what
+compression left out of it must not be sent later. A variable that was never seen to change is
+unknown, as where a loop only looks at gradients: its gradients count as applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from ..engine.transaction import Outcome
+from ..errors import CompressError
+
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?\Z", re.DOTALL)
+
+
+def relative_names(names: Sequence[str]) -> list[str]:
+    """Each name with "_4" as "#2" if two of its kind here have lower numbers, part by part."""
+    parts = [[_NUMBERED.match(part) for part in name.split("/")] for name in names]
+    numbers: dict[str, set[int]] = {}
+    for found in (found for each in parts for found in each if found):
+        numbers.setdefault(found[1], set()).add(int(found[2] or 0))
+    order = {kind: sorted(those) for kind, those in numbers.items()}
+    return [
+        "/".join(f"{m[1]}#{order[m[1]].index(int(m[2] or 0))}" for m in each if m) for each in parts
+    ]
+
+
+NO_VARIABLE = -1
+_HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
+
+
+def variable(value: Any) -> Any:
+    """A variable made in any trace: tf.function lets tf.Variable be made in its first only."""
+    with tf.init_scope():
+        return ResourceVariable(value, trainable=False)
+
+
+class Variables:
+    """Those whose gradients were exchanged, by slots: numbers in order of their first exchange.
+
+    In the text of a handle is a name such as "kernel/12", whose second part is TensorFlow's count
+    of all variables of the process.
+    """
+
+    def __init__(self) -> None:
+        self._slot_of: dict[str, int] = {}
+        self._names: list[str] = []
+
+    def slots(self, handles: Iterable[str]) -> list[int]:
+        """Those of variables, by the texts of their handles."""
+        slots = []
+        for handle in handles:
+            match = _HANDLE.search(handle)
+            if match is None:
+                raise CompressError(
+                    f"the handle {handle} of a variable shows no name; expected one as "
+                    "TensorFlow 2.21 writes it. Please report your version of TensorFlow."
+                )
+            if match[1] not in self._slot_of:
+                self._slot_of[match[1]] = len(self._names)
+                self._names.append(f"{len(self._names)}:{match[1].rpartition('/')[0]}")
+            slots.append(self._slot_of[match[1]])
+        return slots
+
+    def knows(self, handle: str) -> bool:
+        """Whether gradients of a variable of this handle were exchanged."""
+        match = _HANDLE.search(handle)
+        return match is not None and match[1] in self._slot_of
+
+    def name(self, slot: int) -> str | None:
+        """What the memory of a variable is kept under: "0:kernel" for the first one."""
+        return None if slot == NO_VARIABLE else self._names[slot]
+
+
+def fingerprint_of_variables(variables: Sequence[Any]) -> list[tuple[str, str]]:
+    """Their names, shapes and types, in order."""
+    paths = [str(getattr(v, "path", None) or getattr(v, "name", "")) for v in variables]
+    names = relative_names([path.partition(":")[0] for path in paths])
+    return [
+        (f"variable {place}", f"{name} {tuple(v.shape)} {getattr(v.dtype, 'name', v.dtype)}")
+        for place, (name, v) in enumerate(zip(names, variables, strict=True))
+    ]
+
+
+def as_variables(sources: Sequence[Any]) -> list[Any]:
+    """Those of TensorFlow among what a tape or Keras calls variables."""
+    found = [v if isinstance(v, tf.Variable) else getattr(v, "value", None) for v in sources]
+    return [v for v in found if isinstance(v, tf.Variable)]
+
+
+# Digest of a variable at its last exchange, None before the first, or where what became of that is
+# known; whether it was seen to change.
+Mark = tuple[int | None, bool]
+_NEVER, _EXCHANGED, _CHANGES = np.arange(3)  # int64
+
+
+def digest_of(value: Any) -> Any:
+    """Digest of all bits of a variable, [] int64."""
+    with tf.device("CPU"):  # there is no other kernel
+        return tf.reshape(tf.bitcast(tf.fingerprint(tf.reshape(value, [1, -1])), tf.int64), [])
+
+
+class EngineOutcomes:
+    """Those that the engine is told of; see engine.transaction.Outcomes."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, Mark] = {}
+        self._now: dict[str, Outcome] = {}
+
+    def note(self, names: Sequence[str], digests: Sequence[int] | None) -> bool:
+        """Before the next gradients of tensors: whether any of the last ones were dropped.
+
+        digests : of their variables; None where all count as applied
+        """
+        self._now = dict.fromkeys(names, "applied")
+        if digests is not None:
+            for name, digest in zip(names, digests, strict=True):
+                before, changes = self.marks.get(name, (None, False))
+                if changes and before == digest:
+                    self._now[name] = "dropped"
+                seen = before is not None and before != digest
+                self.marks[name] = digest, changes or seen
+        return "dropped" in self._now.values()
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Called by the engine: from here on nobody knows."""
+        self._now = {}
+
+    def of(self, name: str) -> Outcome:
+        """Called by the engine."""
+        return self._now.get(name, "held")
+
+
+class GraphOutcomes:
+    """As nodes of a graph, for tensors in one order."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self._digests = variable(np.array([digest or 0 for digest, _ in marks], np.int64))
+        states = [
+            _CHANGES if changes else _NEVER if digest is None else _EXCHANGED
+            for digest, changes in marks
+        ]
+        self._states = variable(np.array(states, np.int64))
+
+    def dropped(self, digests: Any) -> Any:
+        """Whether the last gradient of each tensor was dropped, [tensors] bool.
+
+        Called once a step, with the digests of the variables, [tensors] int64.
+        """
+        before, states = self._digests.read_value(), self._states.read_value()
+        changed = digests != before
+        seen = changed & (states != _NEVER)
+        self._digests.assign(digests)
+        self._states.assign(tf.where(seen, _CHANGES, tf.maximum(states, _EXCHANGED)))
+        return (states == _CHANGES) & ~changed
+
+    def marks(self) -> list[Mark]:
+        """As of now."""
+        pairs = zip(self._digests.numpy().tolist(), self._states.numpy().tolist(), strict=True)
+        return [(None if state == _NEVER else digest, state == _CHANGES) for digest, state in pairs]

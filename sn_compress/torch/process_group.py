@@ -1,0 +1,308 @@
+"""What a process group of torch does for a rim: sums and gathers that go on meanwhile.
+
+The DDP model that a state's hook is on: its group, its parameters, how it divides.
+
+register_comm_hook tells the state nothing, and a bucket knows no model. So the model is looked for,
+once, when the hook is called first: it is alive, as it calls.
+
+What optimizers of a model do, told by torch: their steps begin, and end.
+
+A hook that was made and never registered, or that a strategy ignores, leaves no trace: training
+goes on with plain gradients. Only the optimizer's steps are sure to come. Behind one that followed
+an exchange the parameters are the same on all ranks; in a backward pass they need not be.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..collective import Collective
+from ..errors import CompressError, UncalledWarning
+
+# torch 2.13 gave them other names, and warns under the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives:
+    """Those of one process group; None is the default group.
+
+    Raises CompressError for what is no group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise CompressError(
+                f"CompressionState got a {type(group).__qualname__} as process_group; expected a "
+                "group of torch.distributed, or None for all ranks. Pass the arguments after it by "
+                "name: named_parameters=..., scaler=..."
+            )
+        self.group = group
+        # Around what waits for the others; a state puts its clock here.
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def ranks(self) -> int:
+        """How many take part."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return dist.get_rank(self.group)
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work:
+        """Begin to sum it over the ranks, in its place."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def gather(
+        self, words: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to gather the ranks' words, one behind the other; `sizes` if some bring more."""
+        if sizes is None or len(set(sizes)) == 1:
+            gathered = words.new_empty(self.ranks * words.numel())
+            return all_gather(gathered, words, group=self.group, async_op=True), gathered
+        # No backend gathers vectors of several lengths into one; as many bytes travel this way.
+        return self.all_to_all(words.repeat(self.ranks), [words.numel()] * self.ranks, sizes)
+
+    def alltoall(self, carry: Collective) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to hand each of the others its words; the result is what they have for this."""
+        return self.all_to_all(carry.words, carry.to_ranks(self.rank), carry.of_ranks(self.rank))
+
+    def all_to_all(
+        self, words: torch.Tensor, to_ranks: Sequence[int], of_ranks: Sequence[int]
+    ) -> tuple[dist.Work, torch.Tensor]:
+        came = words.new_empty(sum(of_ranks))
+        work = dist.all_to_all_single(
+            came, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
+        )
+        return work, came
+
+    def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
+        """The sum over the ranks of an array, on this device, at once."""
+        total = torch.from_numpy(words.copy()).to(device)
+        with self.waiting():
+            self.sum(total).wait()
+        return np.asarray(total.cpu().numpy())
+
+    def averages(
+        self, views: Sequence[torch.Tensor], packed: torch.Tensor | None
+    ) -> Generator[None, None, None]:
+        """Average vectors of one dtype in place; `packed` is the one that they are all of, if any.
+
+        Comes back when the sum has begun; going on waits for it.
+        """
+        together = torch.cat(list(views)) if packed is None else packed
+        together.div_(self.ranks)  # before the sum, which half precision might not hold
+        work = self.sum(together)
+        yield
+        with self.waiting():
+            work.wait()
+        if packed is None:
+            means = together.split([view.numel() for view in views])
+            for view, mean in zip(views, means, strict=True):
+                view.copy_(mean)
+
+    def begin(self, carry: Collective) -> tuple[dist.Work, torch.Tensor]:
+        """Begin a collective that the engine asks for; what `result` is called with."""
+        if carry.kind == "gather":
+            return self.gather(carry.words, carry.sizes)
+        if carry.kind == "alltoall":
+            return self.alltoall(carry)
+        return self.sum(carry.words), carry.words
+
+    def result(self, work: dist.Work, came: torch.Tensor) -> torch.Tensor:
+        """Wait for a collective; what it brought."""
+        with self.waiting():
+            work.wait()
+        if came.is_cuda:  # made on the stream of the backward pass, read on this one
+            came.record_stream(torch.cuda.current_stream(came.device))
+        return came
+
+
+class HookedModel:
+    """Of one state; empty where another caller than DDP calls the hook, or before it does."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+
+    def find(self, state: Any, group: Any) -> Any:
+        """Look for the model; the process group that the state takes: its own, or the model's.
+
+        Raises CompressError for a group of other ranks than the model's.
+        """
+        for model in _models_of(state):
+            self._model = weakref.ref(model)
+            theirs = model.process_group
+            group = theirs if group is None else group
+            if (own := _ranks(group)) != (ddp := _ranks(theirs)):
+                raise CompressError(
+                    f"CompressionState has the process_group of ranks {own}, and its hook is on a "
+                    f"DistributedDataParallel of ranks {ddp}; expected the same. Leave "
+                    "process_group out, or pass process_group=ddp.process_group."
+                )
+        return group
+
+    def check_join(self) -> None:
+        """Raise CompressError in a Join that divides by fewer ranks than there are."""
+        model = None if self._model is None else self._model()
+        if model is None or not model._join_config.enable:
+            return
+        if not getattr(model, "_divide_by_initial_world_size", True):
+            raise CompressError(
+                "Join got divide_by_initial_world_size=False, and a hook does not know how many "
+                "ranks have not joined; expected True, which counts all ranks, joined ones with "
+                "zero gradients. Leave it out, or train without this hook."
+            )
+
+    @property
+    def static(self) -> bool:
+        """Whether its graph was said to be static."""
+        model = None if self._model is None else self._model()
+        return model is not None and bool(model.static_graph)
+
+    def trained(self) -> list[tuple[torch.Tensor, str]] | None:
+        """Parameters that require gradients now, those that DDP ignores left out; None: unknown."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return None
+        return [
+            (parameter, name)
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
+
+
+def _models_of(state: Any) -> list[DistributedDataParallel]:
+    # By its type: to ask some objects for their class makes them import things.
+    models = [it for it in gc.get_objects() if issubclass(type(it), DistributedDataParallel)]
+    return [
+        model
+        for model in models
+        if any(own is state for _, own in vars(model).get("_comm_hooks", ()))
+    ]
+
+
+def _ranks(group: Any) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+class CallWatch:
+    """Steps of the optimizers of some parameters, and calls of the hook between them.
+
+    Parameters
+    ----------
+    after : steps without a call after which an UncalledWarning says so, once; 0 for never
+    known : the parameters' names, as Names has them; where there are none, every optimizer counts
+    ended : called when an optimizer's step has ended, which is in no other's
+
+    Attributes
+    ----------
+    steps : since the hook was called last
+    any_step : whether there was one: parameters may also be updated by hand
+
+    Raises CompressError for a number of steps that is none.
+    """
+
+    def __init__(
+        self,
+        after: int,
+        known: Callable[[], list[tuple[torch.Tensor, str]]],
+        ended: Callable[[], None],
+    ) -> None:
+        if not isinstance(after, int) or isinstance(after, bool) or after < 0:
+            raise CompressError(
+                f"warn_after={after!r}; expected a whole number of steps, 0 for never. Leave it "
+                "out for 20."
+            )
+        self.after, self.steps, self._known = after, 0, known
+        self.any_step = False
+        self._ended = weakref.WeakMethod(ended)
+        self._parameters: set[int] = set()
+        self._stepping: Any = None  # the optimizer in whose step this is, of several the outer one
+        self._passes = 0  # in that step
+        own = weakref.ref(self)
+
+        def begin(optimizer: Any, *_: Any) -> None:
+            if (watch := own()) is not None:
+                watch.begin_step(optimizer)
+
+        def end(optimizer: Any, *_: Any) -> None:
+            if (watch := own()) is not None:
+                watch.end_step(optimizer)
+
+        for handle in (
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def called(self) -> None:
+        """The hook was called."""
+        self.steps = 0
+
+    def begin_pass(self) -> None:
+        """A backward pass begins; CompressError if it is the second one in an optimizer's step."""
+        optimizer = self._stepping and self._stepping()
+        self._passes += 1
+        if optimizer is not None and self._passes > 1:
+            kind = type(optimizer).__qualname__
+            raise CompressError(
+                f"{kind} evaluates its closure several times in one step, and compares the "
+                "gradients; compressed ones include what earlier evaluations left out. Expected "
+                f"one evaluation a step. Train with {kind} without this hook, or take an optimizer "
+                "that evaluates once, such as SGD or AdamW."
+            )
+
+    def begin_step(self, optimizer: Any) -> None:
+        """An optimizer begins a step; there may be another one in it, as in ZeRO's."""
+        outer = self._stepping and self._stepping()
+        if self._mine(optimizer) and outer in (None, optimizer):
+            self._stepping, self._passes = weakref.ref(optimizer), 0
+
+    def end_step(self, optimizer: Any) -> None:
+        """An optimizer has made a step; warn if that is one too many without the hook."""
+        if not self._mine(optimizer):
+            return
+        self.any_step = True
+        outer = self._stepping and self._stepping()
+        if outer in (None, optimizer):
+            self._stepping = None
+            if (ended := self._ended()) is not None:
+                ended()
+        self.steps += 1
+        if self.steps == self.after:
+            self.after = 0
+            warnings.warn(
+                f"the optimizer made {self.steps} steps in which nothing called the hook of this "
+                "CompressionState; expected a call in every backward pass. Gradients travel "
+                "uncompressed, or not at all. Register it: "
+                "ddp.register_comm_hook(state, compression_hook), and call ddp, not the model "
+                "inside. Lightning's DDPStrategy ignores ddp_comm_hook on a CPU: use "
+                "sn_compress.torch.integrations.LightningCompression. For long no_sync() set "
+                "warn_after.",
+                UncalledWarning,
+                stacklevel=4,
+            )
+
+    def _mine(self, optimizer: Any) -> bool:
+        if not self._parameters:
+            self._parameters = {id(parameter) for parameter, _ in self._known()}
+        if not self._parameters:
+            return True
+        return any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])

@@ -1,0 +1,347 @@
+"""Optimizers of Horovod's torch: what ranks agree on at the first gradient, and compare later."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.torch.elastic.state import StateHandler, get_handler_registry
+
+from ... import __version__
+from ...arrays import numpy_view
+from ...codecs import registry
+from ...consistency import Fingerprint, agree, all_equal, digest_words, plain, result_of
+from ...engine import engine_state
+from ...errors import CompressError
+from ...ops.products import hardware_fingerprint
+from ...saved import held, reading
+from ...settings import Settings
+from ..outcomes import digest
+from .in_flight import complete
+from .memory import OptimizerState, memory_of
+
+_DO = (
+    "Give all ranks the same model, the same named_parameters in the same order, the same number "
+    "of optimizers, and the same arguments."
+)
+_OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "sparse_as_dense")
+
+
+def total(memory: OptimizerState, process_set: Any, name: str, words: Any) -> Any:
+    """The sum over the ranks, at once; counted as what is sent beside the gradients."""
+    send = partial(hvd.allreduce_async, op=hvd.Sum, process_set=process_set)
+    return _at_once(memory, name, torch.from_numpy(words.copy()), send).numpy()
+
+
+def _at_once(
+    memory: OptimizerState, name: str, wire: torch.Tensor, send: Callable[..., int]
+) -> Any:
+    """What comes of a collective that is waited for; counted beside the gradients."""
+    memory.engine.traffic.beside(wire.nbytes)
+    handle = send(wire, name=name)
+    return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
+
+
+def agree_on_optimizers(
+    memory: OptimizerState, optimizer: Any, new: Callable[[Any], bool]
+) -> list[Any]:
+    """Raise CompressError, on all ranks, unless they have the same optimizers; those are returned.
+
+    Asked when the first of them, `optimizer`, sends its first gradient. Horovod tells nobody of an
+    optimizer that is made, so those alive are looked for, once the garbage is gone: Python clears
+    it away at another moment on each rank.
+
+    new : whether an optimizer is to be looked at; others have agreed before
+    """
+    gc.collect()
+    alive = _optimizers(optimizer.process_set)
+    if all(each is not optimizer for each in alive):  # frozen: the collector lists it no more
+        alive.append(optimizer)
+    found = list(filter(new, alive))
+    _agree(memory, optimizer.process_set, _said(found))
+    return found
+
+
+def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
+    """Return a number that names of collectives have not had on any rank.
+
+    What an optimizer that is gone left behind on one rank waits in Horovod for one that never sends
+    it. Under the names of a new optimizer it would be taken for that one's.
+    """
+    send = partial(hvd.allreduce_async, op=hvd.Max, process_set=process_set)
+    return int(
+        _at_once(memory, "sn.agree.number", torch.tensor([OptimizerState.unused_number]), send)
+    )
+
+
+def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> None:
+    """Raise CompressError, on all ranks, unless all, or none, have gradients to send.
+
+    Asked where an optimizer synchronizes again before it has made a step.
+    """
+    fingerprint = [("a backward pass since", str(fresh))]
+    assert memory.buckets is not None  # laid out when the first gradient came
+    name = memory.wire_name(f"sn.fresh.{memory.buckets.members[0][0]}")
+    if not all_equal(total(memory, process_set, name, digest_words(fingerprint))):
+        raise CompressError(
+            "an optimizer was synchronized again before its step, and some ranks have computed "
+            "gradients since and others have not; expected a backward pass on all ranks or on "
+            "none. Call backward() on every rank, or step() on none."
+        )
+
+
+def end_what_is_left(memory: OptimizerState, process_set: Any) -> None:
+    """Bring to an end what a step that broke off left with some ranks, which others never sent.
+
+    For ever in Horovod's table it would do no harm, as later names are others, until a rank calls
+    hvd.join(): what waits for that one alone is then carried out, and a rank that does not know it
+    crashes. So all tell each other what they sent, and each sends a word for what it did not. It is
+    of another form, so Horovod makes it an error for all, and waits no more.
+    """
+    words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
+    wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
+    send = partial(hvd.allgather_async, process_set=process_set)
+    told = _at_once(memory, memory.wire_name("sn.left"), wire, send)
+    every = {tuple(it.split(" ", 1)) for it in bytes(told.tolist()).decode().split("\n") if it}
+    for kind, name in sorted(every - memory.sent):
+        with suppress(hvd.mpi_ops.HorovodInternalError):
+            handle = _word(kind, name, process_set)
+            result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
+    memory.forget_sent()
+
+
+def _word(kind: str, name: str, process_set: Any) -> Any:
+    if kind == "alltoall":
+        words = torch.zeros(process_set.size(), dtype=torch.int32)
+        return hvd.alltoall_async(words, name=name, process_set=process_set)
+    word = torch.zeros(1, dtype=torch.int32)
+    if kind == "gather":
+        return hvd.allgather_async(word, name=name, process_set=process_set)
+    return hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)
+
+
+def agree_on_calls(memory: OptimizerState, process_set: Any) -> None:
+    """The same for plain hvd.allreduce, at the first call of these settings."""
+    _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_said_of(memory.settings)])
+
+
+def alike_in_hardware(memory: OptimizerState, process_set: Any, device: torch.device) -> bool:
+    """Whether all ranks compute products with the same bits; asked where sums carry factors."""
+    mine = digest_words(hardware_fingerprint(numpy_view(torch.zeros(1, device=device))))
+    return all_equal(total(memory, process_set, "sn.hardware", mine))
+
+
+def _agree(memory: OptimizerState, process_set: Any, fingerprint: Fingerprint) -> None:
+    agree(
+        fingerprint, total=partial(total, memory, process_set), rank=process_set.rank(),
+        ranks=process_set.size(), name="sn.agree", do=_DO,
+    )  # fmt: skip
+
+
+def _optimizers(process_set: Any) -> list[Any]:
+    # By its type: to ask some objects for their class makes them import things.
+    kinds = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [
+        each
+        for each in kinds
+        if isinstance(getattr(getattr(each, "_compression", None), "settings", None), Settings)
+        # That of Adasum has none, and is refused at its own first gradient.
+        and hasattr(each, "process_set")
+        and each.process_set.process_set_id == process_set.process_set_id
+    ]
+
+
+def _said(optimizers: list[Any]) -> Fingerprint:
+    every = sorted(map(_said_of_one, optimizers))  # made in the same order, found in any
+    named = [
+        (f"optimizer {number}'s {what}" if len(every) > 1 else what, value)
+        for number, fingerprint in enumerate(every)
+        for what, value in fingerprint
+    ]
+    return [("number of optimizers", str(len(every))), *named]
+
+
+def _said_of_one(optimizer: Any) -> list[tuple[str, str]]:
+    names, groups = optimizer._parameter_names, optimizer._groups
+    if isinstance(groups, list):
+        groups = [[names.get(parameter) for parameter in group] for group in groups]
+    reduced = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in optimizer._requires_update
+    ]
+    tensors = (
+        (f"tensor {place}", f"{names[p]!r} {tuple(p.shape)} {p.dtype}")
+        for place, p in enumerate(reduced)
+    )
+    options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
+    return [*_said_of(optimizer._compression.settings), *options, ("groups", str(groups)), *tensors]
+
+
+def _said_of(settings: Settings) -> list[tuple[str, str]]:
+    return [*settings.fingerprint(), ("version of sn_compress", __version__)]
+
+
+@dataclass
+class CheckedHandle:
+    """The first gradient of a step in which parameters are compared, and their digests' sum.
+
+    The sum travels beside the gradients; who comes here has begun all of them.
+    """
+
+    memory: OptimizerState
+    optimizer: Any
+    fingerprint: Fingerprint
+    step: int
+    handle: int
+    inner: Any  # what is to be done with the gradient, or None
+
+    @classmethod
+    def begin(cls, memory: OptimizerState, optimizer: Any, inner: Any) -> CheckedHandle:
+        """Send the digest of the parameters that the step begins with."""
+        fingerprint = [
+            (name, digest(parameter))
+            for parameter, name in optimizer._parameter_names.items()
+            if parameter in optimizer._requires_update
+        ]
+        name = memory.wire_name("sn.same." + fingerprint[0][0])
+        fingerprint = [*memory.engine.counted(), *fingerprint]
+        words = digest_words(fingerprint)
+        memory.engine.traffic.beside(words.nbytes)
+        memory.sent.add(("shared", name))
+        handle = hvd.allreduce_async(
+            torch.from_numpy(words), name=name, op=hvd.Sum, process_set=optimizer.process_set
+        )
+        return cls(memory, optimizer, fingerprint, memory.engine.sameness.steps - 1, handle, inner)
+
+    def finish(self, reduced: Any) -> Any:
+        """Called by Horovod; raises CompressError on every rank if parameters differ."""
+        memory, sets = self.memory, self.optimizer.process_set
+        what = f"the digest of the parameters at step {self.step}"
+        asked = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
+        if not all_equal(asked.numpy()):
+            complete(memory, sets)  # another rank may wait for our words before it comes here
+            raise memory.engine.sameness.apart(
+                self.step, self.fingerprint, total=partial(total, memory, sets), rank=sets.rank(),
+                ranks=sets.size(),
+            )  # fmt: skip
+        memory.engine.sameness.found(self.step)
+        return reduced if self.inner is None else self.inner.finish(reduced)
+
+
+def _at_rest(optimizer: Any) -> OptimizerState:
+    memory = memory_of(optimizer)
+    memory.rest()
+    return memory
+
+
+def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
+    """See Compression.residuals."""
+    engine = _at_rest(optimizer).engine
+    return {
+        name: torch.from_numpy(engine.residual(name)).view_as(parameter)
+        for parameter, name in optimizer._parameter_names.items()
+        if engine.remembers(name)
+    }
+
+
+def restart(optimizer: Any, residuals: Any) -> NoReturn:
+    """Always CompressError: in torch, the optimizer is wrapped anew."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__} and {len(residuals)} residuals; expected an optimizer "
+        "of Keras. In torch, wrap the optimizer again, and start with the residuals as gradients."
+    )
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
+    memory, place = _at_rest(optimizer), _place(optimizer)
+    memory.outcomes.look()
+    engine = memory.engine
+    state = engine_state.state_dict(engine, **place)
+    return registry.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
+
+
+def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take over what state_dict returned, on whichever rank, or the list of all ranks' states."""
+    with reading("the saved state"):
+        held(state)
+        arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    place = _place(optimizer)
+    if isinstance(arrays, dict):
+        arrays = arrays | place
+    memory = _at_rest(optimizer)
+    engine_state.load_state_dict(memory.engine, arrays, ranks=place["ranks"], rank=place["rank"])
+
+
+def _place(optimizer: Any) -> dict[str, int]:
+    sets = optimizer.process_set
+    here = sets.included()
+    return {"ranks": sets.size() if here else 1, "rank": sets.rank() if here else 0}
+
+
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See Compression.synchronize."""
+    memory, sets = _at_rest(optimizer), optimizer.process_set
+    memory.begin_anew()
+    engine = memory.engine
+    own = engine.exchange
+    state = {
+        **own.state_dict(),
+        "theta": engine.theta.state_dict(),
+        "scale": engine.transaction.scale,
+    }
+    state = hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
+    residuals = {}
+    for name, n in sorted(own.sizes(state).items()):
+        wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
+        if own.remembers(name):
+            wire[:n], wire[n] = torch.from_numpy(own.residual(name)), 1
+        total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
+        residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
+    own.take_over(state, residuals)
+    engine.theta.load_state_dict(state["theta"])  # ranks that came are where the others are
+    engine.transaction.scale = state["scale"]
+    engine.forget_step()
+
+
+class Elastic:
+    """What Compression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        if Elastic not in (kind for kind, _ in get_handler_registry()):
+            get_handler_registry().append((Elastic, _ElasticHandler))
+
+
+class _ElasticHandler(StateHandler):
+    def __init__(self, value: Elastic) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(state_dict(self.value.optimizer))
+
+    def restore(self) -> None:
+        self._give_up()
+        memory_of(self.value.optimizer).begin_anew()
+        load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self._give_up()
+        synchronize(self.value.optimizer, 0)
+        self.save()
+
+    def _give_up(self) -> None:
+        memory = memory_of(self.value.optimizer)
+        memory.give_up()
+        memory.forget_sent()  # Horovod was started anew, or nothing broke off

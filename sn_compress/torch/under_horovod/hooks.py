@@ -1,0 +1,240 @@
+"""Who called `compress`: the parameter's name, the optimizer, the operation.
+
+Horovod passes only the tensor. Keying by the order of calls would break as soon as two ranks
+compute gradients in different orders, and keying by address as soon as gradients are freed, so
+the answer is read from the local variables of Horovod's own calling function. They are those of
+release 0.28.1, which is what `scripts/build_horovod.py` builds; anything else is an error, never
+a guess.
+
+How Horovod's optimizer submits a gradient once it has had a step of ours: without a stand-in.
+
+Stock Horovod wants a handle of a collective for each parameter, so in the first step a zero stands
+in for a gradient that travels in a bucket. A handle may also be a function, as that of a sparse
+gradient is. So from the second step on nothing travels but the bucket, and what is waited for is
+waited for asleep: hvd.synchronize asks again and again, and holds up the ranks it waits for where
+they share its cores.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from ...consistency import result_of
+from ...errors import CompressError
+
+_DEEPEST = 6  # frames between Horovod's function and compress: subclasses, comprehensions
+
+
+@dataclass(frozen=True)
+class Caller:
+    """`name` is None for an unnamed hvd.allreduce; `optimizer` for any hvd.allreduce.
+
+    `opens` says that nothing of the same step, or call, is on its way. `parameter` is that of an
+    optimizer whose gradient it is.
+    """
+
+    name: str | None
+    optimizer: Any
+    op: Any
+    process_set: Any
+    scale: float = 1.0  # pre- and postscale factors of hvd.allreduce
+    average: bool | None = None  # deprecated way to say the operation
+    opens: bool = True
+    parameter: Any = None
+
+
+@dataclass(frozen=True)
+class DeferredCheck:
+    """What Horovod keeps as the handle of a gradient of ours, and calls for what came of it."""
+
+    result: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.result()
+
+
+def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
+    """Read the caller from the frames above `compress`; CompressError if it is not Horovod."""
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        module = frame.f_globals.get("__name__", "")
+        reader = _READERS.get((module, frame.f_code.co_name))
+        if reader:
+            return reader(frame.f_locals, tensor)
+        frame = frame.f_back
+    raise CompressError(
+        "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
+        "of hvd.DistributedOptimizer or hvd.allreduce. To encode a vector use FFTCodec."
+    )
+
+
+def _gradient(local: dict[str, Any], tensor: Any) -> Caller:
+    return caller_of(local["self"], local["p"])
+
+
+def _grouped_gradient(local: dict[str, Any], tensor: Any) -> Caller:
+    parameter = next(p for p in local["ps"] if p.grad is tensor)
+    return caller_of(local["self"], parameter, first=parameter is local["ps"][0])
+
+
+def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
+    """An optimizer that asks about the gradient of a parameter.
+
+    first : whether it is the first that it asks about in this call
+    """
+    name = optimizer._parameter_names.get(parameter)
+    if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
+        raise CompressError(
+            f"{name}: compression cannot be used with op=hvd.Adasum, which takes dot products "
+            "of dense tensors. Use op=hvd.Average, or Compression.none with Adasum."
+        )
+    # Where gradients accumulate, those of earlier passes have None for a handle; a function that is
+    # not ours is that of a sparse one, about which `compress` is never asked.
+    handles = (handle for handle, _ in optimizer._handles.values())
+    waits = (
+        handle is not None and (isinstance(handle, DeferredCheck) or not callable(handle))
+        for handle in handles
+    )
+    opens = first and not any(waits)
+    return Caller(
+        name, optimizer, optimizer.op, optimizer.process_set, opens=opens, parameter=parameter
+    )
+
+
+def _allreduce(local: dict[str, Any], tensor: Any) -> Caller:
+    return _of_call(local, local["name"])
+
+
+def _grouped_allreduce(local: dict[str, Any], tensor: Any) -> Caller:
+    index = next(i for i, member in enumerate(local["tensors"]) if member is tensor)
+    return _of_call(local, local["name"] and f"{local['name']}.{index}", first=not index)
+
+
+def _of_call(local: dict[str, Any], name: str | None, *, first: bool = True) -> Caller:
+    scale = local["prescale_factor"] * local["postscale_factor"]
+    return Caller(name, None, local["op"], local["process_set"], scale, local["average"], first)
+
+
+def sparse_gradient(frame: FrameType | None) -> tuple[Any, Any]:
+    """The optimizer and the parameter whose sparse gradients Horovod has gathered."""
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        module = frame.f_globals.get("__name__", "")
+        if (module, frame.f_code.co_name) == ("horovod.torch.optimizer", "synchronize"):
+            return frame.f_locals["self"], frame.f_locals["p"]
+        frame = frame.f_back
+    raise CompressError(
+        "a sparse tensor was not handed to decompress of a compression by Horovod 0.28.1; expected "
+        "it as compression= of hvd.DistributedOptimizer"
+    )
+
+
+def _refuse_reducescatter(local: dict[str, Any], tensor: Any) -> Caller:
+    raise CompressError(
+        "compression cannot be used with reducescatter, which cuts the payload in pieces. "
+        "Use Compression.none or Compression.fp16 there."
+    )
+
+
+_READERS = {
+    ("horovod.torch.optimizer", "_allreduce_grad_async"): _gradient,
+    ("horovod.torch.optimizer", "_grouped_allreduce_grad_async"): _grouped_gradient,
+    ("horovod.torch.mpi_ops", "allreduce"): _allreduce,
+    ("horovod.torch.mpi_ops", "grouped_allreduce"): _grouped_allreduce,
+    ("horovod.torch.mpi_ops", "reducescatter"): _refuse_reducescatter,
+    ("horovod.torch.mpi_ops", "grouped_reducescatter"): _refuse_reducescatter,
+}
+
+
+class GradientHook:
+    """Stands in an optimizer in the place of its `_allreduce_grad_async`.
+
+    optimizer : made by hvd.DistributedOptimizer, held weakly
+    stands_in : whether all ranks hand Horovod stand-ins in this step
+    send : what is to be handed to Horovod for a tensor, or None where it travels in a bucket, and
+        what is to be done with the result
+    again : whether what a tensor holds is the ranks' mean already, on all ranks alike
+    limit_s : seconds to wait for other ranks
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        stands_in: Callable[[], bool],
+        send: Callable[[torch.Tensor, Caller], tuple[Any, Any]],
+        again: Callable[[Caller], bool],
+        limit_s: float,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._stands_in, self._send, self._again = stands_in, send, again
+        self._limit_s = limit_s
+
+    def begin(self) -> None:
+        """From the next gradient on."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer._allreduce_grad_async = self
+
+    def end(self) -> None:
+        """From the next gradient on Horovod submits itself."""
+        if (optimizer := self._optimizer()) is not None:
+            vars(optimizer).pop("_allreduce_grad_async", None)
+
+    def __call__(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """Called by Horovod for each gradient, in the backward pass or behind it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # who calls is its method
+        if parameter.grad is None:  # not used in this step, but by another rank, perhaps
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        caller = caller_of(optimizer, parameter)
+        again = self._again(caller)
+        if gradient.is_sparse:
+            if not optimizer.sparse_as_dense:
+                return type(optimizer)._allreduce_grad_async(optimizer, parameter)  # type: ignore[no-any-return]
+            gradient = gradient.to_dense()
+        if again:
+            return DeferredCheck(lambda: gradient), None
+        wire, ctx = self._send(gradient, caller)
+        if wire is None and not self._stands_in():
+            return DeferredCheck(partial(ctx.finish, gradient)), None
+        if wire is None:
+            wire = placeholder(gradient)
+        what, limit_s = str(caller.name), self._limit_s
+        handle = send_plain(caller, wire, what)
+        return DeferredCheck(partial(result_of, hvd, handle, limit_s=limit_s, what=what)), ctx
+
+
+def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
+    """Start the all-reduce that Horovod's optimizer starts for a gradient of its own; its handle.
+
+    wire : which becomes the result
+    """
+    # Split as Horovod splits it; it divides by the number of ranks itself.
+    average = caller.op == hvd.Average
+    divisor = caller.optimizer.gradient_predivide_factor if average else 1.0
+    return hvd.allreduce_async_(  # type: ignore[no-any-return]
+        wire, name=name, op=caller.op, prescale_factor=1.0 / divisor, postscale_factor=divisor,
+        process_set=caller.process_set,
+    )  # fmt: skip
+
+
+def placeholder(gradient: torch.Tensor) -> torch.Tensor:
+    """The zero that Horovod reduces in the place of a gradient that travels in a bucket."""
+    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    return torch.zeros(1, dtype=wire_type(gradient), device=gradient.device)
+
+
+def wire_type(gradient: torch.Tensor) -> torch.dtype:
+    """What a gradient travels as that goes through Horovod's own all-reduce."""
+    # It reduces no bfloat16; what half precision takes of a dense step is sent later.
+    return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype

@@ -1,0 +1,425 @@
+"""Auto: the right candidate for the tensor, at a fixed size, carried over and averaged."""
+
+import dataclasses
+import math
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import scipy.fft
+from fuzz import reseal
+from hypothesis import given
+from rivals.codecs.auto import AutoCodec
+from rivals.codecs.lowrank import LowRankCodec
+from samples import ENERGY, U, examples, random, specials, transform_error, vectors
+
+from sn_compress import CompressError, FFTCodec, Payload, PayloadError
+
+SHAPE = (64, 96)
+N = 64 * 96
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
+
+
+def heavy(n: int, seed: int = 0) -> np.ndarray:
+    """A few values hold nearly all the energy, anywhere."""
+    return np.random.default_rng(seed).standard_t(1.1, n).astype(np.float32)
+
+
+def scattered(n: int, seed: int = 0) -> np.ndarray:
+    """One value in 25 is not zero: too many places for low rank, few enough for positions."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(n) * (rng.random(n) < 0.04)).astype(np.float32)
+
+
+def smooth(n: int, seed: int = 0) -> np.ndarray:
+    """A few slow waves of any phase, which blocks of 4096 see as few coefficients."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(n) / 4096
+    waves = [np.cos(np.pi * k * t + rng.uniform(0, 7)) for k in rng.integers(1, 200, 12)]
+    return np.sum(waves, axis=0).astype(np.float32)
+
+
+def flat(rows: int, columns: int, rank: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))
+    return matrix.reshape(-1).astype(np.float32)
+
+
+def kernels(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Each kernel of some mean and slope of its own: smooth over height and width only."""
+    rng = np.random.default_rng(seed)
+    coefficients = np.zeros(shape)
+    coefficients[..., 0, 0] = rng.standard_t(3, shape[:2])
+    x = scipy.fft.idctn(coefficients, axes=(2, 3), norm="ortho")
+    return (x + 0.01 * rng.standard_normal(shape)).reshape(-1).astype(np.float32)
+
+
+def chosen(codec: AutoCodec, payload: Payload):
+    return codec.candidates(payload.n)[payload.settings[0]]
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 100, 4095, 4096, 4097, 100_000])
+@pytest.mark.parametrize("ratio", [1.5, 7.3, 100, 3000])
+def test_the_size_is_the_budget(backend, n, ratio):
+    codec = AutoCodec(ratio=ratio)
+    inputs = [heavy(n), smooth(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
+    sizes = {codec.encode(x).nbytes for x in inputs[: 4 if n < 10**5 else 1]}
+    assert sizes == {codec.payload_bytes(n)}
+    budget = math.floor(4 * n / ratio / 16) * 16
+    # The smallest there is: a word for each block, a header, filled up to 16 bytes.
+    least = 32 + math.ceil(math.ceil(n / 4096) * 4 / 16) * 16
+    assert codec.payload_bytes(n) == max(budget, least)
+
+
+def test_every_candidate_fits_and_fills_the_budget():
+    codec = AutoCodec(ratio=50, shape=SHAPE)
+    budget = codec.payload_bytes(N)
+    candidates = codec.candidates(N)
+    assert len(candidates) > 20
+    for candidate in candidates:
+        size = candidate.payload_bytes(N)
+        assert size <= budget
+        if isinstance(candidate, FFTCodec) and candidate.theta > 0:
+            # One more kept value a block, of up to 2 * 16 bits and a position, would not fit.
+            blocks = sum(s.count for s in candidate.sections(N))
+            assert size >= budget - blocks * 12 - 16
+    assert len({repr(candidate) for candidate in candidates}) == len(candidates)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_picks_the_right_kind(seed):
+    plain = AutoCodec(ratio=60)
+    choice = chosen(plain, plain.encode(heavy(N, seed)))
+    assert choice.transform == "identity"
+    choice = chosen(plain, plain.encode(smooth(8192, seed)))
+    assert choice.transform in ("dct", "fft")
+    matrix = AutoCodec(ratio=20, shape=SHAPE)
+    choice = chosen(matrix, matrix.encode(flat(*SHAPE, 2, seed)))
+    assert isinstance(choice, LowRankCodec)
+    choice = chosen(matrix, matrix.encode(scattered(N, seed)))
+    assert getattr(choice, "transform", None) == "identity"
+    shape = (32, 32, 3, 3)
+    convolution = AutoCodec(ratio=20, shape=shape)
+    choice = chosen(convolution, convolution.encode(kernels(shape, seed)))
+    assert choice.transform == "axes"
+    assert choice.axes == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [None, SHAPE, (48, 32, 4), (16, 12, 8, 4), (N,)])
+def test_it_loses_no_more_than_any_candidate(backend, shape):
+    codec = AutoCodec(ratio=30, shape=shape)
+    for x in (heavy(N), smooth(N), random(N), flat(*SHAPE, 2), specials(N)["wide"]):
+        payload = codec.encode(x)
+        singles = [candidate.encode(x).error for candidate in codec.candidates(N)]
+        assert payload.error == min(singles)
+        np.testing.assert_array_equal(codec.scores(x), singles)
+        inner = chosen(codec, payload)
+        np.testing.assert_array_equal(codec.decode(payload), inner.decode(inner.encode(x)))
+        made = norm(x.astype(np.float64) - codec.decode(payload))
+        e = transform_error(inner, N) if isinstance(inner, FFTCodec) else 8 * U
+        slack = (3 * e + ENERGY) * norm(x)
+        assert made <= math.sqrt(payload.error) + slack  # below where padding holds some of it
+        assert payload.energy == pytest.approx(norm(x) ** 2, rel=4 * e + 2 * ENERGY)
+
+
+@examples
+@given(vectors())
+def test_any_vector(backend, x):
+    codec = AutoCodec(ratio=5)
+    state = codec.new_state(x.size)
+    x = x + np.float32(0)  # the sign of a zero is lost where a memory of zero is added
+    payload = codec.encode(x, state=state)
+    y = codec.decode(payload)
+    assert y.shape == x.shape
+    assert np.isfinite(y).all()
+    assert payload.nbytes == codec.payload_bytes(x.size)
+    assert payload.error <= payload.energy * (1 + 4 * ENERGY)
+    assert codec.encode(x).to_bytes() == payload.to_bytes(), "a fresh state changes nothing"
+
+
+def test_special_vectors(backend):
+    codec = AutoCodec(ratio=16, shape=(50, 100))
+    for kind, x in specials(5000).items():
+        payload = codec.encode(x)
+        y = codec.decode(payload)
+        assert np.isfinite(y).all(), kind
+        if not x.any():
+            assert not y.view(np.uint32).any()
+
+
+@pytest.mark.parametrize("value", [1e35, 1e36, 3.4e38])
+def test_a_candidate_that_overflows_is_not_the_best(backend, value):
+    """Its block would be NaN, of which no error is counted."""
+    x = (np.sign(heavy(N)) * value * (1 - 0.1 * abs(np.sin(np.arange(N))))).astype(np.float32)
+    codec = AutoCodec(ratio=8, shape=SHAPE)
+    scores = codec.scores(x)
+    for score, candidate in zip(scores, codec.candidates(N), strict=True):
+        finite = np.isfinite(candidate.decode(candidate.encode(x))).all()
+        assert np.isfinite(score) == finite
+    payload = codec.encode(x)
+    assert np.isfinite(codec.decode(payload)).all()
+    assert payload.error <= payload.energy
+    y = np.full(N, value, np.float32)
+    assert np.isfinite(codec.decode(codec.encode(y))).all()
+
+
+def test_mixed_choices_decode_to_the_mean(backend):
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    inputs = [heavy(N), smooth(N), flat(*SHAPE, 2), heavy(N, 1), smooth(N, 1)]
+    payloads = [codec.encode(x) for x in inputs]
+    assert len({payload.settings[0] for payload in payloads}) >= 3
+    decodes = [codec.decode(payload).astype(np.float64) for payload in payloads]
+    mean = codec.decode_mean(payloads)
+    # A transform each, of one payload or of the mean of several, and a few roundings of each.
+    e = max(transform_error(c, N) for c in codec.candidates(N) if isinstance(c, FFTCodec))
+    bound = (2.1 * e + 10 * U) * sum(map(norm, decodes)) / 5
+    assert norm(mean - sum(decodes) / 5) <= bound
+    np.testing.assert_array_equal(codec.decode_mean(payloads).view(np.uint32), mean.view(np.uint32))
+    np.testing.assert_array_equal(codec.decode_mean(payloads[:1]), codec.decode(payloads[0]))
+    again = [Payload.from_bytes(payload.to_bytes()) for payload in payloads]
+    np.testing.assert_array_equal(codec.decode_mean(again), mean)
+    same = codec.decode_mean([payloads[0]] * 4)
+    np.testing.assert_array_equal(same, codec.decode(payloads[0]))
+    x = heavy(N)
+    x[5] = np.nan
+    assert np.isnan(codec.decode_mean([*payloads, codec.encode(x)])[5])
+
+
+def test_a_new_choice_keeps_the_memory(backend):
+    """From any candidate to any other: what is remembered stands for the same vector."""
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    candidates = codec.candidates(N)
+    first_of = {}
+    for i, c in enumerate(candidates):
+        kind = (getattr(c, "transform", "lowrank"), getattr(c, "block", 0), getattr(c, "axes", 0))
+        first_of.setdefault(kind, i)
+    assert len(first_of) >= 8
+    for old in first_of.values():
+        for new in first_of.values():
+            state = codec.new_state(N)
+            codec._switch(state, old, N)
+            payload = candidates[old].encode(random(N), state=state.inner)
+            before = codec.state_to_values(state, N).astype(np.float64)
+            codec._switch(state, new, N)
+            assert state.choice == new
+            after = codec.state_to_values(state, N)
+            e = sum(
+                transform_error(candidates[i], N) if isinstance(candidates[i], FFTCodec) else 0
+                for i in (old, new)
+            )
+            # Back, forward, back, and the comparison's own way back.
+            assert norm(after - before) <= 2.1 * e * math.sqrt(payload.error)
+            if old == new:
+                assert norm(after - before) == 0
+
+
+def test_what_went_in_comes_out_across_choices(backend):
+    codec = AutoCodec(ratio=20, shape=SHAPE, every=3)
+    state = codec.new_state(N)
+    sent, went_in, slack, choices = np.zeros(N), np.zeros(N), 0.0, set()
+    e = max(transform_error(c, N) for c in codec.candidates(N) if isinstance(c, FFTCodec))
+    for step in range(12):
+        x = (heavy(N, step), smooth(N, step) * 30, flat(*SHAPE, 2, step) * 30)[step // 3 % 3]
+        before = norm(codec.state_to_values(state, N))
+        payload = codec.encode(x, state=state)
+        choices.add(payload.settings[0])
+        sent += codec.decode(payload)
+        went_in += x
+        # Forward on what goes in, back on what is sent, and two more where the choice changes.
+        slack += (5 * e + 10 * U) * 2 * (norm(x) + before)
+    assert len(choices) >= 3
+    assert norm(sent + codec.state_to_values(state, N) - went_in) <= slack
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2, 5, 20, 100])
+def test_every_candidate_takes_over_a_memory(backend, ratio):
+    """A choice may change to any of them in mid-training, with memory still to be sent."""
+    codec = AutoCodec(ratio=ratio, shape=SHAPE)
+    x = heavy(N)
+    for candidate in codec.candidates(N):
+        e = transform_error(candidate, N) if isinstance(candidate, FFTCodec) else 0.0
+        back = candidate.state_to_values(candidate.values_to_state(x), N)
+        assert norm(back - x) <= 2 * e * norm(x)  # there and back
+
+
+def test_choices_are_made_anew_every_so_often():
+    codec = AutoCodec(ratio=20, shape=SHAPE, every=4)
+    state = codec.new_state(N)
+    kinds = []
+    for step in range(9):
+        x = scattered(N, step) if step < 1 else flat(*SHAPE, 2, step) * 1000
+        kinds.append(isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec))
+    assert kinds == [False] * 4 + [True] * 5
+    assert state.age == 1
+
+
+def test_a_first_gradient_that_is_not_finite_decides_nothing(backend):
+    """Loss scaling begins with overflows: the choice waits for a gradient to look at."""
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    state, fresh = codec.new_state(N), codec.new_state(N)
+    x = flat(*SHAPE, 2)
+    for bad in (np.nan, np.inf):
+        y = x.copy()
+        y[77] = bad
+        payload = codec.encode(y, state=state)
+        assert np.isnan(codec.decode(payload)[77])
+        assert payload.nbytes == codec.payload_bytes(N)
+    assert not codec.state_to_values(state, N).any()
+    assert codec.encode(x, state=state).to_bytes() == codec.encode(x, state=fresh).to_bytes()
+    assert isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec)
+
+
+def test_non_finite_leaves_choice_and_memory(backend):
+    codec = AutoCodec(ratio=20, shape=SHAPE, every=2)
+    for x in (flat(*SHAPE, 2), smooth(N)):
+        state = codec.new_state(N)
+        codec.encode(x + heavy(N) * np.float32(0.01), state=state)
+        choice, before = state.choice, codec.state_to_values(state, N)
+        bad = np.full(N, np.nan, np.float32)
+        for _ in range(4):
+            assert np.isnan(codec.decode(codec.encode(bad, state=state))).all()
+        assert state.choice == choice
+        np.testing.assert_array_equal(codec.state_to_values(state, N), before)
+
+
+def test_values_to_state():
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    values = random(N)
+    state = codec.values_to_state(values)
+    np.testing.assert_array_equal(codec.state_to_values(state, N), values)
+    assert not codec.state_to_values(codec.new_state(N), N).any()
+    # The memory counts in the choice: a small gradient, a low-rank memory.
+    state = codec.values_to_state(flat(*SHAPE, 2))
+    payload = codec.encode(heavy(N) * np.float32(1e-9), state=state)
+    assert isinstance(chosen(codec, payload), LowRankCodec)
+
+
+def test_ranks_that_decide_together():
+    """Scores summed over ranks, as an all-reduce gives them, make one choice everywhere."""
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    ranks = [heavy(N), smooth(N), flat(*SHAPE, 2) * 100]
+    total = sum(codec.scores(x) for x in ranks)
+    states = [codec.new_state(N) for _ in ranks]
+    for state in states:
+        codec.choose(state, total, N)
+    assert len({state.choice for state in states}) == 1
+    assert states[0].choice == int(np.argmin(total))
+    payloads = [codec.encode(x, state=s) for x, s in zip(ranks, states, strict=True)]
+    assert {p.settings[0] for p in payloads} == {states[0].choice}
+    assert [state.age for state in states] == [1] * 3
+    # A rank whose gradient is not finite spoils all scores alike, and nothing is changed.
+    bad = heavy(N)
+    bad[3] = np.nan
+    assert np.isinf(codec.scores(bad)).all()
+    before = states[0].choice
+    codec.choose(states[0], total + codec.scores(bad), N)
+    assert (states[0].choice, states[0].age) == (before, 1)
+
+
+def forged(payload: Payload, **changes: object) -> Payload:
+    """The payload with changed fields and a right checksum, read anew."""
+    fields = {f.name: getattr(payload, f.name) for f in dataclasses.fields(payload)} | changes
+    sealed = Payload.seal(
+        np.array(fields["buffer"]), codec_id=fields["codec_id"], n=fields["n"],
+        settings=fields["settings"],
+    )  # fmt: skip
+    return Payload.from_bytes(sealed.to_bytes(), n=sealed.n)
+
+
+def test_forged_payloads_are_refused_cheaply():
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    free = AutoCodec(ratio=20)
+    for target in (codec, free):
+        sound = target.encode(heavy(N))
+        count = len(target.candidates(N))
+        tails = [
+            sound.settings[:1] + change + sound.settings[5:] for change in (b"\0" * 4, b"\xff" * 4)
+        ]
+        forgeries = [
+            *(forged(sound, settings=bytes([c]) + sound.settings[1:]) for c in (count, 200, 255)),
+            *(forged(sound, settings=tail) for tail in tails),
+            *(forged(sound, n=n) for n in (0, 1, N + 4096, 2**31, 2**40, 2**48)),
+            forged(sound, codec_id=1),
+            forged(sound, codec_id=2),
+            forged(sound, buffer=sound.buffer[:-16]),
+            AutoCodec(ratio=21).encode(heavy(N)),
+            FFTCodec().encode(heavy(N)),
+        ]
+        start = time.perf_counter()
+        tracemalloc.start()
+        for payload in forgeries:
+            with pytest.raises(PayloadError):
+                target.decode(payload)
+            with pytest.raises(PayloadError):
+                target.decode_mean([sound, payload])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 << 20  # the sound one is decoded along
+        assert time.perf_counter() - start < 10
+    with pytest.raises(PayloadError):
+        codec.decode(free.encode(heavy(N - 96)))
+    with pytest.raises(CompressError, match="at least one payload"):
+        codec.decode_mean([])
+
+
+def test_other_choices_of_a_forger_decode_to_the_promised_size(backend):
+    """A body of one candidate under the number of another: refused, or finite-sized."""
+    codec = AutoCodec(ratio=20, shape=SHAPE)
+    sound = codec.encode(heavy(N))
+    for choice in range(len(codec.candidates(N))):
+        payload = forged(sound, settings=bytes([choice]) + sound.settings[1:])
+        try:
+            assert codec.decode(payload).shape == (N,)
+        except PayloadError as error:
+            assert str(error)  # noqa: PT017 - either outcome is right
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"theta": 0.98},
+        {"theta": 0.9, "values": "fp16"},
+        {"theta": 0.9, "block": 256, "bits": 4, "mantissa": 1},
+        {"theta": 0.5, "block": None, "values": "2bit"},
+        {"theta": 0.99, "positions": "bitmap"},
+        {"theta": 0.999, "block": 64, "values": "sign"},
+    ],
+    ids=str,
+)
+def test_one_like_an_fft_is_as_large(settings):
+    for shape, n in ((None, 5000), ((64, 96), N), ((100, 1000), 100_000), (None, 99_991)):
+        auto = AutoCodec.like(shape=shape, **settings)
+        fixed = FFTCodec(transform="fft", **settings)
+        assert auto.payload_bytes(n) <= fixed.payload_bytes(n)
+        assert auto.payload_bytes(n) >= 0.5 * fixed.payload_bytes(n)
+    x = heavy(5000)
+    auto = AutoCodec.like(**settings)
+    assert auto.encode(x).error <= FFTCodec(transform="fft", **settings).encode(x).error
+
+
+def test_settings():
+    for wrong in ({"ratio": 1.0}, {"ratio": math.nan}, {"ratio": -3}, {"every": 0}):
+        with pytest.raises(CompressError, match="expected a ratio above 1"):
+            AutoCodec(**wrong)
+    codec = AutoCodec(ratio=20, shape=[64, 96], every=7)
+    assert repr(eval(repr(codec))) == repr(codec)
+    assert codec.shape == SHAPE
+    with pytest.raises(CompressError, match="do not fill shape"):
+        codec.encode(heavy(N + 1))
+
+
+def test_half_precision_input_is_its_float32():
+    codec = AutoCodec(ratio=10)
+    x = smooth(5000).astype(np.float16)
+    assert codec.encode(x).to_bytes() == codec.encode(x.astype(np.float32)).to_bytes()
+
+
+def test_reseal_of_fuzz_is_ours():
+    data = bytearray(AutoCodec(ratio=10).encode(smooth(500)).to_bytes())
+    again = bytearray(data)
+    reseal(again)
+    assert again == data

@@ -1,0 +1,89 @@
+"""Ranks by nodes, without a framework: who is where, who owns what, and states of other nodes."""
+
+import doctest
+
+import numpy as np
+import pytest
+
+from sn_compress import CompressError
+from sn_compress.engine import hierarchy
+from sn_compress.engine.hierarchy import NodeLayout, Owners, layout_of, state_of, whole_states
+
+
+def test_doctests():
+    assert doctest.testmod(hierarchy).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([5, 5, 5], "all ranks are on one node"),
+        ([1, 2, 3], "each rank is alone on its node"),
+        ([1], "all ranks are on one node"),
+        ([1, 1, 2, 3, 3], "nodes have 2 and 1 ranks"),
+    ],
+)
+def test_why_there_is_no_hierarchy(ids, expected):
+    assert layout_of(ids) == expected
+
+
+def test_ranks_of_a_node_need_not_follow_each_other():
+    layout = layout_of([8, 3, 8, 3, 9, 9])
+    assert layout == NodeLayout(((0, 2), (1, 3), (4, 5)))
+    assert [layout.place(rank) for rank in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
+    assert layout.across() == ((0, 1, 4), (2, 3, 5))
+    with pytest.raises(ValueError, match="rank 6"):
+        layout.place(6)
+
+
+def test_a_thousand_ranks_in_nodes_of_eight():
+    layout = layout_of([rank // 8 for rank in range(1024)])
+    assert (len(layout.nodes), layout.size) == (128, 8)
+    assert layout.across()[3] == tuple(range(3, 1024, 8))
+
+
+def test_owners_share_the_elements_and_stay():
+    rng = np.random.default_rng(0)
+    sizes = {f"w{i}": int(n) for i, n in enumerate(rng.integers(1, 10_000, 200))}
+    owners = Owners(8)
+    chosen = {name: owners.of(name, n) for name, n in sizes.items()}
+    loads = [sum(sizes[name] for name, o in chosen.items() if o == one) for one in range(8)]
+    assert max(loads) - min(loads) <= max(sizes.values())
+    again = Owners(8)
+    for name in reversed(list(sizes)):  # of what is known nothing is decided anew
+        again.take(name, sizes[name], chosen[name])
+    assert {name: again.of(name, n) for name, n in sizes.items()} == chosen
+
+
+def state(rank, ranks, names, nodes=None):
+    return {
+        "rank": rank, "ranks": ranks, "hierarchy": nodes and {"nodes": nodes, "owners": {}},
+        "feedback": {"format": 1, "memory": {name: (rank, name) for name in names}},
+        "shared": {"format": 1, "tensors": dict.fromkeys(names, rank), "left_out": {}},
+    }  # fmt: skip
+
+
+def test_states_of_a_node_together_have_all_tensors():
+    nodes = [[0, 2], [1, 3]]
+    states = [state(rank, 4, "ab" if rank < 2 else "c", nodes) for rank in range(4)]
+    whole = whole_states(states)
+    assert [(each["rank"], each["ranks"]) for each in whole] == [(0, 2), (1, 2)]
+    assert whole[1]["feedback"]["memory"] == {"a": (1, "a"), "b": (1, "b"), "c": (3, "c")}
+    assert whole[0]["shared"]["tensors"] == {"a": 0, "b": 0, "c": 2}
+    assert state_of(whole[0], {"c"})["feedback"]["memory"] == {"c": (2, "c")}
+    assert whole[0]["feedback"]["memory"].keys() == set("abc"), "changed what it was given"
+    flat = [state(rank, 2, "abc") for rank in range(2)]
+    assert whole_states(flat) == flat
+
+
+@pytest.mark.parametrize("given", [[], [1], [1, 0], [0]])
+def test_states_of_some_ranks_are_refused(given):
+    with pytest.raises(CompressError, match="Load the list"):
+        whole_states([state(rank, 2, "a", [[0, 1]]) for rank in given])

@@ -1,0 +1,186 @@
+"""One FFT over a long vector, the paper's form: SciPy's transform, records of either back end."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import scipy
+import scipy.fft
+from samples import ENERGY, fft_error, random
+from test_fourier import equal
+
+from sn_compress import FFTCodec, FFTCompression, LowRankCompression, Payload, PayloadError
+from sn_compress.codecs import batched
+from sn_compress.codecs.fft import PAPER
+from sn_compress.ops import quantize, spectrum
+
+LENGTH = 10**5  # no power of two, and longer than the blocks of fourier.py
+SETTINGS = [
+    {"theta": 0.9, **PAPER},
+    {"theta": 0.98},
+    {"theta": 0.5, "positions": "bitmap", "bits": 6, "mantissa": 2},
+    {"theta": 0.9999, "values": "fp16", "half": True},
+    {"theta": 0.0, "values": "fp16"},
+    {"theta": 0.7, "window": "payload"},
+    {"theta": 0.7, "window": 0.25, "half": True},
+    {"theta": 0.9, "values": "2bit"},
+]
+
+
+@pytest.fixture
+def on(core, monkeypatch):
+    """Choose the back end."""
+    return lambda fast: monkeypatch.setattr(
+        "sn_compress._native.core", lambda: core if fast else None
+    )
+
+
+@pytest.mark.parametrize("length", [2**17, 2 * 3**10, LENGTH, 3**11])
+def test_the_transform_against_float64(length):
+    x = random(length, seed=1)[None]
+    bins = spectrum.TRANSFORMS["fft"].forward(x)
+    exact = scipy.fft.rfft(x.astype(np.float64), norm="ortho").view(np.float64)
+    assert bins.dtype == np.float32
+    assert np.linalg.norm(bins - exact) <= fft_error(length) * np.linalg.norm(exact)
+    back = spectrum.TRANSFORMS["fft"].inverse(bins.copy(), length)
+    assert back.dtype == np.float32
+    assert np.linalg.norm(back - x) <= 2 * fft_error(length) * np.linalg.norm(x)
+
+
+def inputs(n: int) -> dict[str, np.ndarray]:
+    one = random(n, seed=3)
+    spike = np.zeros(n, np.float32)
+    spike[0] = 1
+    return {
+        "random": one,
+        "spike": spike,  # all bins tie, but for rounding
+        "zeros": np.zeros(n, np.float32),
+        "equal": np.full(n, 0.3, np.float32),
+        "tiny": one * np.float32(1e-40),
+        "huge": one * np.float32(1e36),
+        "NaN": np.where(np.arange(n) == n // 2, np.float32(np.nan), one),
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_payloads_agree(on, settings):
+    """Bytes, memories and vectors, of a vector that does not fill its transform."""
+    n = LENGTH - 400
+    codec = FFTCodec(**({"block": None} | settings))
+    assert [s.layout.block for s in codec.sections(n)] == [LENGTH]
+    for name, x in inputs(n).items():
+        runs = []
+        for fast in (True, False):
+            on(fast)
+            state = [random(LENGTH + 2, seed=4)[None] * abs(x).max(initial=0, where=x == x) / 9]
+            state[0][:, [1, -1]] = 0
+            plain = codec.encode(x)
+            payload = codec.encode(x, state=state, decay=0.5)
+            mean = codec.decode_mean([plain, payload, plain])
+            runs.append((plain, payload, state[0], mean))
+        fast, slow = runs
+        for i in range(2):
+            assert fast[i].to_bytes() == slow[i].to_bytes(), name
+            assert fast[i].to_bytes()[2] == 3
+            assert fast[i].saturated == slow[i].saturated
+            told = [(run[i].energy, run[i].error) for run in runs]
+            np.testing.assert_allclose(*told, rtol=ENERGY, atol=0)
+        np.testing.assert_array_equal(fast[2].view(np.uint32), slow[2].view(np.uint32))
+        equal(fast[3], slow[3])
+
+
+@pytest.mark.parametrize(
+    "settings", [it for it in SETTINGS if it.get("window") != "payload"], ids=str
+)
+def test_array_code_makes_the_same_payload(settings):
+    codec = FFTCodec(**({"block": None} | settings))
+    x = random(LENGTH - 400, seed=3)
+    payload = codec.encode(x)
+    made = batched.encode(codec, [x])
+    assert made.words.tobytes() == payload.to_bytes()
+    decoded = batched.decode(codec, np.stack([made.words] * 2), [x.size])
+    assert not decoded.damaged
+    np.testing.assert_array_equal(decoded.means[0], codec.decode_mean([payload, payload]))
+
+
+def test_which_payloads_are_of_version_3():
+    x = random(2**17 + 100)
+    for settings, version in (
+        ({"block": None}, 3),
+        ({"block": 2**17}, 3),
+        ({"block": 2**16}, 2),
+        ({"block": 2**17, "span": 64}, 2),
+        ({"block": None, "transform": "dct"}, 2),
+        ({}, 2),
+    ):
+        codec = FFTCodec(theta=0.99, **settings)
+        data = codec.encode(x).to_bytes()
+        assert (data[2], codec.version) == (version, version)
+        assert Payload.from_bytes(data).n == x.size
+        assert batched.encode(codec, [x]).words.tobytes()[2] == version
+
+
+def test_rounding_to_half_precision(backend):
+    """All finite half-precision numbers and what lies beside and between them."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = np.array([(a + b) / 2 for a, b in pairwise(halves)], np.float32)
+    some = np.concatenate([halves, middles, np.float32([2.0**-25, 1e-8, 1e-42, 65519.996])])
+    near = np.concatenate([some, np.nextafter(some, 0), np.nextafter(some, np.float32(1e9))])
+    x = np.concatenate([near, -near, np.float32([65520, -1e30, np.inf, np.nan])])
+    with np.errstate(over="ignore"):
+        rounded = x.astype(np.float16).astype(np.float32)
+    equal(quantize.through_half(x), rounded)
+    out = np.empty(2 * x.size, np.float32)
+    quantize.through_half(np.repeat(x, 2)[::2], out[1 : x.size + 1])
+    equal(out[1 : x.size + 1], rounded)
+
+
+@pytest.mark.parametrize("n", [2**17, LENGTH - 400])
+def test_threads_and_bytes_beside_change_nothing(backend, n):
+    x, given = random(2 * n)[::2], random(2 * n)[::2].copy()
+    runs = []
+    for threads in (1, 3):
+        codec = FFTCodec(theta=0.9, **PAPER, threads=threads)
+        state = codec.new_state(n)
+        payloads = [codec.encode(x, state=state) for _ in range(2)]
+        room = np.full(n + 16, math.pi, np.float32)
+        codec.decode_mean_into(payloads, room[8 : n + 8])
+        assert (np.delete(room, np.s_[8 : n + 8]) == np.float32(math.pi)).all()
+        runs.append((payloads[1].to_bytes(), payloads[1].error, state[0].tobytes(), room.tobytes()))
+    assert runs[0] == runs[1]
+    np.testing.assert_array_equal(x, given)
+
+
+def test_non_finite_leaves_the_memory(backend):
+    codec, x = FFTCodec(theta=0.9, block=None), random(LENGTH)
+    state = codec.new_state(LENGTH)
+    good = codec.encode(x, state=state)
+    before = state[0].copy()
+    x[77] = np.inf
+    bad = codec.encode(x, state=state)
+    assert (bad.energy, bad.error, bad.saturated) == (0, 0, 0)
+    np.testing.assert_array_equal(state[0], before)
+    assert np.isnan(codec.decode_mean([good, bad, good])).all()
+
+
+@pytest.mark.parametrize("positions", ["elias-fano", "bitmap"])
+def test_damage_is_seen(backend, positions):
+    codec = FFTCodec(theta=0.98, block=None, positions=positions)
+    good = codec.encode(random(LENGTH))
+    layout = codec.sections(LENGTH)[0].layout
+    # The map, or the upper parts: one more or one less of the ones is not what was kept.
+    end = layout.positions_at + layout.position_bits
+    for at in range(end - 1000, end, 97):
+        buffer = good.buffer.copy()
+        buffer[32:].view("<u4")[at // 32] ^= np.uint32(1 << at % 32)
+        bad = Payload(buffer, 1, LENGTH, codec.settings)
+        with pytest.raises(PayloadError, match=r"damaged|positions|map"):
+            codec.decode_mean([good, bad])
+
+
+def test_ranks_compare_the_library_whose_transform_they_decode_by():
+    said = dict(FFTCompression.using(mode="paper").settings.fingerprint())
+    assert said["version of SciPy"] == scipy.__version__
+    for other in (FFTCompression, LowRankCompression):
+        assert "version of SciPy" not in dict(other.settings.fingerprint())
