@@ -111,7 +111,7 @@ def damaged_actions(rng: np.random.Generator, text: str, made: Graph) -> str:
 
 def predicted(made: Graph, plan: Plan) -> Plan:
     """Return the plan with the peak and seconds that its actions have, where they can be run."""
-    from sn_memory.check.replay import carry_out
+    from sn_memory.check import carry_out
 
     with contextlib.suppress(PlanError):
         replay = carry_out(made, plan)

@@ -449,8 +449,8 @@ def carried_out(program: Program, model: nn.Module) -> tuple[Log, Exception | No
 
 def planned(program: Program, model: nn.Module) -> nn.Module:
     """Return the planned model; where the budget is too small, at the smallest that is named."""
-    settings: dict[str, Any] = {"profile": False, "progress": False, "backend": program.backend}
-    settings |= {"time_limit_s": 5.0, "deterministic": program.backend != "modules"}
+    settings: dict[str, Any] = {"profile": False, "backend": program.backend, "time_limit_s": 5.0}
+    sn_memory.settings.deterministic = program.backend != "modules"
     try:
         return sn_memory.torch.plan(model, batch(99), f"{program.percent}%", **settings)
     except BudgetError as error:

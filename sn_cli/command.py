@@ -64,11 +64,11 @@ def output_file(text: str) -> str:
     """A path that can be written: looked at before the work, not after it."""
     folder = os.path.dirname(text) or "."
     if "\0" in text:
-        raise argparse.ArgumentTypeError("a path has no zero bytes")
+        raise argparse.ArgumentTypeError("the path contains a null byte; expected none")
     if os.path.isdir(text) or text.endswith(os.sep):
         raise argparse.ArgumentTypeError(f"{text} is a folder; expected the name of a file")
     if not os.path.isdir(folder):
-        raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it first")
+        raise argparse.ArgumentTypeError(f"the folder {folder} does not exist; create it first")
     if not os.access(text if os.path.exists(text) else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: no permission")
     return text

@@ -10,15 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import settings as settings
     from .base.errors import CapacityError as CapacityError
     from .base.errors import GraphError as GraphError
     from .base.errors import MissingExtra as MissingExtra
     from .base.errors import PackError as PackError
     from .base.errors import PlanError as PlanError
     from .base.progress import Progress as Progress
-    from .check.packing import check_packing as check_packing
-    from .check.replay import Replay as Replay
-    from .check.replay import check_plan as check_plan
+    from .check import Replay as Replay
+    from .check import check_packing as check_packing
+    from .check import check_plan as check_plan
     from .graph.graph import Graph as Graph
     from .graph.records import Device as Device
     from .graph.records import Op as Op
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from .plan.api import plan_front as plan_front
     from .plan.api import plan_graph as plan_graph
     from .plan.buffers import plan_buffers as plan_buffers
-    from .plan.emit import plan_from_decisions as plan_from_decisions
     from .plan.plan import Action as Action
     from .plan.plan import BudgetError as BudgetError
     from .plan.plan import Decision as Decision
     from .plan.plan import Plan as Plan
+    from .plan.simulate import plan_from_decisions as plan_from_decisions
     from .pool.pack import Packing as Packing
     from .pool.pack import arrange as arrange
     from .pool.pack import pack as pack
@@ -52,23 +53,25 @@ _HOME = {
     "Plan": ".plan.plan",
     "PlanError": ".base.errors",
     "Progress": ".base.progress",
-    "Replay": ".check.replay",
+    "Replay": ".check",
     "Action": ".plan.plan",
     "Storage": ".graph.records",
     "Workspace": ".graph.records",
     "arrange": ".pool.pack",
-    "check_packing": ".check.packing",
-    "check_plan": ".check.replay",
+    "check_packing": ".check",
+    "check_plan": ".check",
     "pack": ".pool.pack",
     "plan_buffers": ".plan.buffers",
-    "plan_from_decisions": ".plan.emit",
+    "plan_from_decisions": ".plan.simulate",
     "plan_front": ".plan.api",
     "plan_graph": ".plan.api",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "settings"])
 
 
 def __getattr__(name: str) -> object:
+    if name == "settings":
+        return import_module(".settings", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name], __name__), name)

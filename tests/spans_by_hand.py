@@ -1,4 +1,4 @@
-"""The oracle of ops/spectra/spans.py: how bins of spans lie among those of a block, one by one."""
+"""The oracle of spans in ops/spectrum.py: how their bins lie in a block, one by one."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@
 
 namespace sn {
 
-// The two transfer lanes; closed where a speed is 0. `pinned` below 0 is no limit.
+// The two transfer lanes: what a copy begins with, and what else that of each storage takes; closed
+// without. `pinned` below 0 is no limit.
 struct Lanes {
-  double out = 0, back = 0, latency = 0;
+  double latency = 0;
+  std::vector<double> out, back;
   int64_t pinned = -1;
-  bool open() const { return out > 0 && back > 0; }
+  bool open() const { return !out.empty() && !back.empty(); }
 };
 
 // Per hole: 0, or if it is moved one more than the copies that ops wait for, kOut and kBack.

@@ -349,15 +349,15 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
 }
 
 PyObject* anneal_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *late;
+  PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *out_arg, *back_arg, *late;
   long long budget, tries, pinned;
   unsigned long long seed;
   int recompute, wait;
   Lanes lanes;
   Settings settings;
-  if (!PyArg_ParseTuple(args, "OOOOLLKpp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
-                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &lanes.out, &lanes.back,
-                        &lanes.latency, &pinned, &settings.warm, &settings.cold, &late))
+  if (!PyArg_ParseTuple(args, "OOOOLLKpp(dOOL)(dd)O", &capsule, &choice_arg, &moved_arg,
+                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &lanes.latency,
+                        &out_arg, &back_arg, &pinned, &settings.warm, &settings.cold, &late))
     return nullptr;
   Bench* bench = bench_of(capsule);
   if (!bench) return nullptr;
@@ -368,8 +368,14 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     std::vector<char> moved, leaves;
     if (!read_choice(choice_arg, bench->tables, &choice) ||
         !flags(moved_arg, choice.size(), &moved, 2 + (kOut | kBack)) ||
-        !flags(leaves_arg, choice.size(), &leaves))
+        !flags(leaves_arg, choice.size(), &leaves) || !doubles(out_arg, &lanes.out) ||
+        !doubles(back_arg, &lanes.back))
       return nullptr;
+    const size_t storages = static_cast<size_t>(bench->tables.storages());
+    if ((lanes.out.size() && lanes.out.size() != storages) || lanes.out.size() != lanes.back.size()) {
+      wrong("lanes");
+      return nullptr;
+    }
     if (!(settings.warm > 0) || !(settings.cold > 0)) {
       wrong("settings");
       return nullptr;

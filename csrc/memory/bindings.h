@@ -1,4 +1,4 @@
-// What sn_memory/plan/simulate.py, search/fit.py and others call. Every size and index that comes in is checked.
+// What sn_memory/plan/simulate.py, search/candidates.py and others call. Every size and index that comes in is checked.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -11,7 +11,7 @@ PyObject* simulate(PyObject*, PyObject* args);
 PyObject* fit_choice(PyObject*, PyObject* args);
 PyObject* trim_choice(PyObject*, PyObject* args);
 PyObject* anneal_choice(PyObject*, PyObject* args);
-// What sn_memory/torch/model/recent.py calls.
+// What sn_memory/torch/model/guards.py calls.
 PyObject* contents(PyObject*, PyObject* list);
 PyObject* unchanged(PyObject*, PyObject* args);
 

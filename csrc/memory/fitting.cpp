@@ -1,4 +1,4 @@
-// fit and trim of sn_memory/plan/search/fit.py; tests/oracles/fitting_oracle.py takes the same decisions in
+// fit and trim of sn_memory/plan/search/candidates.py; tests/oracles/fitting_oracle.py takes the same decisions in
 // the same order.
 #include <algorithm>
 #include <cmath>

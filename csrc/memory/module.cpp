@@ -193,15 +193,15 @@ PyObject* read(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool.search.first_fit."},
+    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool.pack.first_fit."},
     {"problem", problem, METH_VARARGS, "A problem with its lists, for `search`."},
-    {"search", search, METH_VARARGS, "See sn_memory.pool.search.Search."},
-    {"run", run, METH_VARARGS, "See sn_memory.pool.search.Search.run."},
+    {"search", search, METH_VARARGS, "See sn_memory.pool.pack.Search."},
+    {"run", run, METH_VARARGS, "See sn_memory.pool.pack.Search.run."},
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
     {"tables", sn::tables, METH_VARARGS, "The holes of a graph, for `simulate`, `fit` and `trim`."},
     {"simulate", sn::simulate, METH_VARARGS, "See sn_memory.plan.simulate.simulate."},
-    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.fit.fit."},
-    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.fit.trim."},
+    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.candidates.fit."},
+    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.candidates.trim."},
     {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.improve.anneal."},
     {"contents", sn::contents, METH_O, "What dictionaries of a list hold, for `unchanged`."},
     {"unchanged", sn::unchanged, METH_VARARGS, "Whether these hold the same objects still."},

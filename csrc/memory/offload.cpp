@@ -57,7 +57,7 @@ void Offload::windows(const Moved& moved) {
   double lane = 0, late = 0;
   for (int32_t hole : holes) {
     if (brief(hole)) continue;
-    double copy = lanes_.latency + static_cast<double>(t_.bytes[t_.storage[hole]]) / lanes_.out;
+    double copy = lanes_.latency + lanes_.out[t_.storage[hole]];
     double left = ends_[t_.start[hole]];
     lane = std::max(lane, left + late) + copy;
     if ((moved[hole] - 1) & kOut) {
@@ -76,7 +76,7 @@ void Offload::windows(const Moved& moved) {
   for (int32_t hole : holes) {
     if (brief(hole)) continue;
     int32_t end = ending_[hole], out = back_[hole];
-    double copy = lanes_.latency + static_cast<double>(t_.bytes[t_.storage[hole]]) / lanes_.back;
+    double copy = lanes_.latency + lanes_.back[t_.storage[hole]];
     double need = end < t_.ops() ? starts_[end] : ends_.back();
     lane = std::min(lane, need - early) - copy;
     if ((moved[hole] - 1) & kBack) {
@@ -108,8 +108,7 @@ double Offload::lanes() {
   for (int32_t run = 0; run < static_cast<int32_t>(simulation_.ops.size()); ++run) {
     for (; fetch < fetch_.size() && fetch_[fetch].first == run; ++fetch) {
       int32_t storage = fetch_[fetch].second;
-      up = std::max(std::max(up, copied_[storage]), clock) + lanes_.latency +
-           static_cast<double>(t_.bytes[storage]) / lanes_.back;
+      up = std::max(std::max(up, copied_[storage]), clock) + lanes_.latency + lanes_.back[storage];
       ready_[storage] = up;
     }
     int32_t op = simulation_.ops[run];
@@ -118,7 +117,7 @@ double Offload::lanes() {
     for (; leave < leave_.size() && leave_[leave].first == run; ++leave) {
       int32_t storage = leave_[leave].second;
       down = std::max(std::max(down, clock), ready_[storage]) + lanes_.latency +
-             static_cast<double>(t_.bytes[storage]) / lanes_.out;
+             lanes_.out[storage];
       ready_[storage] = 0;
       copied_[storage] = down;
     }

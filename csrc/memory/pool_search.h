@@ -1,4 +1,4 @@
-// Depth-first search for a packing within a capacity; sn_memory/pool/search.py says how it works.
+// Depth-first search for a packing within a capacity; sn_memory/pool/pack.py says how it works.
 // tests/oracles/pool_search_oracle.py takes the same decisions in the same order.
 #pragma once
 

@@ -1,4 +1,4 @@
-// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/fit.py say what and why;
+// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/candidates.py say what and why;
 // tests/oracles has the same in Python, to the last bit of every sum. A search carries a choice
 // out thousands of times, so all scratch memory is kept between calls.
 #pragma once
@@ -29,7 +29,7 @@ struct Ragged {
   }
 };
 
-// sn_memory.graph.holes.Holes in numbers; fields of the same names mean the same.
+// sn_memory.graph.liveness.Holes in numbers; fields of the same names mean the same.
 struct Tables {
   Ragged reads, outputs, needs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
@@ -100,7 +100,7 @@ class Simulation {
 // Asked now and then; true ends the work.
 using Late = std::function<bool()>;
 
-// sn_memory.plan.search.fit.fit and trim: both change the choice; fit says whether it found one.
+// sn_memory.plan.search.candidates.fit and trim: both change the choice; fit says whether it found one.
 bool fit(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);

@@ -12,7 +12,7 @@ from sn_memory import PlanError
 from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
-from sn_memory.run.fit import save_fits
+from sn_memory.run.estimate import save_fits
 
 from ..command import Answer, add_command, picture_file
 from .naming import MODEL_HELP, Given, GraphBinding, read_model
@@ -74,11 +74,13 @@ def _estimate(options: argparse.Namespace) -> Answer:
         return _on_device(named, options)
     if options.state is not None:
         raise PlanError(
-            "got --state without the name of a device that is not here. On this machine "
-            "`sn_memory.torch.plan(..., state='host')` plans it."
+            "got --state without --device; expected the name of a device of the table, for which "
+            "this command predicts. On this machine use `sn_memory.torch.plan(..., state='host')`."
         )
     if options.picture is not None:
-        raise PlanError("got --picture without --device; the picture is of a device's table.")
+        raise PlanError(
+            "got --picture without --device, whose table is the picture. Pass --device."
+        )
     budget = None if options.budget is None else parse_bytes(options.budget)
     length = options.sequence[0] if options.sequence else None
     given = _given(named, options, options.batch[0], length)
@@ -97,20 +99,28 @@ def _estimate(options: argparse.Namespace) -> Answer:
     said = f"yes: a step holds {of}"
     if not fits:
         said = (
-            f"no: a step would hold {of}. A plan holds less: `sn memory export` and `plan` say "
-            "how much less"
+            f"no: a step would hold {of}. A plan needs less: run `sn memory export`, then `sn "
+            "memory plan`, to see how much"
         )
     return Answer(f"{found}\n{said}", data, yes=fits)
 
 
 def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
     if options.budget is not None:
-        raise PlanError("got --budget with --device, whose room it is; leave one of them out.")
+        raise PlanError(
+            "got --budget with --device, whose memory is the budget; leave one of them out."
+        )
     first = named.at(batch=options.batch[0], sequence=(options.sequence or [None])[0])
     if options.state and first.rim.__name__ != "sn_memory.torch":
-        raise PlanError("got --state for a Keras model: a variable keeps its memory as it lives.")
+        raise PlanError(
+            "got --state for a Keras model, whose variables keep their memory as long "
+            "as they exist. Leave --state out."
+        )
     if options.state and options.optimizer is None and first.optimizer is None:
-        raise PlanError("got --state without --optimizer, whose state it is; name one.")
+        raise PlanError(
+            "got --state without --optimizer; expected the optimizer whose state is "
+            "kept on the host. Pass --optimizer."
+        )
     if first.rim.__name__ != "sn_memory.torch":
         found = first.rim.estimate(
             first.model, first.sample, optimizer=first.optimizer, device=options.device
@@ -121,9 +131,7 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
         data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
         return Answer(str(found), data | {"notes": list(found.notes)}, yes=found.fits())
     if options.sequence and "sequence" not in named.sizes:
-        raise PlanError(
-            f"got --sequence, and {named.named} takes no sequence. Let it take one, by that name."
-        )
+        raise PlanError(f"got --sequence, but {named.named} has no parameter `sequence`. Add one.")
     rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
     cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
 
@@ -152,8 +160,8 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
     text = "\n\n".join(map(str, fits))
     return Answer(
         text,
-        {"fits": [it.as_data() for it in fits]},
-        yes=any(way.batch for it in fits for way in it.ways),
+        {"fits": [fit.as_data() for fit in fits]},
+        yes=any(way.batch for fit in fits for way in fit.ways),
     )
 
 

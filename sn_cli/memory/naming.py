@@ -64,7 +64,9 @@ class GraphBinding:
 
     def at(self, **sizes: int | None) -> Given:
         """Return the model and its sample; PlanError says what they should have been."""
-        wanted = {key: it for key, it in sizes.items() if it is not None and key in self.sizes}
+        wanted = {
+            key: size for key, size in sizes.items() if size is not None and key in self.sizes
+        }
         found = self._make(**wanted)
         if not isinstance(found, tuple) or len(found) not in (2, 3):
             raise PlanError(

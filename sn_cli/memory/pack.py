@@ -8,7 +8,7 @@ from typing import Any
 from sn_memory import arrange, check_packing
 from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
-from sn_memory.pool.csv import read_csv, write_csv
+from sn_memory.pool.problem import read_csv, write_csv
 
 from ..command import Answer, add_command, output_file
 
@@ -20,8 +20,8 @@ def add_pack(commands: Any) -> None:
         "pack",
         _pack,
         help="addresses in one arena for buffers with lifetimes",
-        epilog="exit code 1: no packing within --capacity was found; whether there can be one is "
-        "said",
+        epilog="exit code 1: no packing within --capacity was found; the message states whether "
+        "one can exist",
     )
     it.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
     it.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')

@@ -10,8 +10,7 @@ from typing import Any
 from sn_memory import Graph, Plan, PlanError, plan_graph
 from sn_memory.base.sizes import show_bytes
 from sn_memory.cost.bfc import BFCSettings
-from sn_memory.cost.blocks import Settings
-from sn_memory.cost.caching import AllocatorSettings
+from sn_memory.cost.caching import AllocatorSettings, Settings
 from sn_memory.cost.devices import named
 from sn_memory.plan.plan import TECHNIQUES
 from sn_memory.plan.policies import names as planner_names
@@ -28,7 +27,7 @@ def add_plan(commands: Any) -> None:
         "plan",
         _plan,
         help="plan a graph within a budget of bytes",
-        epilog="exit code 1: no plan keeps the budget; the smallest peak found is said",
+        epilog="exit code 1: no plan keeps the budget; the smallest peak found is printed",
     )
     it.add_argument("graph", help=GRAPH_HELP)
     it.add_argument(
@@ -66,7 +65,10 @@ def _plan(options: argparse.Namespace) -> Answer:
         )
         budget = there.usable_bytes if budget is None else budget
     if budget is None:
-        raise PlanError("got no --budget and no --device; expected bytes, or a device's room.")
+        raise PlanError(
+            "got neither --budget nor --device; expected bytes, or a device whose "
+            "memory is the budget."
+        )
     plan = plan_graph(
         graph,
         budget,
@@ -79,7 +81,7 @@ def _plan(options: argparse.Namespace) -> Answer:
     settings: Settings | None = None
     if graph.allocator == "torch":
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        text = next((os.environ[it] for it in names if it in os.environ), "")
+        text = next((os.environ[name] for name in names if name in os.environ), "")
         settings = AllocatorSettings.of(text)
     elif graph.allocator == "tensorflow" and options.device is not None:
         settings = BFCSettings()

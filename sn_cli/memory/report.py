@@ -76,13 +76,13 @@ def _data(made: Report) -> dict[str, Any]:
         "reserved_peak_bytes": made.plan.reserved_peak_bytes,
         "decisions": [
             {
-                "storage": it.storage,
-                "technique": it.technique,
-                "bytes": it.bytes,
-                "seconds": it.cost_s,
-                "reason": it.reason,
+                "storage": decision.storage,
+                "technique": decision.technique,
+                "bytes": decision.bytes,
+                "seconds": decision.cost_s,
+                "reason": decision.reason,
             }
-            for it in made.decisions
+            for decision in made.decisions
         ],
         "plans": [row(plan) for plan in (made.plan, *made.others)],
     }

@@ -1,11 +1,8 @@
 """Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
 
 from ..base.errors import AccuracyWarning
-from .batch import BatchSuggestion, suggest_batch
-from .controller import Controller
-from .policy import Treatment, treatment
-from .saved import Row
-from .theory import coverage, error_tolerance, gradient_sd, paper_sd
+from .controller import BatchSuggestion, Controller, suggest_batch
+from .saved import Row, Treatment, coverage, error_tolerance, gradient_sd, paper_sd, treatment
 
 __all__ = [
     "AccuracyWarning",

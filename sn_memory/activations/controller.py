@@ -1,7 +1,7 @@
 """Controller: from the error a gradient may have to the bits of each saved tensor.
 
 Asking the network would take extra backward passes (GACT: three per tensor). The variance of the
-error has a closed form (theory.py), so a sum of squares per layer, gathered every few hundred
+error has a closed form (saved.py), so a sum of squares per layer, gathered every few hundred
 steps, is all that is needed. Between two of these the bits stay what they are.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..base.errors import AccuracyWarning
 from ..base.sizes import show_bytes
-from .saved import WIDTHS, Observed, Row, choose
-from .theory import PAPER_CONSTANT, error_tolerance, paper_sd
+from .saved import PAPER_CONSTANT, WIDTHS, Observed, Row, choose, error_tolerance, paper_sd
 
 
 class Controller:
@@ -104,6 +103,7 @@ class Controller:
 
     def bits(self, key: str, *, linear: bool = True) -> int | None:
         """Return the bits of a tensor; None: keep it as it is."""
+        # Before anything was observed.
         first = self.start_bits if self.fixed_bits is None else self.fixed_bits
         return self._bits.get(key, first if linear else self.nonlinear_bits)
 
@@ -124,16 +124,28 @@ class Controller:
         sd = self.error * row.yardstick
         return error_tolerance(sd, row.gradient_energy, row.outputs, row.nonzero, row.coverage)
 
+    def knows(self, key: str) -> bool:
+        """Whether a tensor was observed before."""
+        return key in self._seen.rows
+
     def observe(
-        self, key: str, *, n: int, bits: int | None, variance: float, nonzero: float = 1.0,
-        linear: bool = True, group: str = "",
+        self, key: str, *, n: int, bits: int | None, variance: float | None,
+        nonzero: float | None = 1.0, linear: bool = True, group: str = "",
     ) -> None:  # fmt: skip
-        """Take note of a compressed tensor."""
-        before = self._seen.rows.get(key, Row(key, n, bits, variance))
+        """Take note of a compressed tensor; without its variance, what is known stays."""
+        before = self._seen.rows.get(key, Row(key, n, bits, 0.0))
         self._seen.rows[key] = replace(
-            before, n=n, bits=bits, variance=variance, nonzero=nonzero, linear=linear,
-            group=group or key,
+            before, n=n, bits=bits, linear=linear, group=group or key,
+            # Carried over to the bits it has now, which may not be those it was measured at.
+            variance=before.variance_at(bits) if variance is None else variance,
+            nonzero=before.nonzero if nonzero is None else nonzero,
         )  # fmt: skip
+
+    def forget(self, place: str) -> None:
+        """Forget the tensors that a module saved: it saves others from now on."""
+        for known in (self._seen.rows, self._seen.others, self._bits):
+            for key in [key for key in known if key.startswith(f"{place}/")]:
+                del known[key]
 
     def observe_other(self, key: str, *, nbytes: int) -> None:
         """Take note of bytes that no choice changes: masks, indices, what is kept exactly."""
@@ -175,6 +187,7 @@ class Controller:
 
     def _for_error(self, row: Row, error: float) -> int:
         """The least bits that keep to the error; with a yardstick of zero, all."""
+        # A tensor whose elements escaped does not go back to 1 bit.
         floor = 1 + (row.overflows > 0)
         for bits in WIDTHS[:-1]:
             sd = row.predicted_sd(bits)
@@ -190,6 +203,7 @@ class Controller:
             least_nonlinear_bits=self.least_nonlinear_bits,
         )
         self._bits |= choice.bits
+        # Once: a choice is made again every few hundred steps.
         if choice.nonlinear and choice.nonlinear_bits < self.nonlinear_bits and not self._warned:
             self._warned = True
             wanted = self._seen.held(2, self.nonlinear_bits)
@@ -221,9 +235,9 @@ class Controller:
         for row in self._seen.rows.values():
             sd, measured = row.predicted_sd(), row.measured_sd
             bits = self.bits(row.key, linear=row.linear)
-            told = "exact" if bits is None else bits
+            shown = "exact" if bits is None else bits
             lines.append(
-                f"{row.key:40} {row.n:10,} {told:>5} "
+                f"{row.key:40} {row.n:10,} {shown:>5} "
                 f"{'-' if sd is None else f'{sd:.2e}':>10} "
                 f"{'-' if measured is None else f'{measured:.2e}':>10} "
                 f"{f'{row.yardstick:.2e}' if row.yardstick else '-'}"
@@ -240,3 +254,107 @@ def _named(
 def _check(name: str, got: object, ok: bool, expected: str) -> None:
     if not ok:
         raise ValueError(f"Controller: {name}={got!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class BatchSuggestion:
+    """What fits and what it brings.
+
+    Parameters
+    ----------
+    batch
+        The largest that fits with compressed activations.
+    plain_batch
+        The largest that fits without.
+    samples_per_s, plain_samples_per_s
+        Expected with each, or None where seconds were not given.
+    """
+
+    batch: int
+    plain_batch: int
+    samples_per_s: float | None = None
+    plain_samples_per_s: float | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """Throughput over that of the plain batch; below 1, the larger batch does not pay."""
+        if not self.samples_per_s or not self.plain_samples_per_s:
+            return None
+        return self.samples_per_s / self.plain_samples_per_s
+
+
+def suggest_batch(
+    budget_bytes: int,
+    *,
+    fixed_bytes: int,
+    sample_bytes: float,
+    compressed_sample_bytes: float,
+    transient_sample_bytes: float = 0.0,
+    step_s: tuple[float, float] | None = None,
+    compressed_step_s: tuple[float, float] | None = None,
+    multiple: int = 1,
+) -> BatchSuggestion:
+    """Return the largest batch that fits, compressed and plain.
+
+    The paper's second half (Jin et al., arXiv 2011.09017): memory that is free again is spent on a
+    larger batch, which keeps the device busier. What a step costs is affine in the batch as long as
+    it is busy, so two measured batches tell the throughput of a third.
+
+    Parameters
+    ----------
+    budget_bytes
+        Memory of the device.
+    fixed_bytes
+        What does not grow with the batch: parameters, gradients, the optimizer's state.
+    sample_bytes, compressed_sample_bytes
+        Activations saved per sample, plain and compressed.
+    transient_sample_bytes
+        What a sample needs besides, in both: the largest layer's working set.
+    step_s, compressed_step_s
+        Seconds of a step as (constant, per sample), plain and compressed.
+    multiple
+        Batches are multiples of this.
+
+    Raises
+    ------
+    ValueError
+        If sizes are not above zero, or not even one multiple fits compressed.
+
+    Examples
+    --------
+    >>> found = suggest_batch(
+    ...     1_000_000, fixed_bytes=200_000, sample_bytes=10_000, compressed_sample_bytes=1_000,
+    ...     step_s=(0.01, 0.0001), compressed_step_s=(0.01, 0.00011),
+    ... )
+    >>> found.batch, found.plain_batch, round(found.speedup, 2)
+    (800, 80, 1.84)
+    """
+    if (
+        min(sample_bytes, compressed_sample_bytes) <= 0
+        or transient_sample_bytes < 0
+        or multiple < 1
+    ):
+        raise ValueError(
+            f"suggest_batch: got {sample_bytes} and {compressed_sample_bytes} bytes per sample, "
+            f"{transient_sample_bytes} besides, multiples of {multiple}; expected sizes above zero"
+        )
+    # What is there for a moment only costs the same with and without compression.
+    batches = [
+        int((budget_bytes - fixed_bytes) // (each + transient_sample_bytes)) // multiple * multiple
+        for each in (compressed_sample_bytes, sample_bytes)
+    ]
+    if batches[0] < multiple:
+        raise ValueError(
+            f"suggest_batch: a budget of {budget_bytes} bytes, of which {fixed_bytes} do not "
+            f"depend on the batch, has no room for {multiple} samples of {compressed_sample_bytes}"
+        )
+    batch, plain = batches[0], max(batches[1], 0)
+    return BatchSuggestion(
+        batch, plain, _throughput(batch, compressed_step_s), _throughput(plain, step_s)
+    )
+
+
+def _throughput(batch: int, step_s: tuple[float, float] | None) -> float | None:
+    if step_s is None or not batch:
+        return None
+    return batch / (step_s[0] + step_s[1] * batch)

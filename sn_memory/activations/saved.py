@@ -10,14 +10,166 @@ for the linear ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 from ..plan.plan import BudgetError
-from .theory import gradient_sd
 
+Treatment = Literal["linear", "sign", "mask", "shape", "nonlinear", "exact"]
+"""How what an op saved is kept.
+
+linear      lossy and unbiased, at the bits the controller chooses
+sign        whether it is above zero: 1 bit
+mask        which of two values: 1 bit, if it does hold two, else as "nonlinear"
+shape       nothing but its shape and type
+nonlinear   lossy and unbiased, at 8 bits unless a budget says otherwise
+exact       as it is
+"""
+
+_TABLE: Final[dict[Treatment, frozenset[str]]] = {
+    "linear": frozenset(
+        (
+            "linear",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "matmul",
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "einsum",
+        )
+    ),
+    "sign": frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_")),
+    "mask": frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d")),
+    "shape": frozenset(("max_pool1d", "max_pool2d", "max_pool3d")),
+    # What follows from comparing values, or is an exponent; and what is not written yet when it is
+    # saved (RReLU's noise, of torch's ops alone), so that the tensor itself has to be kept.
+    "exact": frozenset(
+        (
+            *("embedding", "ctc_loss", "logsumexp", "threshold", "threshold_", "max", "min"),
+            *("amax", "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"),
+        )
+    ),
+}
+_BY_OP: Final = {op: kind for kind, ops in _TABLE.items() for op in ops}
+
+
+def treatment(op: str) -> Treatment:
+    """Return how floats of the size of its input that this op saved are kept.
+
+    Unbiased errors are harmless where the backward pass is linear in what was saved (inputs of
+    matrix products and convolutions: arXiv 2605.01255), and nowhere else. A ReLU asks for signs
+    only, a dropout for its mask, a pooling layer for indices and a shape: these are kept exactly.
+
+    Parameters
+    ----------
+    op
+        The function's name, as torch.nn.functional has it.
+
+    Examples
+    --------
+    >>> [treatment(op) for op in ("conv2d", "relu", "gelu")]
+    ['linear', 'sign', 'nonlinear']
+    """
+    # An op that nobody entered is not taken to be linear.
+    return _BY_OP.get(op, "nonlinear")
+
+
+PAPER_CONSTANT = 0.32
+"""Of the paper's formula, as remembered; it depends on the distribution of dY."""
+
+
+def gradient_sd(
+    variance: float, gradient_energy: float, outputs: int, coverage: float = 1.0
+) -> float:
+    """Return the standard deviation of the error of an entry of dW.
+
+    A linear layer's gradient is dW = dY^T X. With X' = X + E, where the errors E are independent,
+    of mean zero and of variance v[n, i], that of an entry is sum over n of dY[n, o]^2 v[n, i],
+    exactly. Its mean over the entries is v ||dY||^2 / outputs, with v the mean of v[n, i], if
+    errors and dY are unrelated. A convolution is the same with n over images and positions; at the
+    rim of an image some taps meet padding, which has no error. Nothing here is fitted: the paper
+    (Jin et al., arXiv 2011.09017) has an empirical constant, and the mean magnitude of dY where the
+    mean square belongs.
+
+    Parameters
+    ----------
+    variance
+        Mean variance of the error of an element of X, zeros included.
+    gradient_energy
+        The sum of dY^2 over all that the layer puts out.
+    outputs
+        Features or channels of Y.
+    coverage
+        Fraction of the products of a convolution that do not meet padding.
+
+    Examples
+    --------
+    >>> round(gradient_sd(variance=0.03, gradient_energy=64.0, outputs=16), 4)
+    0.3464
+    """
+    return math.sqrt(variance * gradient_energy / max(outputs, 1) * coverage)
+
+
+def error_tolerance(
+    sd: float, gradient_energy: float, outputs: int, nonzero: float = 1.0, coverage: float = 1.0
+) -> float:
+    """Return the tolerance whose uniform errors, on non-zeros only, give dW this deviation.
+
+    A uniform error in [-tolerance, tolerance] has the variance tolerance^2 / 3. Infinite where dY
+    is zero.
+    """
+    weight = gradient_energy / max(outputs, 1) * coverage * nonzero
+    return sd * math.sqrt(3 / weight) if weight else math.inf
+
+
+def paper_sd(
+    tolerance: float, mean_gradient: float, terms: int, nonzero: float, a: float = PAPER_CONSTANT
+) -> float:
+    """Return the paper's a * L * sqrt(N R) * tolerance, with L the mean magnitude of dY.
+
+    `terms` is the number of products an entry of dW sums: the batch, times positions for a
+    convolution.
+    """
+    return a * mean_gradient * math.sqrt(terms * nonzero) * tolerance
+
+
+def coverage(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> float:
+    """Return the fraction of a convolution's (position, tap) pairs that lie inside the input.
+
+    One number per spatial dimension in each argument.
+
+    Examples
+    --------
+    >>> coverage([4], [4], [3], [1], [1], [1])  # 2 of 12 pairs are off the ends
+    0.8333333333333334
+    """
+    inside = 1.0
+    # Dimensions are independent, so the fractions multiply.
+    for size, out, taps, step, pad, apart in zip(
+        inputs, outputs, kernel, stride, padding, dilation, strict=True
+    ):
+        hits = sum(
+            0 <= position * step + tap * apart - pad < size
+            for position in range(out)
+            for tap in range(taps)
+        )
+        inside *= hits / max(out * taps, 1)
+    return inside
+
+
+# Widths of which a byte holds a whole number.
 WIDTHS: Final = (1, 2, 4, 8)
 _GRID_BYTES: Final = 6 / 256  # of an element, for the grid of its group
 
@@ -73,15 +225,19 @@ class Row:
     def predicted_sd(self, bits: int | None = None) -> float | None:
         """Return the deviation of the error of dW at these bits, or those it has.
 
-        At other bits the variance is taken to follow the square of the step. None: dY is unseen.
+        None: dY is unseen.
         """
         if self.gradient_energy is None:
             return None
-        if self.bits is None:
-            return 0.0
-        scale = _levels(self.bits) / _levels(self.bits if bits is None else bits)
-        variance = self.variance * scale**2
+        variance = self.variance_at(self.bits if bits is None else bits)
         return gradient_sd(variance, self.gradient_energy, self.outputs, self.coverage)
+
+    def variance_at(self, bits: int | None) -> float:
+        """Return the variance of the rounding at these bits: it follows the square of the step."""
+        if self.bits is None or bits is None:
+            return 0.0
+        # The step is the range over the levels, and the range stays.
+        return self.variance * (_levels(self.bits) / _levels(bits)) ** 2
 
     @property
     def relative_error(self) -> float | None:
@@ -95,6 +251,7 @@ class Row:
         if sds[0] is None or sds[1] is None or not self.yardstick:
             return 0.0
         saved = (sds[0] ** 2 - sds[1] ** 2) / self.yardstick**2
+        # Bits stand for bytes: the factor of 8 changes no order.
         return saved / max(self.n * (high - low), 1)
 
 
@@ -119,10 +276,7 @@ Groups = dict[str, list[Row]]
 class Observed:
     """Rows by key, and bytes that no choice changes by key.
 
-    Parameters
-    ----------
-    overflow_limit
-        Overflows after which a tensor is kept as it is.
+    overflow_limit : overflows after which a tensor is kept as it is
     """
 
     def __init__(self, overflow_limit: int) -> None:
@@ -140,17 +294,18 @@ class Observed:
 
     def groups(self) -> tuple[Groups, Groups]:
         """Groups of rows that are compressed: those linear in all their rows, and the rest."""
-        found: Groups = {}
+        memories: Groups = {}
         for row in self.free:
-            found.setdefault(row.group, []).append(row)
+            memories.setdefault(row.group, []).append(row)
         linear: Groups = {}
         rest: Groups = {}
-        for group, rows in found.items():
+        for group, rows in memories.items():
             (linear if all(row.linear for row in rows) else rest)[group] = rows
         return linear, rest
 
     def held(self, linear_bits: int, nonlinear_bits: int) -> int:
         """Bytes kept at these bits."""
+        # By memory: rows of one group lie in the same bytes.
         exact = {
             row.group: compressed_bytes(row.n, None)
             for row in self.rows.values()
@@ -237,6 +392,7 @@ def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:
     steps = sorted(
         ((sum(row.gain(low, high) for row in rows), group, low, high)
          for group, rows in linear.items() for low, high in pairwise(WIDTHS)),
+        # Where gains are equal the narrow step first, as a wider one starts where it ends.
         key=lambda step: (-step[0], step[2]),
     )  # fmt: skip
     for _, group, low, high in steps:

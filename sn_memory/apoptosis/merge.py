@@ -112,14 +112,9 @@ def refit(
 ) -> tuple[Fold, NDArray[np.int64]]:
     """Return what stands for each neuron that goes, and who inherits its memory.
 
-    Parameters
-    ----------
-    moment
-        [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows.
-    gone, kept
-        Numbers of neurons, ascending; together all.
-    takes_constant
-        Whether the last column may be other than zero.
+    moment : [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows
+    gone, kept : numbers of neurons, ascending; together all
+    takes_constant : whether the last column may be other than zero
 
     Returns
     -------
@@ -166,6 +161,7 @@ def change(
     """
     fold, outgoing = fold.astype(samples.dtype), weights[:, :, gone].astype(samples.dtype)
     left = samples[:, :, gone] - samples[:, :, kept] @ fold[:, :-1].T - fold[:, -1]
+    # Summed over neurons before the norm: what two of them change may cancel.
     total = float(np.linalg.norm(np.tensordot(left, outgoing, axes=((1, 2), (0, 2)))))
     if total == 0:
         return 0.0
@@ -183,6 +179,7 @@ class _State:
     def costs(self, alive: NDArray[np.bool_]) -> tuple[Singles, NDArray[np.int64]]:
         """Return what each would cost, and the one that could stand for it; -1: all together."""
         alike = np.where(alive[None, :], self.alike, 0.0) ** 2
+        # No neuron stands for itself.
         np.fill_diagonal(alike, -1.0)
         best = alike.argmax(axis=1)
         alone = np.maximum(1 - alike.max(axis=1), 0.0)
@@ -211,20 +208,20 @@ def order(readers: Sequence[Reader], count: int) -> NDArray[np.int64]:
     """Return `count` neurons, those that go first in front; ties go to the lower number."""
     width = readers[0].weights.shape[-1]
     states = [_begin(reader) for reader in readers]
-    found: list[int] = []
+    merged_order: list[int] = []
     alive = np.ones(width, bool)
-    while len(found) < count:
-        told = [state.costs(alive) for state in states]
+    while len(merged_order) < count:
+        losses_of = [state.costs(alive) for state in states]
         costs = np.zeros(width)
-        for cost, _ in told:
+        for cost, _ in losses_of:
             costs += cost
         costs[~alive] = np.inf
-        most = min(max(1, width // _TURNS), count - len(found))
-        turn = _apart(costs, states, [heirs for _, heirs in told], most)
-        found += turn
+        most = min(max(1, width // _TURNS), count - len(merged_order))
+        turn = _apart(costs, states, [heirs for _, heirs in losses_of], most)
+        merged_order += turn
         alive[turn] = False
-        states = [s.without(turn, heirs) for s, (_, heirs) in zip(states, told, strict=True)]
-    return np.array(found, np.int64)
+        states = [s.without(turn, heirs) for s, (_, heirs) in zip(states, losses_of, strict=True)]
+    return np.array(merged_order, np.int64)
 
 
 def _begin(reader: Reader) -> _State:
@@ -250,6 +247,7 @@ def _apart(
     """Return the cheapest that do not count on each other."""
     turn: list[int] = []
     needed: set[int] = set()
+    # Stable: of two that cost the same the lower number goes first.
     for neuron in map(int, np.argsort(costs, kind="stable")):
         if len(turn) == most or not np.isfinite(costs[neuron]):
             break
@@ -309,8 +307,8 @@ class Choice:
 
     def text(self) -> str:
         """Return the decision to the last bit, for ranks to compare."""
-        found = hashlib.sha256(b"".join(fold.tobytes() for fold in self.folds))
-        return f"{self!r} {found.hexdigest()}"
+        digest = hashlib.sha256(b"".join(fold.tobytes() for fold in self.folds))
+        return f"{self!r} {digest.hexdigest()}"
 
 
 def choose(
@@ -337,7 +335,9 @@ def choose(
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
     if not readers:
-        raise ValueError("choose: got no readers; a group nobody reads changes nothing. Leave it.")
+        raise ValueError(
+            "choose: got no readers; merging a group that no layer reads changes nothing. Skip it."
+        )
     width = readers[0].weights.shape[-1]
     most = min(width - max(min_width, 1), int(share * width))
     # Widths that would do, the widest first.
@@ -351,9 +351,9 @@ def choose(
     low, high = 0, len(widths)
     while low < high:
         middle = (low + high) // 2
-        found = _attempt(readers, np.sort(sequence[: width - widths[middle]]))
-        if max(found.changes) <= tolerance:
-            best, low = found, middle + 1
+        trial = _attempt(readers, np.sort(sequence[: width - widths[middle]]))
+        if max(trial.changes) <= tolerance:
+            best, low = trial, middle + 1
         else:
             high = middle
     return best
@@ -395,14 +395,14 @@ def fold(
 
 def scales(rows: Floats, pairs: Sequence[tuple[int, int | None]]) -> list[Scale]:
     """Return c of each merge for one layer, whose neurons have incoming weights [n, inputs]."""
-    found = []
+    scales_found = []
     for neuron, survivor in pairs:
         if survivor is None:
             continue
         length = float(rows[survivor] @ rows[survivor])
         along = float(rows[neuron] @ rows[survivor])
-        found.append((neuron, survivor, along / length if length > 0 else 0.0))
-    return found
+        scales_found.append((neuron, survivor, along / length if length > 0 else 0.0))
+    return scales_found
 
 
 def add_up(kind: Literal["mean", "square"], state: Any, merges: Sequence[Scale]) -> None:

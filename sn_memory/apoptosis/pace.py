@@ -14,12 +14,13 @@ as the next is then likely to merge as well. Before the first, what it will take
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
@@ -28,10 +29,112 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .groups import Group, Site
+from .groups import SAMPLES, Group, Seen, Site, most_alike
 from .merge import Choice, Reader, choose
-from .ranks import Ranks
-from .samples import SAMPLES, Seen, most_alike
+
+
+class AgreementError(RuntimeError):
+    """Ranks came to different decisions; raised on all of them, and nothing was changed."""
+
+
+class Ranks(ABC):
+    """All ranks of a run; a rim says how two kinds of arrays travel between them."""
+
+    size: int
+    rank: int
+
+    @abstractmethod
+    def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
+        """Return the sum over ranks of an array [n], the same bits on each."""
+
+    @abstractmethod
+    def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
+        """Return the bytes [n] of every rank, in the order of ranks."""
+
+    def sums(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return arrays of one dtype summed over ranks; one message for all of them."""
+        if self.size == 1 or not values:
+            return list(values)
+        flat = self._sum(np.concatenate([np.ravel(value) for value in values]))
+        parts = np.split(flat, np.cumsum([value.size for value in values])[:-1])
+        return [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+
+    def stacked(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return rows [size x rows, ...] of all ranks; arrays must have as many rows on each."""
+        arrays = []
+        for value in values:
+            # A sum to which each rank adds its own rows and zeros is a gather.
+            every = np.zeros((self.size, *value.shape), value.dtype)
+            every[self.rank] = value
+            arrays.append(every)
+        return [every.reshape(-1, *every.shape[2:]) for every in self.sums(arrays)]
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of each value over all ranks."""
+        if self.size == 1:
+            return list(values)
+        mine = np.frombuffer(np.array(values, np.float64).tobytes(), np.uint8)
+        every = [np.frombuffer(row.tobytes(), np.float64) for row in self._gather(mine)]
+        return [float(value) for value in np.max(every, axis=0)]
+
+    def fingerprint(self, values: Iterable[NDArray[Any]]) -> str:
+        """Return a hash of the bits of arrays; empty where there is nobody to compare with."""
+        if self.size == 1:
+            return ""
+        digest = hashlib.sha256()
+        for value in values:
+            digest.update(np.ascontiguousarray(value).tobytes())
+        return digest.hexdigest()
+
+    def require_same(self, what: str, text: str) -> None:
+        """Raise AgreementError on every rank unless all gave the same text."""
+        if self.size == 1:
+            return
+        mine = hashlib.sha256(text.encode()).digest()
+        every = [row.tobytes() for row in self._gather(np.frombuffer(mine, np.uint8))]
+        ours = [rank for rank, other in enumerate(every) if other == mine]
+        if len(ours) < len(every):
+            others = sorted(set(range(len(every))) - set(ours))
+            raise AgreementError(
+                f"Apoptosis: {what} of this rank is the same on ranks {ours} and different on "
+                f"ranks {others}; expected the same on all. Nothing was changed. Ranks must hold "
+                "the same weights and settings, and call step() the same number of times. Here: "
+                f"{text[:300]}"
+            )
+
+
+class Alone(Ranks):
+    """One rank, which has nobody to agree with."""
+
+    size, rank = 1, 0
+
+    def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
+        return flat
+
+    def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
+        return [row]
+
+
+class HorovodRanks(Ranks):
+    """The ranks of Horovod.
+
+    hvd : Horovod's module of a framework, initialised
+    tensor : makes a tensor of that framework of an array
+    """
+
+    def __init__(self, hvd: Any, tensor: Callable[[NDArray[Any]], Any]) -> None:
+        self.size, self.rank = hvd.size(), hvd.rank()
+        self._hvd, self._tensor = hvd, tensor
+
+    def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
+        name = "sn_memory.apoptosis.statistics"
+        every = self._hvd.allreduce(self._tensor(flat), op=self._hvd.Sum, name=name)
+        return np.asarray(every.numpy())
+
+    def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
+        name = "sn_memory.apoptosis.bytes"
+        every = self._hvd.allgather(self._tensor(row[None].copy()), name=name)
+        return list(every.numpy())
 
 
 @dataclass(frozen=True)
@@ -112,6 +215,8 @@ class Schedule:
         The share of training time that looks may take, in (0, 1); None: gaps are what the name says
         and depend on no clock.
 
+    Examples
+    --------
     >>> schedule = Schedule("adaptive", 100)
     >>> schedule.is_due(99), schedule.is_due(100)
     (False, True)
@@ -135,8 +240,8 @@ class Schedule:
             raise ValueError(f"every: got {self.every}, expected 1 or more steps. Raise it.")
         if self.overhead is not None and not 0 < self.overhead < 1:
             raise ValueError(
-                f"overhead: got {self.overhead}, expected above 0 and below 1, or None. Looks may "
-                "take 0.02 of training time by default."
+                f"overhead: got {self.overhead}, expected above 0 and below 1, or None. By default "
+                "evaluations may take 0.02 of training time."
             )
 
     @property
@@ -205,6 +310,7 @@ class StepClock:
 
     def forget(self) -> None:
         """Let the next tick end no step: what is between is a look, and steps may differ after."""
+        # Steps of the model as it was say nothing of what they take now.
         self._last = None
         self._seconds.clear()
 
@@ -339,8 +445,8 @@ class BaseApoptosis(ABC):
         self, groups: Sequence[Group], batches: Sequence[Any], ranks: Ranks
     ) -> list[Choice | None]:
         """Return what may go of each group; None where activations are not finite."""
-        found = self._measure(groups, batches, SAMPLES // ranks.size)
-        every = [seen for row in found for seen in row]
+        statistics = self._measure(groups, batches, SAMPLES // ranks.size)
+        every = [seen for row in statistics for seen in row]
         if not every:
             return []
         # What each rank adds has to be of one size; rows of the last batch may be fewer on one.

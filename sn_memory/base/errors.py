@@ -1,11 +1,16 @@
-"""What can go wrong, as exceptions; `BudgetError` is with the plans (`plan/plan.py`).
+"""What can go wrong, as exceptions, and what must be installed: a framework, the extension.
 
 Every message has four parts: what failed, what was got, what was expected, what to do.
+`BudgetError` is with the plans (`plan/plan.py`).
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 
 class GraphError(ValueError):
@@ -69,3 +74,22 @@ class PlanWarning(UserWarning):
 
 class AccuracyWarning(UserWarning):
     """What was asked for is likely to cost accuracy."""
+
+
+@cache
+def core() -> Any:
+    """Return the compiled extension `sn_memory._core`; raises MissingExtra where it was not built.
+
+    It has the loops of planner and packer, from csrc/memory. Each runs thousands of times for one
+    plan, and in plain Python fifty to a hundred times as long, so nothing is planned without.
+    """
+    try:
+        return import_module("sn_memory._core")
+    except ImportError as missing:
+        note = Path(__file__).parents[1] / "_core_missing.txt"  # left by setup.py
+        why = note.read_text("utf-8").splitlines()[0] if note.exists() else f"{missing}."
+        raise MissingExtra(
+            "sn_memory plans and packs with its compiled extension sn_memory._core, which cannot "
+            f"be loaded. {why} Install a C++17 compiler and Python's headers (Debian and Ubuntu: "
+            "apt-get install g++ python3-dev), then install superneurons again."
+        ) from missing

@@ -48,12 +48,8 @@ _NONE: Final = 1 << 62
 class Limit:
     """What one limit leaves to this process.
 
-    Parameters
-    ----------
-    name
-        Which one, in words.
-    free_bytes
-        What may still be had; 0 where more is taken than it allows.
+    name : which one, in words
+    free_bytes : what may still be had; 0 where more is taken than it allows
     """
 
     name: str

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Final
 
-from .blocks import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
+from .caching import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 
 _MIB = 1 << 20
 GRAIN: Final = 256
@@ -84,6 +84,7 @@ class BFCSettings:
                 return Reserved(self._steps(self.limit_bytes, resident, step).peak_reserved_bytes)
             except MemoryError:
                 grown = self._steps(UNLIMITED, resident, step).peak_reserved_bytes
+                # Above the limit in any case, so that no budget within it seems to be kept.
                 return Reserved(max(grown, self.limit_bytes + 1))
         reach = self._steps(UNLIMITED, resident, step).reach_bytes
         for hundredths in _MORE:
@@ -119,15 +120,9 @@ class BFCSettings:
 class BFCAllocator(BlockAllocator):
     """Reserves regions for blocks that come and go.
 
-    Parameters
-    ----------
-    settings
-        As the process has them; default: one region without end.
+    settings : as the process has them; default: one region without end
 
-    Attributes
-    ----------
-    reach_bytes
-        The end of the highest block so far; regions lie one behind the other.
+    reach_bytes : the end of the highest block so far; regions lie one behind the other
 
     Examples
     --------
@@ -175,6 +170,7 @@ class BFCAllocator(BlockAllocator):
         while self._region_bytes < size:
             self._region_bytes, doubled = 2 * self._region_bytes, True
         region = min(self._region_bytes, room)
+        # As TensorFlow does: a region that grew for its block does not double the next one.
         if not doubled:
             self._region_bytes *= 2
         self._reserve(region)

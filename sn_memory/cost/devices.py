@@ -2,7 +2,7 @@
 
 Nothing in this table was measured by this project. Arithmetic is dense, without sparsity, and a
 vendor's peak; `device` takes the shares of it that steps of training are expected to reach, which
-are assumptions as well (decision 63).
+are assumptions as well (decision 64).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _device(
     )  # fmt: skip
 
 
-DEVICES: Final = {it.name: it for it in (
+DEVICES: Final = {device.name: device for device in (
     _device("v100", "NVIDIA V100 SXM2 32 GB", "sm_70", 31.73, 900e9, _VOLTA, _PCIE_3, _CUBLAS,
             "NVIDIA V100 datasheet (January 2020), Specifications, SXM2"),
     _device("a100-40", "NVIDIA A100 SXM4 40 GB", "sm_80", 39.38, 1555e9, _AMPERE, _PCIE_4, _CUBLAS,
@@ -180,9 +180,9 @@ def named(name: str) -> NamedDevice:
     Raises ValueError that lists the names, the nearest first, for one that is not there.
     """
     asked = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-")
-    found = DEVICES.get(_OTHER_NAMES.get(asked, asked)) or DEVICES.get(asked.replace("-", ""))
-    if found is not None:
-        return found
+    device = DEVICES.get(_OTHER_NAMES.get(asked, asked)) or DEVICES.get(asked.replace("-", ""))
+    if device is not None:
+        return device
     near = difflib.get_close_matches(asked, [*DEVICES, *_OTHER_NAMES], n=1)
     hint = f" Did you mean {_OTHER_NAMES.get(near[0], near[0])!r}?" if near else ""
     if asked.partition(":")[0] in ("cuda", "gpu", "hip", "xpu", "mps"):

@@ -1,4 +1,4 @@
-"""What it costs to move storages to the host and back: two lanes beside the ops.
+"""What a choice leads to, and what it costs to move storages to the host: two lanes beside the ops.
 
 vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and fetch one
 layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
@@ -7,16 +7,111 @@ fits in the time of the ops beside it costs nothing.
 
 Where that is too little, ops wait for a copy: right after the use before it, until it is out, or
 right before the use after it, until it is back. That frees the most memory and costs the most.
+
+The search plans with the smallest workspace of each op. SuperNeurons (Wang et al., PPoPP 2018,
+section 3.5) chooses the way to carry out a convolution at run time, by what happens to be free. A
+plan knows what is free at every op, so `equip` chooses once, as part of the prediction.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ..graph.holes import Holes
-from ..graph.liveness import most_together
-from .schedule import Schedule
+from ..graph.graph import Ints, Ints32
+from ..graph.liveness import Holes, most_together
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One stay on the host, in run numbers.
+
+    Copied out after `left`, its device memory given back after `freed`, taken again before
+    `fetched`.
+    """
+
+    storage: int
+    left: int
+    freed: int
+    fetched: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a choice leads to.
+
+    Parameters
+    ----------
+    ops
+        [runs] op numbers in the order they run.
+    at
+        [runs] the op of the graph's order before which (or as which) each run happens.
+    intervals
+        [n, 3] int32: storage, first run, last run during which it is on the device.
+    live_bytes
+        [runs] int64.
+    run_seconds
+        Summed seconds of all runs; waits for transfers come on top.
+    host_copies
+        The stays on the host.
+    ways
+        [runs] the way each op is carried out; empty: all by default.
+    """
+
+    ops: list[int]
+    at: list[int]
+    intervals: Ints32
+    live_bytes: Ints
+    run_seconds: float
+    host_copies: tuple[HostCopy, ...] = ()
+    ways: tuple[int, ...] = ()
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return int(self.live_bytes.max(initial=0))
+
+    @cached_property
+    def last_reruns(self) -> dict[int, int]:
+        """The last moment at which an op runs again, by op; those that run once are not there."""
+        return {op: at for op, at in zip(self.ops, self.at, strict=True) if op != at}
+
+    @cached_property
+    def starts(self) -> dict[int, list[int]]:
+        """Per storage, the runs at which its intervals begin."""
+        runs: dict[int, list[int]] = {}
+        for storage, first, _ in self.intervals.tolist():
+            runs.setdefault(storage, []).append(first)
+        return runs
+
+
+class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller
+    """A choice that cannot be carried out: a rebuild would need what cannot be made again."""
+
+
+def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedule:
+    """Return a schedule with the fastest way that fits for each run, and what follows from it.
+
+    With no budget each run may use any workspace. A run for which nothing fits gets the way with
+    the smallest workspace, and the schedule's peak says so.
+    """
+    spaces, seconds = holes.graph.arrays.workspace_bytes, holes.graph.arrays.seconds
+    ways, total = [], 0.0
+    live = schedule.live_bytes.copy()
+    for run, op in enumerate(schedule.ops):
+        way = 0
+        if len(spaces[op]) > 1:
+            without = int(live[run]) - holes.workspace[op]
+            room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
+            fits = [each for each, space in enumerate(spaces[op]) if space <= room]
+            least = min(range(len(spaces[op])), key=lambda each: spaces[op][each])
+            way = min(fits, key=lambda each: (seconds[op][each], spaces[op][each]), default=least)
+            live[run] = without + spaces[op][way]
+        ways.append(way)
+        total += seconds[op][way]
+    return replace(schedule, live_bytes=live, run_seconds=total, ways=tuple(ways))
+
 
 # For which copies of a stay on the host the ops wait: neither, the one out, the one back, or both.
 BESIDE, OUT, BACK, BOTH = 0, 1, 2, 3
@@ -31,17 +126,12 @@ def windows(
     windows. Holes too short for both copies get the narrowest window, and the ops wait. Holes with
     no op inside are left out.
 
-    Parameters
-    ----------
-    holes
-        The holes of a graph.
-    moved
-        The holes that are spent on the host, each with the copies that ops wait for.
-    needed
-        Gives holes an earlier op than their end by which they must be back, for rebuilds.
+    holes : the holes of a graph
+    moved : the holes that are spent on the host, each with the copies that ops wait for
+    needed : gives holes an earlier op than their end by which they must be back, for rebuilds
     """
     device = holes.graph.device
-    if device.to_host_bytes_per_s is None or device.to_device_bytes_per_s is None:
+    if not device.can_offload:
         return {}
     ends, clock = [], 0.0
     for seconds in holes.seconds:
@@ -56,8 +146,7 @@ def windows(
     # When the lane is free; by how much the ops have been put off by waits.
     lane = late = 0.0
     for hole in sorted(chosen, key=lambda hole: (holes.start[hole], hole)):
-        size = holes.bytes[holes.storage[hole]]
-        copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
+        copy = device.to_host_s(holes.bytes[holes.storage[hole]])
         left = ends[holes.start[hole]]
         lane = max(lane, left + late) + copy
         if moved[hole] & OUT:
@@ -65,13 +154,13 @@ def windows(
             late = lane - left
         else:
             place = bisect_left(ends, lane - late, lo=holes.start[hole])
+            # So that an op may run before it is needed.
             out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
     # The same from the end backwards: by how much the ops are put forward.
     lane, early = float("inf"), 0.0
     for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
-        size = holes.bytes[holes.storage[hole]]
-        copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
+        copy = device.to_device_s(holes.bytes[holes.storage[hole]])
         need = starts[ending[hole]] if ending[hole] < len(starts) else clock
         lane = min(lane, need - early) - copy
         if moved[hole] & BACK:
@@ -88,8 +177,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     if not schedule.host_copies:
         return schedule.run_seconds
     device, sizes = holes.graph.device, holes.bytes
-    out_speed, back_speed = device.to_host_bytes_per_s, device.to_device_bytes_per_s
-    if out_speed is None or back_speed is None:
+    if not device.can_offload:
         raise ValueError("the schedule moves storages, but the device states no transfer speeds")
     leave: dict[int, list[int]] = {}
     free: dict[int, list[int]] = {}
@@ -105,7 +193,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     for run, op in enumerate(schedule.ops):
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
-            up = begin + device.transfer_latency_s + sizes[storage] / back_speed
+            up = device.to_device_s(sizes[storage], begin)
             ready[storage] = up
         if ready:
             for storage in reads[op]:
@@ -113,7 +201,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         clock += seconds[run]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
-            down = begin + device.transfer_latency_s + sizes[storage] / out_speed
+            down = device.to_host_s(sizes[storage], begin)
             copied[storage] = down
         for storage in free.get(run, ()):
             clock = max(clock, copied[storage])

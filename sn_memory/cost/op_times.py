@@ -23,9 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..base.clock import stage
 from ..base.errors import PlanWarning
-from ..base.progress import report_progress
+from ..base.progress import report_progress, stage
 
 if sys.platform != "win32":
     import fcntl
@@ -60,12 +59,8 @@ def is_seconds(value: Any) -> bool:
 class TimesFile:
     """A table in a file: texts to what `valid` accepts.
 
-    Parameters
-    ----------
-    name
-        Of the file, in `cache_folder`.
-    valid
-        Whether a value read is one; others count as not there.
+    name : of the file, in `cache_folder`
+    valid : whether a value read is one; others count as not there
     """
 
     def __init__(self, name: str, valid: Callable[[Any], bool]) -> None:
@@ -78,18 +73,18 @@ class TimesFile:
         if self.path is None:
             return {}
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
-                raise TypeError(f"a {type(found).__name__}")
+            rows = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(rows, dict):
+                raise TypeError(f"a {type(rows).__name__}")
         except (FileNotFoundError, NotADirectoryError):
             return {}
         # JSON that is nested without end is a RecursionError.
         except (OSError, ValueError, TypeError, RecursionError) as error:
             self._tell("is no table of times and is ignored", error)
             return {}
-        table = {key: value for key, value in found.items() if self._valid(value)}
-        if len(table) < len(found):
-            count = len(found) - len(table)
+        table = {key: value for key, value in rows.items() if self._valid(value)}
+        if len(table) < len(rows):
+            count = len(rows) - len(table)
             self._tell(f"has {count} entries that are no times; they are ignored", "")
         return table
 
@@ -134,7 +129,9 @@ def _locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise TimeoutError(f"another process has held {folder} for long") from None
+                    raise TimeoutError(
+                        f"another process has locked {folder} for too long"
+                    ) from None
                 time.sleep(_LOCK_RETRY_S)
         yield
     finally:
@@ -144,14 +141,9 @@ def _locked(folder: Path) -> Iterator[None]:
 class OpTimes:
     """The table of one device and framework.
 
-    Parameters
-    ----------
-    name
-        Of the file.
-    valid
-        Whether a value read from it is one.
-    settings
-        Circumstances under which the same op takes another time, as text.
+    name : of the file
+    valid : whether a value read from it is one
+    settings : circumstances under which the same op takes another time, as text
     """
 
     def __init__(self, name: str, valid: Callable[[Any], bool], settings: str) -> None:
@@ -169,7 +161,9 @@ class OpTimes:
         What could not be timed is tried again next time: memory may have been short.
         """
         new = {
-            key: it for key, it in self.table.items() if key not in self._known and it is not None
+            key: seconds
+            for key, seconds in self.table.items()
+            if key not in self._known and seconds is not None
         }
         if new:
             self.file.add(new)
@@ -200,23 +194,23 @@ def while_time_lasts(works: Mapping[K, Callable[[], V]]) -> dict[K, V]:
 
     Returns what was carried out. A warning says how many were not, so that a roofline stands in.
     """
-    found: dict[K, V] = {}
+    values: dict[K, V] = {}
     with stage() as left_s:
         end = time.perf_counter() + left_s * _PART
         for key, work in works.items():
             if time.perf_counter() > end:
                 break
-            report_progress("time ops", len(found), len(works))
-            found[key] = work()
-    if len(found) < len(works):
+            report_progress("time ops", len(values), len(works))
+            values[key] = work()
+    if len(values) < len(works):
         warnings.warn(
-            f"{len(works) - len(found)} of {len(works)} kinds of op were not timed within half of "
-            "the time limit; a roofline stands in for their seconds. Plan again, which goes on "
-            "where this ended, or raise time_limit_s.",
+            f"{len(works) - len(values)} of {len(works)} distinct ops were not timed within half "
+            "of the time limit; their seconds are estimated by a roofline. Plan again, which "
+            "continues from here, or raise time_limit_s.",
             PlanWarning,
             stacklevel=2,
         )
-    return found
+    return values
 
 
 def plain_name(text: str) -> str:

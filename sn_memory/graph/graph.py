@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.fields import LARGEST, LONGEST_S, Fields, is_text, load
+from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load
 from .records import (
     ALLOCATORS,
     RESIDENT_ROLES,
@@ -54,9 +54,11 @@ def rounded(sizes: Ints, allocator: str) -> Ints:
     """
     if allocator == "none":
         return sizes
+    # The smallest blocks of TensorFlow's BFC allocator and of torch's caching allocator.
     grain = 256 if allocator == "tensorflow" else 512
     result = (sizes + grain - 1) // grain * grain
     if allocator == "torch_segments":
+        # From here on torch gives a block a segment of its own, in whole units of 2 MiB.
         large = sizes >= 10 << 20
         result[large] = -(-sizes[large] // (2 << 20)) * (2 << 20)
     return result
@@ -66,24 +68,14 @@ def rounded(sizes: Ints, allocator: str) -> Ints:
 class Arrays:
     """A graph in numbers: ops and storages by index. All sizes are rounded by the allocator.
 
-    Parameters
-    ----------
-    bytes
-        [storages] int64.
-    resident, keep, held
-        [storages] bool.
-    producer
-        [storages] int64, the op that makes it; -1 where resident.
-    reads
-        Per op, the distinct storages that must be there: inputs and writes.
-    outputs, writes, releases
-        Per op, storage numbers.
-    version
-        Per op, beside `reads`: how many in-place writes each of them has seen before this op.
-    workspace_bytes, seconds
-        Per op, one entry per way to carry it out (at least one).
-    source
-        Per op: `measured`, `roofline` or `flops`.
+    bytes : [storages] int64
+    resident, keep, held : [storages] bool
+    producer : [storages] int64, the op that makes it; -1 where resident
+    reads : per op, the distinct storages that must be there: inputs and writes
+    outputs, writes, releases : per op, storage numbers
+    version : per op, beside `reads`: how many in-place writes each of them has seen before this op
+    workspace_bytes, seconds : per op, one entry per way to carry it out (at least one)
+    source : per op: `measured`, `roofline` or `flops`
     """
 
     bytes: Ints
@@ -107,10 +99,12 @@ def _op_seconds(device: Device, op: Op, traffic_bytes: int) -> tuple[tuple[float
     if op.seconds is not None:
         own = op.seconds
     elif op.workspaces and all(way.seconds is not None for way in op.workspaces):
+        # Not read: each way has seconds of its own.
         own = 0.0
     elif device.flops_per_s is not None and device.bytes_per_s is not None:
         moved = traffic_bytes if op.traffic_bytes is None else op.traffic_bytes
         speed = dict(device.flops_per_s_by_dtype).get(op.dtype, device.flops_per_s)
+        # A kernel is bound by arithmetic, by memory or by its launch, whichever takes longest.
         own = max(op.flops / speed, moved / device.bytes_per_s, device.launch_s)
         source = "roofline"
     else:
@@ -185,6 +179,7 @@ class Graph:
             "unplanned_peak_bytes": unplanned_peak_bytes,
         }
         for key, value in values.items():
+            # A frozen dataclass refuses `self.key = value` here as well.
             object.__setattr__(self, key, value)
         # Made now, not at first use: a graph that exists is a graph that makes sense.
         _ = self.arrays
@@ -208,6 +203,7 @@ class Graph:
                 raise GraphError(f"aliases.{alias}: a storage has this name already; rename one.")
             if target not in index:
                 raise GraphError(f"aliases.{alias}: there is no storage named {target!r}.")
+        # After the loop: an alias may stand for a storage, not for another alias.
         index.update({alias: index[target] for alias, target in self.aliases.items()})
         return index
 
@@ -296,7 +292,7 @@ def _numbered(graph: Graph) -> Arrays:
     for at, op in enumerate(graph.ops):
         where = f"ops[{at}] ({op.name})"
         check_op(op, where)
-        inputs, made = (
+        inputs, made_storages = (
             numbered(op.inputs, f"{where}.inputs"),
             numbered(op.outputs, f"{where}.outputs"),
         )
@@ -306,7 +302,7 @@ def _numbered(graph: Graph) -> Arrays:
         for number in (*needed, *freed):
             name = storages[number].name
             # An op may release what it makes itself.
-            own = number in freed and number in made
+            own = number in freed and number in made_storages
             if producer[number] < 0 and not storages[number].resident and not own:
                 raise GraphError(
                     f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
@@ -318,8 +314,9 @@ def _numbered(graph: Graph) -> Arrays:
                     "Move the release."
                 )
         reads.append(needed)
+        # Before its own writes are counted: an op reads the version that it then replaces.
         version.append(tuple(written[number] for number in needed))
-        for number in made:
+        for number in made_storages:
             name, role = storages[number].name, storages[number].role
             if storages[number].resident:
                 raise GraphError(
@@ -344,11 +341,12 @@ def _numbered(graph: Graph) -> Arrays:
                     "it cannot be released."
                 )
             released[number] = at
-        outputs.append(made)
+        outputs.append(made_storages)
         writes.append(changed)
         releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
-        traffic = sum(storages[number].bytes for number in (*needed, *made))
+        # As they are, not as the allocator rounds them: padding is not moved.
+        traffic = sum(storages[number].bytes for number in (*needed, *made_storages))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
         source.append(origin)
@@ -358,6 +356,7 @@ def _numbered(graph: Graph) -> Arrays:
                 f"storages[{at}] ({record.name}): no op makes it. Give it a resident role "
                 f"({', '.join(RESIDENT_ROLES)}), or remove it."
             )
+    # All ways of all ops in one call of NumPy; `sizes` below hands them out again.
     flat = rounded(np.array([size for ways in spaces for size in ways], np.int64), graph.allocator)
     held = rounded(np.array([storage.bytes for storage in storages], np.int64), graph.allocator)
     _check_sums(graph, held.tolist(), flat.tolist(), map(max, seconds))
@@ -389,7 +388,7 @@ def _check_records(graph: Graph) -> None:
     for kind, records in (("storages", graph.storages), ("ops", graph.ops)):
         for name, count in Counter(record.name for record in records).items():
             if count > 1:
-                raise GraphError(f"{kind}: the name {name!r} is there twice.")
+                raise GraphError(f"{kind}: the name {name!r} is used twice.")
 
 
 def _check_sums(
@@ -408,9 +407,11 @@ def _check_sums(
             "expected less than 2**62. Look for sizes in a wrong unit."
         )
     device, count = graph.device, len(graph.storages)
+    # At most each storage goes out and comes back.
     time = sum(seconds) + 2 * count * device.transfer_latency_s
     for speed in (device.to_host_bytes_per_s, device.to_device_bytes_per_s):
         time += held / speed if speed is not None else 0.0
+    # `not <=` and not `>`, which lets NaN pass.
     if not time <= LONGEST_S:
         raise GraphError(
             f"graph: all ops and transfers together take {time!r} s, expected 2**62 at most. Look "
@@ -442,7 +443,7 @@ def module_of(graph: Graph, op: str) -> str:
         for index in makers
         if index >= 0 and graph.ops[index].phase == "forward"
     ]
-    return next((found for name in forward if (found := _path(name))), "")
+    return next((module for name in forward if (module := _path(name))), "")
 
 
 def _path(name: str) -> str:

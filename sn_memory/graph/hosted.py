@@ -58,26 +58,15 @@ UPDATERS: Final = ("device", "host", "in place")
 class Unit:
     """A parameter and what belongs to it: what is decided about as a whole.
 
-    Parameters
-    ----------
-    parameter
-        The name of its storage, a resident one.
-    gradient
-        The name of the storage of its gradient; None for one that is not trained.
-    state_bytes
-        What the optimizer keeps for it.
-    scratch_bytes
-        What its update holds beside parameter, gradient and state.
-    update_s
-        Seconds of the update by the device.
-    host_update_s
-        Seconds of the update where it is not the device's: `host`, or `in place`.
-    counts_bytes
-        What the optimizer keeps for it that never moves, as its count of steps.
-    movable
-        Whether it may lie on the host.
-    used_up
-        Whether the gradient may go once it has been used; one that the caller holds may not.
+    parameter : the name of its storage, a resident one
+    gradient : the name of the storage of its gradient; None for one that is not trained
+    state_bytes : what the optimizer keeps for it
+    scratch_bytes : what its update holds beside parameter, gradient and state
+    update_s : seconds of the update by the device
+    host_update_s : seconds of the update where it is not the device's: `host`, or `in place`
+    counts_bytes : what the optimizer keeps for it that never moves, as its count of steps
+    movable : whether it may lie on the host
+    used_up : whether the gradient may go once it has been used; one that the caller holds may not
     """
 
     parameter: str
@@ -141,6 +130,7 @@ def with_state(
     maker = _Maker(graph, units, places, update, updaters or {})
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
+        # Once `update p` has written `p (host)`, an op that reads it may not run again.
         homes = tuple(
             name + HOME for name in dict.fromkeys(op.inputs) if maker.place.get(name) == "host"
         )
@@ -202,10 +192,12 @@ class _Maker:
         size = self.graph.storages[number[name]].bytes
         if place == "host" and first >= 0:
             fetch = self.copy("fetch", FETCH + name, size, (home,), (name,))
+            # It belongs to the pass of the op that it serves; `copy` says backward.
             fetch = replace(fetch, phase=self.graph.ops[first].phase)
             self.before.setdefault(first, []).append(fetch)
         if unit.gradient is None:
             return
+        # An update waits for the gradient, and for the last reader of the value it replaces.
         last = max(last, self.uses.get(number[unit.gradient], (-1, -1))[1])
         if not self.inside:
             if place != "device":
@@ -226,8 +218,10 @@ class _Maker:
         if place != "device" and unit.state_bytes and by == "device":
             state = (name + STATE,)
             ops.append(self.copy("fetch", FETCH_STATE + name, unit.state_bytes, (home,), state))
+        # What is updated where it rests is not on the device.
         here = () if by == "in place" and place == "host" else (name,)
         scratch = scratch_bytes(unit, by)
+        # `once`: run twice it would update twice.
         ops.append(Op(UPDATE + name, (*here, unit.gradient, *state), (), changed, kind="update",
                       phase="backward", once=True, seconds=update_seconds(unit, by),
                       workspaces=(Workspace(scratch),) if scratch else ()))  # fmt: skip
@@ -251,14 +245,12 @@ class _Maker:
         ]  # fmt: skip
 
     def copy(
-        self, kind: str, name: str, size: int, reads: tuple[str, ...], made: tuple[str, ...] = ()
+        self, kind: str, name: str, size: int, reads: tuple[str, ...], outputs: tuple[str, ...] = ()
     ) -> Op:
         """Return the op that moves so many bytes: `store` to the host, others from there."""
         device, out = self.graph.device, kind == "store"
-        speed = device.to_host_bytes_per_s if out else device.to_device_bytes_per_s
-        assert speed is not None
-        seconds = device.transfer_latency_s + size / speed
-        return Op(name, reads, made, kind=kind, phase="backward", seconds=seconds, effect=out)
+        seconds = device.to_host_s(size) if out else device.to_device_s(size)
+        return Op(name, reads, outputs, kind=kind, phase="backward", seconds=seconds, effect=out)
 
     def storages(self) -> list[Storage]:
         """Return the storages: those of the graph, by where they lie now, and the new ones."""
@@ -267,15 +259,17 @@ class _Maker:
             for unit in self.units
             if unit.used_up and (self.inside or self.place[unit.parameter] != "device")
         }
-        found: list[Storage] = []
+        records: list[Storage] = []
         for number, storage in enumerate(self.graph.storages):
+            # An activation now: an op makes it, so it may be dropped and fetched again.
             if self.place.get(storage.name) == "host":
                 # One that no op reads stays where it is.
                 used = number in self.uses
                 storage = replace(storage, role="activation") if used else replace(storage, bytes=0)
             elif storage.name in used_up:
+                # The update uses it up; a gradient that no update takes is handed over at the end.
                 storage = replace(storage, keep=False)
-            found.append(storage)
+            records.append(storage)
         resident = 0
         for unit in self.units:
             place = self.place[unit.parameter]
@@ -283,10 +277,11 @@ class _Maker:
             if place == "device":
                 resident += unit.state_bytes
                 continue
-            found.append(Storage(unit.parameter + HOME, 0, "state"))
+            # No bytes: the device holds none of it, and ops are put in order by its versions.
+            records.append(Storage(unit.parameter + HOME, 0, "state"))
             brought = self.inside and self.by[unit.parameter] == "device"
             if unit.gradient is not None and unit.state_bytes and brought:
-                found.append(Storage(unit.parameter + STATE, unit.state_bytes))
+                records.append(Storage(unit.parameter + STATE, unit.state_bytes))
         if resident:
-            found.append(Storage(RESIDENT_STATE, resident, "state"))
-        return found
+            records.append(Storage(RESIDENT_STATE, resident, "state"))
+        return records

@@ -2,18 +2,18 @@
 
 Planning on tensors counts a view twice and misses in-place writes. Here the unit is the *storage*:
 one block of memory. Views and other names of the same block are aliases, resolved at once. The
-words and the exact meaning of each field are in `docs/graph_format.md`; `sn_memory/check/replay.py`
+words and the exact meaning of each field are in `docs/graph_format.md`; `sn_memory/check.py`
 is their executable form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Final, TypeVar
 
 from ..base.errors import GraphError
-from ..base.fields import Fields, is_amount, is_count
+from ..base.sizes import Fields, is_amount, is_count
 
 PHASES: Final = ("forward", "backward", "update")
 ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
@@ -160,6 +160,26 @@ class Device:
     def can_offload(self) -> bool:
         return self.to_host_bytes_per_s is not None and self.to_device_bytes_per_s is not None
 
+    def to_host_s(self, nbytes: int, begin_s: float = 0.0) -> float:
+        """Return when a copy to the host that begins then ends; by default, what it takes."""
+        assert self.to_host_bytes_per_s is not None
+        return begin_s + self.transfer_latency_s + nbytes / self.to_host_bytes_per_s
+
+    def to_device_s(self, nbytes: int, begin_s: float = 0.0) -> float:
+        """Return when a copy back that begins then ends; by default, what it takes."""
+        assert self.to_device_bytes_per_s is not None
+        return begin_s + self.transfer_latency_s + nbytes / self.to_device_bytes_per_s
+
+    def copy_seconds(self, sizes: Sequence[int]) -> tuple[float, list[float], list[float]]:
+        """Return the same in the parts that the extension adds up in the same order.
+
+        What each copy begins with, and what else each size takes, out and back.
+        """
+        assert self.to_host_bytes_per_s is not None
+        assert self.to_device_bytes_per_s is not None
+        out = [size / self.to_host_bytes_per_s for size in sizes]
+        return self.transfer_latency_s, out, [size / self.to_device_bytes_per_s for size in sizes]
+
 
 def require(valid: bool, where: str, got: object, expected: str) -> None:
     """Raise GraphError for a value that is not valid."""
@@ -171,7 +191,7 @@ def check_device(device: Device) -> None:
     """Raise GraphError for a device whose speeds make no sense."""
     keys = ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s")
     speeds = {key: getattr(device, key) for key in keys}
-    speeds |= {f"flops_per_s_by_dtype.{key}": it for key, it in device.flops_per_s_by_dtype}
+    speeds |= {f"flops_per_s_by_dtype.{key}": speed for key, speed in device.flops_per_s_by_dtype}
     for key, value in speeds.items():
         valid = value is None or (is_amount(value) and value > 0)
         require(valid, f"device.{key}", value, "a finite number above 0")
@@ -217,7 +237,9 @@ def record_of(kind: type[T], row: Fields) -> T:
 
 def _reader(spec: Field[Any]) -> tuple[str, Callable[[Fields, str, Any], Any], Any]:
     """Return the name of a field, what reads one of its type, and its default."""
+    # Text, as `from __future__ import annotations` leaves annotations.
     declared = str(spec.type)
+    # A default of MISSING makes `Fields` ask for the key.
     optional = spec.default is MISSING and declared.endswith("| None")
     return spec.name, _READERS[declared], None if optional else spec.default
 
@@ -260,9 +282,33 @@ def data_of(record: Storage | Op | Device | Workspace) -> dict[str, Any]:
         key, item = spec.name, getattr(record, spec.name)
         if item == spec.default and key not in ("name", "bytes"):
             continue
+        # Pairs in the record, which has to be hashable; an object in JSON.
         if key == "flops_per_s_by_dtype":
             item = dict(item)
         elif isinstance(item, tuple):
             item = [data_of(part) if isinstance(part, Workspace) else part for part in item]
         result[key] = item
     return result
+
+
+LOSS: Final = "loss"
+
+
+def loss_op(outputs: Iterable[str], gradients: Iterable[str]) -> Op:
+    """Return the op that reads the outputs and makes their gradients, by names of storages.
+
+    A plan of a model does not know the loss: the user's code makes it of the outputs, and hands
+    their gradients in. In the graph that is one op, which stays where it is and takes no time of
+    the plan's.
+    """
+    return Op(
+        LOSS,
+        tuple(dict.fromkeys(outputs)),
+        tuple(dict.fromkeys(gradients)),
+        kind=LOSS,
+        phase="backward",
+        seconds=0.0,
+        effect=True,
+        # The caller's code runs here, so no op may change sides.
+        fixed=True,
+    )

@@ -3,7 +3,7 @@
 Planners in use bound something else: torch's budget caps the saved bytes as a knapsack, and its
 peak is not even monotone in it; SuperNeurons always goes to the smallest memory. Here each plan is
 scored by the true peak, rebuilds and workspaces included, and comes with a lower bound on the
-seconds of any plan, so that the gap says how much is left to gain. `docs/decisions/0012-planner.md`
+seconds of any plan, so that the gap says how much is left to gain. `docs/decisions/0075`
 tells how.
 """
 
@@ -14,25 +14,24 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from ..base.clock import counting, now, stage
 from ..base.errors import PlanError
-from ..base.progress import ProgressOption, progress_output, report_progress
+from ..base.progress import ProgressOption, counting, now, progress_output, report_progress, stage
 from ..base.sizes import parse_bytes, show_bytes
 from ..graph.graph import Graph
-from ..graph.holes import holes
-from ..graph.liveness import unplanned_bytes
+from ..graph.liveness import holes, unplanned_bytes
 from . import policies
 from .bound import smallest_peak
-from .emit import emit, finished_plan
+from .buffers import over_budget, peak_op, placed, refused
 from .plan import TECHNIQUES, BudgetError, Plan, check_techniques
-from .policies.sqrt_n import sqrt_n
-from .refusal import over_budget, peak_op, placed, refused
+from .policies import sqrt_n
 from .search.candidates import Candidate
 from .search.exact import solve as solve_exactly
 from .search.search import LARGE, Search
+from .simulate import emit, finished_plan
 
 log = logging.getLogger(__name__)
 
+# Exact solving was compared with a search without any estimate up to here (decision 75).
 EXACT_OPS = 10
 # Of the time limit: what exact solving may take; and what is left to find the smallest peak, as
 # long as no plan keeps the budget.
@@ -154,16 +153,10 @@ class Auto:
     A search of our own that begins from the plan of `sqrt_n`. Very small graphs are solved exactly.
     Exact solving, the search, and what it takes to say no share one deadline: see `look`.
 
-    Parameters
-    ----------
-    graph
-        What is to be carried out.
-    techniques
-        `keep`, `recompute`, `offload`, or some of them.
-    time_limit_s
-        Seconds of `clock.now` for each budget, of the first one from here on.
-    from_sqrt_n
-        Whether the search begins from the plan of `sqrt_n`.
+    graph : what is to be carried out
+    techniques : `keep`, `recompute`, `offload`, or some of them
+    time_limit_s : seconds of `clock.now` for each budget, of the first one from here on
+    from_sqrt_n : whether the search begins from the plan of `sqrt_n`
     """
 
     def __init__(
@@ -196,15 +189,19 @@ class Auto:
             began = now()
             self.look(budget)
             spent[budget] = now() - began
+        # Last of all: a plan found for a smaller budget may be the fastest for a larger one.
         return [self.answer(budget, spent[budget]) for budget in budgets]
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
+        # The first budget pays for the holes and the floor, which `__init__` found.
         began = now() if self.began is None else self.began
         self.began, self.end = None, began + self.limit_s
         self.search.began = began
+        # Without transfers exact solving has the last word, also where there is no plan.
         if self.exactly(budget_bytes, began + self.limit_s * PART) and not self.search.offload:
             return
+        # A search could only fail; `answer` refuses.
         if self.floor[0] > budget_bytes:
             return
         self.start_from_sqrt_n(budget_bytes)
@@ -234,19 +231,20 @@ class Auto:
         if not self.small:
             return False
         try:
-            found = solve_exactly(self.graph, budget_bytes, deadline=deadline)
+            exact = solve_exactly(self.graph, budget_bytes, deadline=deadline)
         except (MemoryError, TimeoutError):
             self.gave_up = True
             return False
-        if found is None:
+        if exact is None:
             return True
         plan = finished_plan(
             self.graph,
-            found.actions,
+            exact.actions,
             planner="exact",
-            peak_bytes=found.peak_bytes,
-            seconds=found.seconds,
-            lower_bound_seconds=0.0 if self.search.offload else found.seconds,
+            peak_bytes=exact.peak_bytes,
+            seconds=exact.seconds,
+            # A plan with transfers may be faster than the best one without.
+            lower_bound_seconds=0.0 if self.search.offload else exact.seconds,
         )
         self.plans.append(plan)
         return True
@@ -258,6 +256,7 @@ class Auto:
         takes a tenth of a second for three thousand ops, one for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
+        # Where everything can be kept there is nothing to begin from.
         if not self.from_sqrt_n or (own is not None and own.origin == "keep"):
             return
         report_progress("search", now() - self.search.began, self.limit_s, "sqrt_n")
@@ -281,10 +280,11 @@ class Auto:
             if plan is None:
                 raise error
         proven = (
-            it.lower_bound_seconds
-            for it in self.plans
-            if it.planner == "exact" and it.peak_bytes <= budget_bytes
+            plan.lower_bound_seconds
+            for plan in self.plans
+            if plan.planner == "exact" and plan.peak_bytes <= budget_bytes
         )
+        # What exact solving proved for this budget may be above the relaxation's bound.
         bound = max([self.search.bound(budget_bytes), *proven])
         plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
         log.info(
@@ -300,17 +300,20 @@ class Auto:
 
     def fastest(self, budget_bytes: int) -> Plan | None:
         """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
-        found = self.search.archive.best(budget_bytes)
+        candidate = self.search.archive.best(budget_bytes)
         others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
         if other is not None and (
-            found is None or (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
+            candidate is None
+            or (other.seconds, other.peak_bytes) < (candidate.seconds, candidate.peak_bytes)
         ):
             return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
-        return None if found is None else self.emitted(found, budget_bytes)
+        return None if candidate is None else self.emitted(candidate, budget_bytes)
 
-    def emitted(self, found: Candidate, budget_bytes: int | None) -> Plan:
-        return emit(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+    def emitted(self, candidate: Candidate, budget_bytes: int | None) -> Plan:
+        return emit(
+            self.search.shape, candidate.schedule, planner="auto", budget_bytes=budget_bytes
+        )
 
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
@@ -331,8 +334,8 @@ class Auto:
         search.end = end
         ended = self.shrink(search, floor)
         smallest = search.archive.smallest()
-        found = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
-        self.plans.append(found)
+        nearest = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
+        self.plans.append(nearest)
         least = min(self.plans[before:], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, peak_op(self.graph, least)
         if self.small and not self.search.offload:
@@ -341,7 +344,7 @@ class Auto:
         if size <= floor:
             text = f"no plan has a peak below {show_bytes(size)}, set by {where}"
         else:
-            how = "found" if ended else f"found in {self.limit_s:g} s, when the search was cut,"
+            how = "found" if ended else f"found in {self.limit_s:g} s, when the search was stopped,"
             text = (
                 f"the smallest peak {how} is {show_bytes(size)}, set by {where}; no plan can go "
                 f"below {show_bytes(floor)}, what {op!r} works on"
@@ -351,6 +354,7 @@ class Auto:
     def shrink(self, search: Search, low: int) -> bool:
         """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
         high = min(item.peak_bytes for item in search.archive.items)
+        # Bisection: `exactly` adds a plan where there is one.
         while self.small and high > low:
             middle = (low + high) // 2
             before = len(self.plans)

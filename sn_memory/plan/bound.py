@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.clock import counts_work, now, spend, units
-from ..graph.holes import Holes
-from ..graph.liveness import live_bytes
+from ..base.progress import counts_work, now, spend, units
+from ..graph.liveness import Holes, live_bytes
 
 # Units of work: to write an entry of the matrix, and a row in a pivot.
 ROW, PIVOT = 20, 1
@@ -31,16 +30,10 @@ ROW, PIVOT = 20, 1
 class Relaxed:
     """The linear program at one op: its value and who stays.
 
-    Parameters
-    ----------
-    at
-        The op.
-    seconds
-        The bound.
-    kept
-        Storage to the fraction of it that the relaxation has on the device then.
-    moved
-        Storage to the fraction that it has on the host then.
+    at : the op
+    seconds : the bound
+    kept : storage to the fraction of it that the relaxation has on the device then
+    moved : storage to the fraction that it has on the host then
     """
 
     at: int
@@ -59,7 +52,7 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
         bool(chain) and not _again(holes, chain[0]) and (not offload or holes.held[storage])
         for storage, chain in enumerate(holes.chain)
     ]
-    for storage in (it for it, stuck_there in enumerate(stays) if stuck_there):
+    for storage in (storage for storage, stuck_there in enumerate(stays) if stuck_there):
         mine = holes.of(storage)
         last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
         stuck[holes.start[mine[0]]] += holes.bytes[storage]
@@ -68,7 +61,7 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     best, at = graph.base_bytes, 0
     for op in range(count):
         here = holes.touched[op]
-        need = sum(holes.bytes[it] for it in here if not stays[it])
+        need = sum(holes.bytes[storage] for storage in here if not stays[storage])
         total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
         if total > best:
             best, at = total, op
@@ -79,6 +72,7 @@ def moments(holes: Holes, limit: int = 4) -> list[int]:
     """Return the ops worth a relaxation: where the most bytes wait for later ops."""
     curve = live_bytes(holes.graph)
     order = np.argsort(-curve, kind="stable")
+    # Neighbouring ops see nearly the same live storages: a relaxation of each would say the same.
     spacing = max(1, len(curve) // 50)
     chosen: list[int] = []
     for op in order.tolist():
@@ -124,6 +118,7 @@ def relax(
         for column, value in entries:
             rows.append(len(limits))
             columns.append(column)
+            # `linprog` knows upper limits only.
             values.append(-value)
         limits.append(-at_least)
 
@@ -131,6 +126,7 @@ def relax(
         storage: int, made_by: Sequence[int], extra: Sequence[tuple[int, float]], at_least: float
     ) -> None:
         here = [(place[storage], 1.0), (moved + place[storage], 1.0), *extra]
+        # A storage changed in place is made again by all its ops, so each of them is a row.
         for op in made_by:
             row([*here, (rerun + op, 1.0)] if recompute and _again(holes, op) else here, at_least)
 
@@ -162,15 +158,18 @@ def relax(
     room -= sum(holes.bytes[storage] for storage in arrays.outputs[at])
     if room < 0:
         return None
+    # As parts of the room: coefficients in bytes are far from the zeros and ones of other rows.
     scale = max(1.0, float(room))
     row([(place[s], -holes.bytes[s] / scale) for s in before if holes.bytes[s]], -room / scale)
-    again = [(rerun + op, -fastest[op]) for op in used]
+    reruns = [(rerun + op, -fastest[op]) for op in used]
     head, tail = sum(fastest[:at]), sum(fastest[at:])
-    row([(total, 1.0), *again], head + tail)
+    row([(total, 1.0), *reruns], head + tail)
+    # All that is moved is on the host at this moment: it left before the ops that are to come, and
+    # comes back after those that are done.
     out, back = graph.device.to_host_bytes_per_s, graph.device.to_device_bytes_per_s
     if offload and out is not None and back is not None:
         sizes = [(moved + place[s], float(holes.bytes[s])) for s in before]
-        row([(total, 1.0), *again, *((c, -size / (out * lanes)) for c, size in sizes)], tail)
+        row([(total, 1.0), *reruns, *((c, -size / (out * lanes)) for c, size in sizes)], tail)
         row([(total, 1.0), *((c, -size / (back * lanes)) for c, size in sizes)], head)
     cost = np.zeros(total + 1)
     cost[total] = 1.0
@@ -200,6 +199,7 @@ def _limit(deadline: float, rows: int) -> dict[str, float]:
     """Return what ends a linear program of so many rows: seconds, or counted pivots."""
     left = deadline - now()
     if counts_work():
+        # HiGHS holds the limit in 32 bits.
         return {"maxiter": min(units(left) // (PIVOT * rows), 2**31 - 1)}
     return {"time_limit": max(left, 0.0)}
 

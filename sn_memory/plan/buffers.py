@@ -1,7 +1,8 @@
 """The memory of a plan: who needs how many bytes from which action to which, and the sums of it.
 
 `pack` takes the buffers. Whatever asks for live bytes of actions takes them from here, but for
-`check/replay.py`, which shares nothing with the planner.
+`check.py`, which shares nothing with the planner. So does the error that no plan keeps a budget,
+which says where the peak is, and which budget can be had.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..base.errors import PlanError
-from ..graph.graph import Graph
-from .plan import Action, Plan
+from ..base.sizes import show_bytes
+from ..graph.graph import Graph, module_of
+from .plan import Action, BudgetError, Plan, budget_line, percent_kept
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def live_bytes(graph: Graph, actions: Sequence[Action]) -> list[int]:
     live = list(accumulate(change))[: len(actions)]
     sizes, names = graph.arrays.bytes, graph.storage_index
     for at, action in enumerate(actions):
+        # A buffer ends where its free begins, but the bytes are given back only by then.
         if action.kind == "free":
             live[at] += int(sizes[names[action.target]])
     return live
@@ -127,6 +130,7 @@ class _Walk:
     def run(self, at: int, op: int, way: int) -> None:
         for storage in self.graph.arrays.outputs[op]:
             name, size = self.graph.storages[storage].name, self.sizes[storage]
+            # An op that runs again writes all its outputs, also those that are still there.
             if name in self.present:
                 self.once(f"{name} (second copy)", at, size)
             else:
@@ -141,3 +145,86 @@ class _Walk:
                 (lower, end if upper is None else upper, size) for lower, upper, size in self.rows
             ),
         )
+
+
+def peak_op(graph: Graph, plan: Plan) -> str:
+    """Return the op that runs at the peak of a plan, or next after it."""
+    first = peak_action(graph, plan)
+    later = (action.target for action in plan.actions[first:] if action.kind == "run")
+    return next(later, graph.ops[-1].name)
+
+
+def placed(graph: Graph, op: str) -> str:
+    """Return an op's name for a message, with the path of its module."""
+    module = module_of(graph, op)
+    return f"{op!r} (module {module!r})" if module else repr(op)
+
+
+def refused(
+    text: str,
+    graph: Graph,
+    plan: Plan,
+    budget_bytes: int,
+    *,
+    op: str,
+    floor_bytes: int | None = None,
+    instead: str = "make the batch smaller",
+    nearest_bytes: int | None = None,
+) -> BudgetError:
+    """Return the error.
+
+    Parameters
+    ----------
+    text
+        What was found: the peak, and the op that sets it.
+    plan
+        The plan of the smallest peak that was found: the nearest budget that can be had is its.
+    op
+        The op at that peak.
+    floor_bytes
+        See BudgetError.
+    instead
+        What else than raising the budget may be done.
+    nearest_bytes
+        The nearest budget, where it is not the plan's peak but what is reserved for that.
+    """
+    nearest = plan.peak_bytes if nearest_bytes is None else nearest_bytes
+    # Made before its text, which quotes the percentage.
+    error = BudgetError(
+        "",
+        peak_bytes=nearest,
+        budget_bytes=budget_bytes,
+        op=op,
+        plan=plan,
+        floor_bytes=floor_bytes,
+        module=module_of(graph, op),
+        percent=percent_kept(nearest, plan.baseline_peak_bytes),
+    )
+    share = f', or "{error.percent}%" of the unplanned peak' if error.percent else ""
+    scratch = graph.ops[graph.op_index[op]].workspaces if op in graph.op_index else ()
+    if scratch:
+        least = min(workspace.bytes for workspace in scratch)
+        text += f"; {op!r} takes {show_bytes(least)} of scratch beside its tensors"
+    if budget_bytes < graph.base_bytes:
+        text += (
+            f"; parameters, inputs and what else is there whatever the plan take "
+            f"{show_bytes(graph.base_bytes)} alone"
+        )
+    error.args = (
+        f"{text}. The {budget_line(budget_bytes, nearest)}. The smallest budget that can be kept "
+        f"is {nearest} bytes{share}, with the plan in the attribute `plan` of this error. Raise "
+        f"the budget, or {instead}.",
+    )
+    return error
+
+
+def over_budget(
+    graph: Graph, plan: Plan, budget_bytes: int, *, what: str, instead: str
+) -> BudgetError:
+    """Return the error for a plan that needs more than the budget.
+
+    what, instead : what needs it, and what else one may do
+    """
+    op = peak_op(graph, plan)
+    text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
+    return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

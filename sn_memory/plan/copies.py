@@ -12,11 +12,85 @@ the copies of parameters and optimizer state as ops of the kinds `fetch` and `st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..cost.state_lanes import BY_HOST, COPIES
 from ..graph.graph import Graph
 from .buffers import live_bytes
 from .plan import Action
+
+COPIES = ("fetch", "store", "bring")
+BY_HOST = "host update"
+
+
+@dataclass(frozen=True)
+class LaneSeconds:
+    """What a step takes.
+
+    seconds : when the last op, the last copy and the last update by the host have ended
+    ops_s, copies_s, host_s : summed seconds of ops, of copies, and of updates by the host
+    """
+
+    seconds: float
+    ops_s: float
+    copies_s: float
+    host_s: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The share of what copies and host take that passed beside ops; 1 where it is nothing."""
+        beside = self.copies_s + self.host_s
+        if not beside:
+            return 1.0
+        return 1.0 - min(1.0, max(0.0, self.seconds - self.ops_s) / beside)
+
+
+def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneSeconds:
+    """Return when these actions (kind, target, way) of a plan end, copies on their lanes.
+
+    `graph/hosted.py` writes a fetch as an op, whose seconds the search counts as if the ops waited
+    for it. Carried out it is a copy: it starts where the plan runs it, behind the copies before it
+    on its lane, and the first op to read what it brings waits for it. Memory that a store reads is
+    given back when the store has ended. The host makes its updates one after the other, each when
+    its gradient is there.
+
+    Only the kinds `run` and `free` are known: what else moves is priced by `cost/offload.py`.
+    """
+    arrays, index, names = graph.arrays, graph.op_index, graph.storage_index
+    clock = back = out = host = ops_s = copies_s = host_s = 0.0
+    ready: dict[int, float] = {}
+    leaving: dict[int, float] = {}
+    # Since when what is on the host is as somebody wrote it.
+    written: dict[int, float] = {}
+    for kind, target, way in actions:
+        if kind == "free":
+            storage = names[target]
+            clock = max(clock, leaving.pop(storage, 0.0), ready.pop(storage, 0.0))
+            continue
+        op = index[target]
+        seconds = arrays.seconds[op][way]
+        what = graph.ops[op].kind
+        came = max((written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
+        arrived = max((ready.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
+        if what == BY_HOST:
+            host_s += seconds
+            host = max(host, clock, came) + seconds
+            written.update(dict.fromkeys(arrays.writes[op], host))
+            continue
+        if what not in COPIES:
+            clock = max(clock, arrived) + seconds
+            ops_s += seconds
+            continue
+        copies_s += seconds
+        if what == "store":
+            out = max(out, clock, arrived) + seconds
+            leaving.update(dict.fromkeys(arrays.reads[op], out))
+            written.update(dict.fromkeys(arrays.writes[op], out))
+        else:
+            back = max(back, clock, came) + seconds
+            ready.update(dict.fromkeys((*arrays.outputs[op], *arrays.writes[op]), back))
+    end = max([clock, out, host, *ready.values()])
+    return LaneSeconds(end, ops_s, copies_s, host_s)
+
 
 # Windows are so many times what a copy takes, where there is room. Small copies are the many, and a
 # lane that is a thread wakes milliseconds late where the machine has other work.
@@ -39,10 +113,11 @@ def spread_copies(
     times
         How many times its own seconds a copy gets, where there is room.
     """
-    lanes = any(it.kind in ("offload", "prefetch") for it in actions)
+    lanes = any(action.kind in ("offload", "prefetch") for action in actions)
     if lanes and not graph.device.can_offload:
         return tuple(actions)
     row = _Row(graph, list(actions), room_bytes, times)
+    # Above the room already: nothing may move.
     if max(row.live, default=0) > room_bytes:
         return tuple(actions)
     for _ in range(_PASSES):
@@ -96,16 +171,19 @@ class _Row:
         if action.kind == "run":
             return self.graph.arrays.seconds[self.index[action.target]][action.way]
         device = self.graph.device
-        out = action.kind == "offload"
-        speed = device.to_host_bytes_per_s if out else device.to_device_bytes_per_s
-        assert speed is not None
-        return device.transfer_latency_s + self.bytes[self.names[action.target]] / speed
+        size = self.bytes[self.names[action.target]]
+        return device.to_host_s(size) if action.kind == "offload" else device.to_device_s(size)
 
     def start_earlier(self) -> bool:
         """Move each copy back to an earlier action, the last one first; say whether any moved."""
         moved = False
         taken = float("inf")  # from when on a later copy has the lane
-        backs = [at for at, it in enumerate(self.actions) if self.is_copy(it, "prefetch", "fetch")]
+        backs = [
+            at
+            for at, action in enumerate(self.actions)
+            if self.is_copy(action, "prefetch", "fetch")
+        ]
+        # The last one first, so that it is out of the way of those before it.
         for at in reversed(backs):
             action, seconds = self.actions[at], self.copy_seconds(self.actions[at])
             reads, (storage,) = self.ends(action)
@@ -132,6 +210,7 @@ class _Row:
         for at, action in enumerate(self.actions):
             if self.is_copy(action, "offload", "store"):
                 seconds = self.copy_seconds(action)
+                # One lane: a copy out starts when the one before it has ended.
                 lane = max(lane, self.clock[at]) + seconds
                 end = lane + (self.times - 1) * seconds
                 ends.update(dict.fromkeys(self.ends(action)[0], end))
@@ -169,9 +248,10 @@ class _Row:
     def move(self, at: int, to: int, size: int) -> None:
         """Move an action; so many bytes more are live during those that it passes."""
         first, last = (to, at) if to < at else (at + 1, to + 1)
-        self.live[first:last] = [it + size for it in self.live[first:last]]
+        self.live[first:last] = [live + size for live in self.live[first:last]]
         self.actions.insert(to, self.actions.pop(at))
         self.live.insert(to, self.live.pop(at))
         self.clock.insert(to, self.clock.pop(at))
+        # It keeps no lane of the ops busy, so it starts when its new neighbour does.
         near = to + 1 if to < at else to - 1
         self.live[to], self.clock[to] = self.live[near], self.clock[near]

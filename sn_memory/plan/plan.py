@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import PlanError
-from ..base.fields import Fields, is_count, is_text, load, show
-from ..base.sizes import decided_line, peak_line, seconds_line, show_bytes
+from ..base.sizes import (
+    Fields,
+    decided_line,
+    is_count,
+    is_text,
+    load,
+    peak_line,
+    seconds_line,
+    show,
+    show_bytes,
+)
 
 FORMAT: Final = "sn_memory.plan.v1"
 KINDS: Final = ("run", "free", "offload", "prefetch")
@@ -137,7 +146,10 @@ class Plan:
                 f"Plan of {self.graph_name or 'a graph'} by {self.planner}, {len(self.actions)} "
                 f"actions, found in {self.solve_s:.2g} s",
                 peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
-                decided_line(((it.technique, it.bytes) for it in self.decisions), "storages"),
+                decided_line(
+                    ((decision.technique, decision.bytes) for decision in self.decisions),
+                    "storages",
+                ),
                 f"{seconds_line(self.baseline_seconds, self.seconds)}{gap}",
                 *self.notes,
             )
@@ -228,6 +240,7 @@ class BudgetError(RuntimeError):
 
 def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
     """Return the fewest whole percent of a peak that keep another; None where it is no smaller."""
+    # Rounded up: a part of a percent less would break the budget.
     return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
@@ -251,6 +264,7 @@ def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
                 f"actions[{at}][0]: got {show(row[0])}, expected one of {', '.join(KINDS)}."
             )
         way = row[2] if len(row) == 3 else 0
+        # True is an int in Python, but no number of a way.
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
             raise PlanError(
                 f"actions[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
@@ -279,6 +293,7 @@ def budget_line(budget_bytes: int, peak_bytes: int) -> str:
 
     peak_bytes : the smallest that can be had
     """
+    # No step takes 100 bytes; somebody who asks for that many means percent.
     meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
@@ -344,7 +359,10 @@ def _to_text(plan: Plan) -> str:
         json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})
         for item in plan.decisions
     ]
-    actions = [json.dumps(list(it) if it.way else list(it[:2])) for it in plan.actions]
+    actions = [
+        json.dumps(list(action) if action.way else list(action[:2])) for action in plan.actions
+    ]
+    # One record a line, so that two plans can be compared by line.
     for key, rows, end in (("decisions", decisions, ","), ("actions", actions, "")):
         body = ",\n".join(rows)
         lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')

@@ -21,18 +21,20 @@ fifty times slower, and tests compare the two bit by bit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from ..base import native
-from ..base.clock import spend
-from ..cost.offload import windows
-from ..cost.schedule import HostCopy, Impossible, Schedule
-from ..graph.graph import Ints, Ints32
-from ..graph.holes import Holes
+from ..base.errors import PlanError, core
+from ..base.progress import spend
+from ..cost.offload import BESIDE, HostCopy, Impossible, Schedule, lane_seconds, windows
+from ..graph.graph import Floats, Graph, Ints, Ints32
+from ..graph.liveness import KEEP, Holes, baseline_seconds, holes, unplanned_bytes
+from .plan import DECISIONS, Action, Decision, Plan
 
 # Units of work an op, most of them to bring what was found to Python.
 AROUND = 10
@@ -64,10 +66,10 @@ def simulate(
     need what cannot be made again.
     """
     spend(AROUND * len(holes.graph.ops))
-    found = compiled(holes).simulate(choice, moves)
-    if found is None:
+    simulated = compiled(holes).simulate(choice, moves)
+    if simulated is None:
         raise Impossible
-    ops, at, intervals, live, host_copies, seconds = found
+    ops, at, intervals, live, host_copies, seconds = simulated
     return Schedule(
         ops, at, intervals, live, seconds, tuple(HostCopy(*host_copy) for host_copy in host_copies)
     )
@@ -92,19 +94,15 @@ def simulate_moved(
                 needed[hole] = schedule.at[host_copy.fetched]
     if not needed:
         return schedule, first
-    again = windows(holes, moved, needed)
-    return simulate(holes, choice, again), again
+    narrowed = windows(holes, moved, needed)
+    return simulate(holes, choice, narrowed), narrowed
 
 
 class Compiled:
     """The holes of a graph in the extension. For one thread at a time.
 
-    Parameters
-    ----------
-    core
-        The extension.
-    holes
-        What it is to work on.
+    core : the extension
+    holes : what it is to work on
     """
 
     def __init__(self, core: Any, holes: Holes) -> None:
@@ -120,6 +118,7 @@ class Compiled:
             _column(holes.storage),
             _column(holes.start),
             _column(holes.end),
+            # Infinity is no int64; the number of ops means never as well.
             _column(int(min(op, last)) for op in holes.expires),
             _column(holes.bytes),
             _column(holes.workspace),
@@ -137,10 +136,10 @@ class Compiled:
 
     def simulate(self, choice: Sequence[int], moves: Moves | None) -> Simulated | None:
         """Return what `simulate.simulate` makes a Schedule of; None for an impossible choice."""
-        found = self._core.simulate(self._tables, _column(choice), _moves(moves))
-        if found is None:
+        simulated = self._core.simulate(self._tables, _column(choice), _moves(moves))
+        if simulated is None:
             return None
-        ops, at, intervals, live, host_copies, seconds = found
+        ops, at, intervals, live, host_copies, seconds = simulated
         return (
             self._listed(np.frombuffer(ops, np.int32)),
             self._listed(np.frombuffer(at, np.int32)),
@@ -165,11 +164,11 @@ class Compiled:
         """Return the choice that `greedy.fit` finds."""
         held = _column(choice)
         weights = np.array(factors, np.float64)
-        found, work = self._core.fit(
+        has_fit, work = self._core.fit(
             self._tables, held, _moves(moves), weights, budget_bytes, self._dear, rounds, late
         )
         spend(work)
-        return self._listed(held) if found else None
+        return self._listed(held) if has_fit else None
 
     def _listed(self, numbers: Ints | Ints32) -> list[int]:
         """Return numbers of ops, or KEEP, as a list; equal ones are one object in all lists.
@@ -202,7 +201,7 @@ class Compiled:
         moved: Sequence[int],
         budget_bytes: int,
         late: Until,
-        lanes: tuple[float, float, float, int],
+        lanes: tuple[float, Floats, Floats, int],
         heat: tuple[float, float],
         *,
         tries: int,
@@ -226,9 +225,9 @@ class Compiled:
 def compiled(holes: Holes) -> Compiled:
     """Return holes in the extension, handed over once."""
     if "compiled" not in holes.memo:
-        holes.memo["compiled"] = Compiled(native.core(), holes)
-    found: Compiled = holes.memo["compiled"]
-    return found
+        holes.memo["compiled"] = Compiled(core(), holes)
+    handle: Compiled = holes.memo["compiled"]
+    return handle
 
 
 def _column(values: Iterable[int]) -> Ints:
@@ -241,3 +240,222 @@ def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 def _moves(moves: Moves | None) -> Ints:
     return np.array([(hole, *ends) for hole, ends in (moves or {}).items()], np.int64).reshape(-1)
+
+
+def emit(
+    shape: Holes,
+    schedule: Schedule,
+    *,
+    planner: str,
+    budget_bytes: int | None = None,
+    lower_bound_seconds: float | None = None,
+    solve_s: float = 0.0,
+    reasons: Mapping[int, str] | None = None,
+) -> Plan:
+    """Return the plan of a schedule; `reasons` per storage replace the general sentence.
+
+    Without a bound of the planner's own, the seconds of all ops run once in their fastest way are
+    the bound.
+    """
+    plan = finished_plan(
+        shape.graph,
+        _actions(shape, schedule),
+        planner=planner,
+        reasons=reasons,
+        peak_bytes=schedule.peak_bytes or shape.graph.base_bytes,
+        seconds=lane_seconds(shape, schedule),
+        lower_bound_seconds=lower_bound_seconds,
+    )
+    return replace(plan, budget_bytes=budget_bytes, solve_s=solve_s)
+
+
+def finished_plan(
+    graph: Graph,
+    actions: Sequence[Action],
+    *,
+    planner: str,
+    peak_bytes: int,
+    seconds: float,
+    reasons: Mapping[int, str] | None = None,
+    asked: Mapping[int, int] | None = None,
+    lower_bound_seconds: float | None = None,
+) -> Plan:
+    """Return a plan with what follows from its graph; without a bound, that of all ops run once."""
+    least = sum(min(options) for options in graph.arrays.seconds)
+    bound = least if lower_bound_seconds is None else lower_bound_seconds
+    return Plan(
+        actions=tuple(actions),
+        decisions=decisions_of(graph, actions, reasons, asked),
+        planner=planner,
+        peak_bytes=peak_bytes,
+        seconds=seconds,
+        # Both are sums of the same terms in another order; a bound above by rounding is no bound.
+        lower_bound_seconds=min(bound, seconds),
+        baseline_peak_bytes=unplanned_bytes(graph),
+        baseline_seconds=baseline_seconds(graph),
+        seconds_sources=graph.seconds_sources,
+        graph_name=graph.name,
+    )
+
+
+def plan_from_decisions(
+    graph: Graph,
+    decisions: Mapping[str, str],
+    *,
+    planner: str,
+    budget_bytes: int | None = None,
+    reasons: Mapping[str, str] | None = None,
+) -> Plan:
+    """Return the plan that carries decisions out, storage by storage.
+
+    Parameters
+    ----------
+    decisions
+        Storage or alias name to `keep`, `recompute`, `recompute_each` or `offload`. A storage that
+        is not named is held to its last use. One that is named `keep` is held longer, while
+        rebuilds still start from it. The others leave in their longest hole; `recompute_each` in
+        all holes after that one too.
+    planner
+        Name of the planner, for the plan.
+    budget_bytes
+        Written into the plan; keeping it is the caller's business.
+    reasons
+        Storage name to a sentence for people.
+
+    Raises
+    ------
+    PlanError
+        For a name there is not, a technique that is not allowed for it, or decisions that cannot be
+        carried out together.
+    """
+    shape = holes(graph)
+    choice, moved = shape.natural(), {}
+    for name, technique in decisions.items():
+        if name not in graph.storage_index:
+            raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
+        if technique not in DECISIONS:
+            raise PlanError(
+                f"decisions[{name!r}]: got {technique!r}, expected keep, recompute, recompute_each "
+                "or offload."
+            )
+        storage = graph.storage_index[name]
+        mine = shape.of(storage)
+        # Nothing to decide: it is resident, or has no gap that it could spend on the host.
+        if not mine or (len(mine) == 1 and technique == "offload"):
+            continue
+        if technique == "keep":
+            choice[mine[-1]] = KEEP
+        elif technique == "offload" and shape.held[storage]:
+            raise PlanError(
+                f"decisions[{name!r}]: got 'offload', but it is referenced outside the step, so "
+                "nothing would be freed. Keep it."
+            )
+        elif technique == "offload":
+            moved[shape.main(storage)] = BESIDE
+        else:
+            if not shape.rebuildable[storage]:
+                raise PlanError(
+                    f"decisions[{name!r}]: got {technique!r}, but its ops may not run twice. Keep "
+                    "or offload it."
+                )
+            main = shape.main(storage)
+            # 0 rebuilds once and holds, the number of ops rebuilds for each use; see simulate.py.
+            for hole in mine:
+                if hole == main or (hole > main and technique == "recompute_each"):
+                    choice[hole] = 0 if technique == "recompute" else len(graph.ops)
+            if shape.stays[mine[-1]]:
+                choice[mine[-1]] = KEEP
+    named = {graph.storage_index[name]: text for name, text in (reasons or {}).items()}
+    try:
+        schedule = simulate(shape, choice, windows(shape, moved))
+    except Impossible:
+        raise PlanError(
+            f"{planner}: these decisions cannot be carried out together: a rebuild would start "
+            "from a storage that is on the host, has changed since, or cannot be made again. Keep "
+            "that storage."
+        ) from None
+    return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
+
+
+def decisions_of(
+    graph: Graph,
+    actions: Iterable[Action],
+    reasons: Mapping[int, str] | None = None,
+    asked: Mapping[int, int] | None = None,
+) -> tuple[Decision, ...]:
+    """Return the decisions that actions amount to, seen from how often each storage is made.
+
+    reasons : per storage, a sentence in place of the general one
+    asked : how often each was made because somebody asked for it, where that is known; else it
+        counts whenever it comes out of an op and is not on the device
+    """
+    arrays, device = graph.arrays, graph.device
+    times_made: Counter[int] = Counter()
+    cost: dict[int, float] = {}
+    present: set[int] = set()
+    offloaded: set[int] = set()
+    ran: set[int] = set()
+    for kind, target, way in actions:
+        if kind == "run":
+            op = graph.op_index[target]
+            fresh = [storage for storage in arrays.outputs[op] if storage not in present]
+            present.update(fresh)
+            times_made.update(fresh)
+            # A write in place makes nothing anew, and its rerun is paid for what it writes.
+            changed = fresh or arrays.writes[op]
+            for storage in changed if op in ran else ():
+                # Several storages that come out of one rerun share its seconds.
+                share = arrays.seconds[op][way] / len(changed)
+                cost[storage] = cost.get(storage, 0.0) + share
+            ran.add(op)
+            continue
+        storage = graph.storage_index[target]
+        if kind == "free":
+            present.discard(storage)
+        elif kind == "offload":
+            offloaded.add(storage)
+        else:
+            present.add(storage)
+    if asked is not None:
+        times_made = Counter(asked)
+    result = []
+    for number, record in enumerate(graph.storages):
+        times, size = times_made[number], int(arrays.bytes[number])
+        if not times:
+            continue
+        seconds = cost.get(number, 0.0)
+        if number in offloaded:
+            technique, text = "offload", "spends its longest gap on the host"
+            seconds = device.to_host_s(size) + device.to_device_s(size)
+        elif times == 1:
+            technique, text = "keep", "on the device from its making to its last use"
+            size, seconds = 0, 0.0
+        else:
+            technique = "recompute" if times == 2 else "recompute_each"
+            text = f"made {times} times, for {seconds:.3g} s more"
+        text = (reasons or {}).get(number, text) if technique != "keep" else text
+        result.append(Decision(record.name, technique, text, size, seconds))
+    return tuple(result)
+
+
+def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
+    """Write a schedule down as the actions of a plan."""
+    graph = holes.graph
+    ways = schedule.ways or (0,) * len(schedule.ops)
+    names = [storage.name for storage in graph.storages]
+    after: list[list[Action]] = [[] for _ in schedule.ops]
+    before: list[list[Action]] = [[] for _ in schedule.ops]
+    end = len(schedule.ops) - 1
+    for host_copy in schedule.host_copies:
+        # Before the frees below: the copy out has to start while the storage is there.
+        after[host_copy.left].append(Action("offload", names[host_copy.storage]))
+        before[host_copy.fetched].append(Action("prefetch", names[host_copy.storage]))
+    for storage, _, run in schedule.intervals.tolist():
+        if run != end or not graph.storages[storage].keep:
+            after[run].append(Action("free", names[storage]))
+    result: list[Action] = []
+    for run, op in enumerate(schedule.ops):
+        result += before[run]
+        result.append(Action("run", graph.ops[op].name, ways[run]))
+        result += after[run]
+    return tuple(result)

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.sizes import show_bytes
-from ..cost.state_lanes import BY_HOST, LaneSeconds, lane_seconds
 from ..graph.graph import Graph
 from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, update_seconds, with_state
 from .buffers import live_bytes
-from .copies import spread_copies
+from .copies import BY_HOST, LaneSeconds, lane_seconds, spread_copies
 from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
@@ -86,22 +85,13 @@ def plan_state(
 ) -> StatePlan:
     """Return the fastest plan found of a step with its updates, and what of the state moves.
 
-    Parameters
-    ----------
-    graph
-        Forward and backward pass.
-    units
-        Its parameters.
-    budget_bytes
-        The most that is live on the device.
-    planner
-        Plans a graph within so many bytes; raises BudgetError.
-    update
-        As in `with_state`.
-    updaters
-        Who may update what lies on the host.
-    places
-        Where what moves may lie; see `with_state`.
+    graph : forward and backward pass
+    units : its parameters
+    budget_bytes : the most that is live on the device
+    planner : plans a graph within so many bytes; raises BudgetError
+    update : as in `with_state`
+    updaters : who may update what lies on the host
+    places : where what moves may lie; see `with_state`
 
     Raises
     ------
@@ -123,8 +113,9 @@ def plan_state(
     return best
 
 
-def _ends(found: StatePlan) -> tuple[float, float]:
-    return found.seconds, found.lanes.copies_s
+def _ends(state_plan: StatePlan) -> tuple[float, float]:
+    # Of two that end together the one that copies less.
+    return state_plan.seconds, state_plan.lanes.copies_s
 
 
 def _shared(
@@ -132,7 +123,7 @@ def _shared(
 ) -> Iterator[StatePlan]:
     """Plan with some of the host's updates made by the device."""
     late = [
-        it.name.removeprefix(HOST_UPDATE) for it in reversed(best.graph.ops) if it.kind == BY_HOST
+        op.name.removeprefix(HOST_UPDATE) for op in reversed(best.graph.ops) if op.kind == BY_HOST
     ]
     counts = {round(share * len(late)) for share in SHARES} - {0, len(late)}
     for count in sorted(counts):
@@ -153,8 +144,8 @@ def _counted(
     places: Sequence[str],
 ) -> StatePlan:
     """Return the fastest plan found over the number of units on the host, all updated alike."""
-    moves = [it for it in moves_of(graph, units) if it[1] in places]
-    updaters = {it.parameter: by for it in units}
+    moves = [move for move in moves_of(graph, units) if move[1] in places]
+    updaters = {unit.parameter: by for unit in units}
     # A plan of a deep net is tens of thousands of actions: none is held but the best so far.
     best: StatePlan | None = None
     keeps: dict[int, bool] = {}
@@ -164,20 +155,22 @@ def _counted(
         nonlocal best
         if count not in keeps:
             try:
-                found = planned_with(
+                state_plan = planned_with(
                     graph, units, dict(moves[:count]), budget_bytes, planner, update=update,
                     updaters=updaters,
                 )  # fmt: skip
             except BudgetError:
+                # With everything on the host there is nothing left to try.
                 if count == len(moves):
                     raise
                 keeps[count] = False
                 return False
             keeps[count] = True
-            if best is None or _ends(found) < _ends(best):
-                best = found
+            if best is None or _ends(state_plan) < _ends(best):
+                best = state_plan
         return keeps[count]
 
+    # First, as it raises where no number of units keeps the budget.
     kept(len(moves))
     low, high = 0, len(moves)  # the fewest that keep the budget are in here
     if kept(0):
@@ -196,12 +189,18 @@ def _counted(
 
 def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:
     """Return what may move to the host, in the order in which it does: (parameter, place)."""
-    able = [it for it in units if it.movable]
-    size = {it.parameter: graph.storages[graph.storage_index[it.parameter]].bytes for it in able}
-    states = sorted((it for it in able if it.gradient and it.state_bytes),
-                    key=lambda it: (-it.state_bytes, it.parameter))  # fmt: skip
-    whole = sorted(able, key=lambda it: (-size[it.parameter], it.parameter))
-    return [*((it.parameter, "state") for it in states), *((it.parameter, "host") for it in whole)]
+    able = [unit for unit in units if unit.movable]
+    size = {
+        unit.parameter: graph.storages[graph.storage_index[unit.parameter]].bytes for unit in able
+    }
+    # Names break ties, so that the order does not depend on that of the parameters.
+    states = sorted((unit for unit in able if unit.gradient and unit.state_bytes),
+                    key=lambda unit: (-unit.state_bytes, unit.parameter))  # fmt: skip
+    whole = sorted(able, key=lambda unit: (-size[unit.parameter], unit.parameter))
+    return [
+        *((state.parameter, "state") for state in states),
+        *((unit.parameter, "host") for unit in whole),
+    ]
 
 
 def planned_with(
@@ -212,6 +211,7 @@ def planned_with(
     by = updaters or {}
     whole = with_state(graph, units, places, update=update, updaters=by)
     later = step_peak(whole, units, places, by) if update == "step" else 0
+    # Before any search: no plan of the graph makes the optimizer's step smaller.
     if later > budget_bytes:
         raise BudgetError(
             f"the optimizer's step needs {show_bytes(later)}, for what stays on the device and the "
@@ -220,12 +220,14 @@ def planned_with(
             peak_bytes=later, budget_bytes=budget_bytes, op="optimizer.step",
         )  # fmt: skip
     plan = planner(whole, budget_bytes)
-    if all(it.kind in ("run", "free") for it in plan.actions):
+    if all(action.kind in ("run", "free") for action in plan.actions):
         actions = spread_copies(whole, plan.actions, budget_bytes)
         peak = max(live_bytes(whole, actions), default=plan.peak_bytes)
         plan = replace(plan, actions=actions, peak_bytes=peak)
-    every = {it.parameter: places.get(it.parameter, "device") for it in units}
-    moved = (it.parameter for it in units if it.gradient and every[it.parameter] != "device")
+    every = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
+    moved = (
+        unit.parameter for unit in units if unit.gradient and every[unit.parameter] != "device"
+    )
     who = {name: by.get(name, "device") for name in moved}
     lanes = lane_seconds(whole, plan.actions)
     step_s = step_seconds(graph, units, every, who) if update == "step" else 0.0
@@ -255,19 +257,21 @@ def step_peak(
     state and scratch memory of one unit.
     """
     by = updaters or {}
-    size = {it.name: it.bytes for it in whole.storages}
-    kept = (it.bytes for it in whole.storages if it.role == "gradient" and it.keep)
+    size = {storage.name: storage.bytes for storage in whole.storages}
+    kept = (
+        storage.bytes for storage in whole.storages if storage.role == "gradient" and storage.keep
+    )
     each = (
         sum(
             step_bytes(
-                it,
-                places.get(it.parameter, "device"),
-                size[it.parameter],
-                by.get(it.parameter, "device"),
+                unit,
+                places.get(unit.parameter, "device"),
+                size[unit.parameter],
+                by.get(unit.parameter, "device"),
             )
         )
-        for it in units
-        if it.gradient is not None
+        for unit in units
+        if unit.gradient is not None
     )
     return whole.base_bytes + sum(kept) + max(each, default=0)
 

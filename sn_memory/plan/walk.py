@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from ..base.clock import spend
+from ..base.progress import spend
 from ..graph.graph import Graph
-from .emit import finished_plan
 from .plan import Action, Plan
+from .simulate import finished_plan
 
 # Units of work to note a run, and to carry an event out.
 RUN = EVENT = 100
@@ -115,8 +115,8 @@ def origins(graph: Graph) -> Origins:
         droppable[storage] = until >= last_use[storage] and not bool(arrays.keep[storage])
     # What a backward op still changes is not ours to move between the two passes.
     forward = [
-        bool(made) and forward_op[made[0]] and made[-1] <= last_forward[storage]
-        for storage, made in enumerate(makers)
+        bool(makers_of) and forward_op[makers_of[0]] and makers_of[-1] <= last_forward[storage]
+        for storage, makers_of in enumerate(makers)
     ]
     return Origins(makers, last_use, last_forward, first_backward, expiry, droppable, forward)
 
@@ -137,12 +137,8 @@ class Event(NamedTuple):
 class Walk:
     """A walk over a graph that notes events.
 
-    Attributes
-    ----------
-    present
-        Storages that can be read: on the device, as far as the policy knows.
-    host
-        Storages whose only copy is on the host.
+    present : storages that can be read: on the device, as far as the policy knows
+    host : storages whose only copy is on the host
     """
 
     graph: Graph
@@ -168,7 +164,7 @@ class Walk:
         Recursion would break on deep nets, so what is left to do is a stack of tasks: `(storage,
         None)` asks for a storage, `(storage, op)` runs one of its makers.
         """
-        arrays, made = self.graph.arrays, []
+        arrays, rebuilt = self.graph.arrays, []
         tasks: list[tuple[int, int | None]] = [(s, None) for s in reversed(list(storages))]
         while tasks:
             storage, op = tasks.pop()
@@ -181,8 +177,8 @@ class Walk:
                     tasks.append((storage, maker))
                     tasks.extend((s, None) for s in reversed(arrays.reads[maker]) if s != storage)
             else:
-                made += self._rerun(storage, op)
-        return made
+                rebuilt += self._rerun(storage, op)
+        return rebuilt
 
     def offload(self, storage: int) -> None:
         """Start copying a storage out; it stays readable until `leave`."""
@@ -254,6 +250,7 @@ def follow(
             continue
         if storage in offloaded:
             leaves.setdefault(origin.last_forward[storage], []).append(storage)
+            # Copied out as soon as it is complete, read until its last forward use.
             starts.setdefault(makers[-1], []).append(storage)
         elif storage not in kept and origin.droppable[storage]:
             leaves.setdefault(origin.last_forward[storage], []).append(storage)
@@ -263,10 +260,10 @@ def follow(
             for storage in pending_copies:
                 walk.settle(storage)
             pending_copies.clear()
-        made = walk.bring(
+        rebuilt = walk.bring(
             s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
         )
-        for storage in _forget(walk, made, each, offloaded, op):
+        for storage in _forget(walk, rebuilt, each, offloaded, op):
             walk.offload(storage)
             walk.leave(storage)
             walk.settle(storage)
@@ -283,17 +280,17 @@ def follow(
 
 
 def _forget(
-    walk: Walk, made: list[int], each: Container[int], offloaded: Container[int], op: int
+    walk: Walk, rebuilt: list[int], each: Container[int], offloaded: Container[int], op: int
 ) -> list[int]:
     """Drop what was rebuilt and used to rebuild more; return what can wait on the host again.
 
     What nothing was rebuilt from stays: it is what the op asked for.
     """
     origin, reads = walk.origin, walk.graph.arrays.reads
-    sources = {s: {x for m in origin.makers[s] for x in reads[m]} - {s} for s in made}
+    sources = {s: {x for m in origin.makers[s] for x in reads[m]} - {s} for s in rebuilt}
     stepping = set().union(*sources.values())
     waiting: dict[int, None] = {}
-    for storage in made:
+    for storage in rebuilt:
         if storage in each and storage in stepping:
             walk.present.discard(storage)
             if origin.last_use[storage] > op:
@@ -308,6 +305,7 @@ def fetch_ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Eve
     for event in events:
         if event.kind == "prefetch":
             place = len(result)
+            # It cannot start before its own copy out.
             while place > left[event.number]:
                 place -= 1
                 before = result[place]
@@ -318,6 +316,7 @@ def fetch_ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Eve
                 ):
                     break
             else:
+                # No checkpoint in between: right before its reader.
                 place = len(result)
             result.insert(place, event)
             left = {s: at + (at > place) for s, at in left.items()}
@@ -331,17 +330,10 @@ def fetch_ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Eve
 class Meter:
     """What is on the device, and when each lane is free.
 
-    Parameters
-    ----------
-    graph
-        What is carried out.
-    within_bytes
-        Take the fastest way of each op that fits into this; None takes the default way.
+    graph : what is carried out
+    within_bytes : take the fastest way of each op that fits into this; None takes the default way
 
-    Attributes
-    ----------
-    dead
-        Storages that nobody reads any more, but whose copy to the host is not complete.
+    dead : storages that nobody reads any more, but whose copy to the host is not complete
     """
 
     def __init__(self, graph: Graph, within_bytes: int | None = None) -> None:
@@ -360,10 +352,10 @@ class Meter:
     def run(self, op: int) -> list[int]:
         """Run an op; return the outputs that had to be allocated."""
         arrays = self.graph.arrays
-        made = [s for s in arrays.outputs[op] if s not in self.present]
+        allocated = [s for s in arrays.outputs[op] if s not in self.present]
         twice = sum(self.sizes[s] for s in arrays.outputs[op] if s in self.present)
-        self.present.update(made)
-        self.live += sum(self.sizes[s] for s in made)
+        self.present.update(allocated)
+        self.live += sum(self.sizes[s] for s in allocated)
         way = self._way(op, twice)
         self.actions.append(Action("run", self.graph.ops[op].name, way))
         self._reach(self.live + twice + arrays.workspace_bytes[op][way])
@@ -371,7 +363,7 @@ class Meter:
         self.compute = start + arrays.seconds[op][way]
         for storage in (*arrays.outputs[op], *arrays.writes[op]):
             self.ready[storage] = self.compute
-        return made
+        return allocated
 
     def _way(self, op: int, twice: int) -> int:
         spaces, seconds = self.graph.arrays.workspace_bytes[op], self.graph.arrays.seconds[op]
@@ -379,6 +371,7 @@ class Meter:
             return 0
         left = self.within_bytes - self.live - twice
         fitting = [way for way, space in enumerate(spaces) if space <= left]
+        # Over the limit in any way: the least scratch memory breaks it least.
         if not fitting:
             return min(range(len(spaces)), key=lambda way: (spaces[way], seconds[way]))
         return min(fitting, key=lambda way: (seconds[way], spaces[way]))
@@ -407,18 +400,13 @@ class Meter:
 
     def offload(self, storage: int) -> None:
         """Start copying to the host."""
-        device = self.graph.device
-        assert device.to_host_bytes_per_s is not None
         self._note("offload", storage)
         start = max(self.down, self.ready.get(storage, 0.0), self.compute)
-        wire = self.sizes[storage] / device.to_host_bytes_per_s
-        self.down = start + device.transfer_latency_s + wire
+        self.down = self.graph.device.to_host_s(self.sizes[storage], start)
         self.copied[storage] = self.leaving[storage] = self.down
 
     def prefetch(self, storage: int) -> None:
         """Start copying back, into memory that is allocated now."""
-        device = self.graph.device
-        assert device.to_device_bytes_per_s is not None
         if storage in self.present:
             self.free(storage)
         self._note("prefetch", storage)
@@ -426,8 +414,8 @@ class Meter:
         self.live += self.sizes[storage]
         self._reach(self.live)
         start = max(self.up, self.copied.pop(storage), self.compute)
-        wire = self.sizes[storage] / device.to_device_bytes_per_s
-        self.ready[storage] = self.up = start + device.transfer_latency_s + wire
+        self.up = self.graph.device.to_device_s(self.sizes[storage], start)
+        self.ready[storage] = self.up
 
     def _note(self, kind: str, storage: int) -> None:
         self.actions.append(Action(kind, self.graph.storages[storage].name))
@@ -446,24 +434,19 @@ def carry_out(
 ) -> Plan:
     """Turn a sequence into a plan.
 
-    Parameters
-    ----------
-    events
-        What a Walk noted; every op of the graph runs at least once.
-    reasons
-        Storage -> why it is rebuilt or offloaded, for those that are.
-    within_bytes
-        Take the fastest way that fits into this at each op; None takes the default way.
+    events : what a Walk noted; every op of the graph runs at least once
+    reasons : storage -> why it is rebuilt or offloaded, for those that are
+    within_bytes : take the fastest way that fits into this at each op; None takes the default way
     """
     meter, asked = Meter(graph, within_bytes), Counter[int]()
     for (kind, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
         spend(EVENT)
         meter.collect()
         if kind == "run":
-            made = meter.run(number)
+            allocated = meter.run(number)
             asked.update(fresh)
             # What came out again and nobody asked for: its last reader has gone before.
-            dying += [storage for storage in made if storage not in fresh]
+            dying += [storage for storage in allocated if storage not in fresh]
         elif kind == "offload":
             meter.offload(number)
         elif kind == "prefetch":
@@ -498,6 +481,7 @@ def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
         kind, number, fresh = events[at]
         if kind == "run":
             used = set(arrays.reads[number])
+            # A release is of the first run; what runs again releases nothing.
             if first[number] == at:
                 used.update(arrays.releases[number])
             deaths[at] = [s for s in sorted(used | set(fresh)) if s not in needed]
@@ -505,8 +489,10 @@ def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
             needed.difference_update(fresh)
         elif kind == "offload":
             deaths[at] = [] if number in needed else [number]
+            # Up to here it is needed: the copy reads it.
             needed.add(number)
         elif kind == "prefetch":
+            # Nobody reads the memory of the device between the copies out and back.
             needed.discard(number)
     return deaths
 
@@ -516,11 +502,11 @@ def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
 
     Without a budget it is the one of least peak too: that is what these policies are for.
     """
-    found = list(plans)
-    least = min(found, key=lambda plan: (plan.peak_bytes, plan.seconds))
+    candidates = list(plans)
+    least = min(candidates, key=lambda plan: (plan.peak_bytes, plan.seconds))
     if budget_bytes is None or least.peak_bytes > budget_bytes:
         return least
-    fitting = [plan for plan in found if plan.peak_bytes <= budget_bytes]
+    fitting = [plan for plan in candidates if plan.peak_bytes <= budget_bytes]
     return replace(min(fitting, key=lambda plan: plan.seconds), budget_bytes=budget_bytes)
 
 
@@ -532,18 +518,19 @@ def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> li
     if not graph.device.can_offload:
         return []
     backward = False
-    found: dict[int, None] = {}
+    readers: dict[int, None] = {}
     for kind, number, _ in events:
         if kind == "run":
             backward = backward or graph.ops[number].phase != "forward"
             if backward:
-                found.update(dict.fromkeys(s for s in graph.arrays.reads[number] if s in among))
+                readers.update(dict.fromkeys(s for s in graph.arrays.reads[number] if s in among))
     room = graph.device.pinned_bytes
     chosen, held = [], 0
-    for storage in sorted(found):
+    for storage in sorted(readers):
         held += int(graph.arrays.bytes[storage])
         held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
         if held_outside or (room is not None and held > room):
+            # Passed over, and not the end: a smaller one may still have room.
             held -= int(graph.arrays.bytes[storage])
         else:
             chosen.append(storage)
@@ -561,14 +548,15 @@ def is_checkpoint(graph: Graph, op: int) -> bool:
 
     A sum of two activations is a join; the sum of one and a parameter is not.
     """
+    # `\b` finds no edge of a word at an underscore.
     kind = graph.ops[op].kind.lower().replace("_", " ").replace(".", " ")
     if not kind:
         return _dense(graph, op)
     if _HEAVY.search(kind) or _JOIN.search(kind):
         return True
     arrays = graph.arrays
-    made = sum(not arrays.resident[storage] for storage in arrays.reads[op])
-    return bool(_SUM.search(kind)) and made >= 2
+    activations = sum(not arrays.resident[storage] for storage in arrays.reads[op])
+    return bool(_SUM.search(kind)) and activations >= 2
 
 
 def _dense(graph: Graph, op: int) -> bool:

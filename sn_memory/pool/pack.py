@@ -3,7 +3,7 @@
 An allocator that sees requests one by one leaves holes; measured on the files of MiniMalloc it
 needs 1.2 to 1.9 times the bytes that are ever live. Whoever plans ahead knows all lifetimes, and
 can do what this module does, in this order: the lower bound (the largest sum of live sizes), the
-best of several greedy rules, and if they do not meet, an exact search (`pool/search.py`).
+best of several greedy rules, and if they do not meet, an exact search (`Searcher`).
 
 The search is restarted with other orders until one is quick: run times of such searches vary by
 factors of thousands with the order, and most problems have some orders that take milliseconds. The
@@ -12,18 +12,145 @@ limit of a run grows, so that in the end one either finds a packing or proves th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..base.clock import counting, now, spend
-from ..base.errors import CapacityError, PackError
-from ..base.progress import report_progress
+from ..base.errors import CapacityError, PackError, core
+from ..base.progress import counting, now, report_progress, spend
 from .problem import Ints, Problem, read_problem
-from .search import RULES, UNIT, Rule, Searcher, Verdict, first_fit, order_by
+
+UNIT: Final = 1 << 20
+"""Weight of one ended branch, and the weight every section starts with."""
+
+# More than any search looks at.
+ALL: Final = 2**62
+
+
+# First fit takes seconds for 100,000 buffers and promises nothing of the height. Each rule sorts
+# the buffers and puts them one by one at the lowest free offset. No rule is best everywhere: `size`
+# (large first) wins on scattered lives, `start` (what an allocator does at run time) and `length`
+# (long-lived first) on lives that nest, as activations do in training.
+# The keys of each sort, the most important one last as np.lexsort wants it.
+RULES: Final[dict[str, Callable[[Problem], tuple[Ints, ...]]]] = {
+    "size": lambda p: (-(p.upper - p.lower), -p.size),
+    "length": lambda p: (-p.size, -(p.upper - p.lower)),
+    "start": lambda p: (-p.size, p.lower),
+    # As a product this may pass 64 bits; the sum of logarithms sorts the same.
+    "area": lambda p: (
+        -p.size,
+        -np.rint((np.log2(np.maximum(p.size, 1)) + np.log2(p.upper - p.lower)) * 2**40).astype(
+            np.int64
+        ),
+    ),
+    "end": lambda p: (-p.size, -p.upper),
+}
+
+
+def order_by(problem: Problem, rule: str) -> Ints:
+    """Return the buffer numbers in the order of a rule: [n] int64."""
+    return np.lexsort(RULES[rule](problem)).astype(np.int64)
+
+
+def first_fit(problem: Problem, order: Ints) -> Ints:
+    """Put each buffer, in this order, at the lowest aligned offset free for its life: [n] int64."""
+    offsets = np.zeros(len(problem), np.int64)
+    core().first_fit(
+        problem.first,
+        problem.last,
+        problem.size,
+        problem.align,
+        problem.sections,
+        np.ascontiguousarray(order, np.int64),
+        offsets,
+    )
+    return offsets
+
+
+class Verdict(IntEnum):
+    """What a search knows so far."""
+
+    IMPOSSIBLE = 0
+    FOUND = 1
+    UNFINISHED = 2
+
+
+class Rule(IntEnum):
+    """Which section the next buffer is picked from: the lowest, or low and heavy in one score."""
+
+    LOWEST = 0
+    WEIGHTED = 1
+
+
+class Searcher:
+    """Starts searches on one problem; its lists are built once.
+
+    The ideas are MiniMalloc's (Moffitt, ASPLOS 2023): only packings where nothing can be pushed
+    down are of interest, bounds are inferred section by section, parts that share no time are
+    solved apart. What differs is the branching, which is on one buffer at a time:
+
+    - `least[i]` is an offset below which buffer i lies in no packing of this branch. Pick a buffer
+      i such that no other unplaced one fits beneath `least[i]`. In a packing where nothing can be
+      pushed down, i either lies at `least[i]`, or it rests on another unplaced buffer k, hence at
+      or above `least[k] + size[k]`. These are the two branches; the second one raises `least[i]`,
+      so a refuted choice is never met again. If nothing else wants that place, the first branch is
+      the only one.
+    - In one section the buffers follow each other upwards, so sorted by `least` they must end
+      within the capacity. If placing the lowest leaves `slack` bytes to waste, a buffer whose
+      `least` is higher by more than that cannot be the lowest one, hence rests on another.
+    - When the rest falls apart in time, each part is solved on its own: a part that fails refutes
+      the choices made before the split, and the choices inside a solved part are forgotten.
+
+    Which buffer is picked decides between milliseconds and hours, so `pool` restarts the search
+    with other orders. Sections that ended a branch gain weight, and `weighted` goes to the heavy
+    ones first.
+
+    problem : at least one buffer, all sizes above 0
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._prepared = core().problem(
+            problem.first, problem.last, problem.size, problem.align, problem.sections
+        )
+
+    def start(self, capacity: int, rule: Rule, rank: Ints, weights: Ints) -> Search:
+        """Start one; of two buffers equally low the one of lesser `rank` goes first."""
+        handle = core().search(self._prepared, capacity, int(rule), rank, weights)
+        return Search(handle, len(self.problem), self.problem.sections)
+
+
+class Search:
+    """A search that can be interrupted.
+
+    `run` goes on for at most `decisions` of them, and stops soon after having looked at `work`
+    buffers, in the middle of a decision too; asked again, it resumes. `spent` are the decisions so
+    far, where one that looked at far more than it should counts several times.
+    """
+
+    def __init__(self, handle: Any, count: int, sections: int) -> None:
+        self._handle, self._shape = handle, (count, sections)
+        self.spent = 0
+
+    def run(self, decisions: int, work: int = ALL) -> Verdict:
+        verdict, self.spent = core().run(self._handle, decisions, work)
+        return Verdict(verdict)
+
+    def offsets(self) -> Ints:
+        return self._read()[0]
+
+    def weights(self) -> Ints:
+        return self._read()[1]
+
+    def _read(self) -> tuple[Ints, Ints]:
+        offsets, weights = (np.zeros(count, np.int64) for count in self._shape)
+        core().read(self._handle, offsets, weights)
+        return offsets, weights
+
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
@@ -105,8 +232,8 @@ def pack(
     >>> pack([(0, 2, 4), (1, 3, 4), (2, 4, 4)], capacity=8)
     [0, 4, 0]
     """
-    found = arrange(buffers, capacity, time_limit_s=time_limit_s, deterministic=deterministic)
-    return list(found.offsets)
+    packing = arrange(buffers, capacity, time_limit_s=time_limit_s, deterministic=deterministic)
+    return list(packing.offsets)
 
 
 def arrange(
@@ -162,6 +289,7 @@ class _Part:
     def __init__(self, problem: Problem, chosen: Ints, began: float, deadline: float) -> None:
         self.problem, self.chosen, self.began = problem, chosen, began
         self.grain = problem.grain
+        # All offsets and sizes are multiples of the grain, and so is every height.
         self.bound = -(-problem.lower_bound // self.grain) * self.grain
         self.offsets, self.height = _best_greedy(problem, self.bound, deadline)
         self.searchable = problem.pairs() <= _SEARCHABLE_PAIRS
@@ -194,8 +322,8 @@ class _Part:
                 before, slice_ = search.spent, _SLICE - search.spent % _SLICE
                 verdict = search.run(slice_, _WORK)
                 # Cut within a decision, it has done all that a slice may do.
-                made = search.spent - before
-                spend(_WORK if made < slice_ else _DECISION * made)
+                spent = search.spent - before
+                spend(_WORK if spent < slice_ else _DECISION * spent)
             effort -= search.spent
             # Weights fade, so that what hindered the last runs counts most.
             self._weights = UNIT + (search.weights() - UNIT) // 2
@@ -211,6 +339,7 @@ class _Part:
     def improve(self, floor: int, effort: float, deadline: float) -> None:
         """Halve the distance between the bound and the height, as far as `effort` allows."""
         low = max(self.bound, floor)
+        # The bound itself first: often there is a packing, and then nothing is left to prove.
         capacity = low
         while low < self.height and now() < deadline:
             verdict = self.decide(capacity, effort, deadline)
@@ -265,6 +394,7 @@ def _minimise(parts: list[_Part], deadline: float) -> None:
 
 def _fit(parts: list[_Part], capacity: int, began: float, time_limit_s: float) -> None:
     deadline = began + time_limit_s
+    # Small ones first: one that is impossible ends it soonest.
     for part in sorted(parts, key=lambda part: len(part.problem)):
         if part.height <= capacity:
             continue

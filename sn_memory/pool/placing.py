@@ -63,14 +63,9 @@ class PlacingStatistics:
 class StepStatistics:
     """What became of the allocations of a step.
 
-    Parameters
-    ----------
-    hits, misses
-        As in `PlacingStatistics`.
-    kept
-        Those that outlive a step by its recording, and lie in size classes.
-    skipped
-        Recorded ones with a place that the step did not ask for.
+    hits, misses : as in `PlacingStatistics`
+    kept : those that outlive a step by its recording, and lie in size classes
+    skipped : recorded ones with a place that the step did not ask for
     """
 
     hits: int
@@ -133,8 +128,8 @@ def _library() -> Any:
         note = path.with_name("_placing_missing.txt")  # left by setup.py
         why = note.read_text("utf-8").splitlines()[0] if note.exists() else f"no {path.name}"
         raise RuntimeError(
-            f"the placing allocator is not there ({why}); expected the compiled library beside "
-            "sn_memory. Install again with a C++17 compiler, on Linux."
+            f"the placing allocator is missing ({why}); expected its compiled library in the "
+            "package sn_memory. Install again with a C++17 compiler, on Linux."
         )
     library = ctypes.CDLL(str(path))
     number, pointer, row = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
@@ -230,6 +225,7 @@ class PlacingAllocator:
         numbers = (ctypes.c_int64 * (3 * count))()
         self._library.sn_placing_rows(pool, step, numbers, count)
         rows = list(zip(*[iter(numbers)] * 3, strict=True))
+        # What outlives its step has no place in the arena.
         freed = [at for at, (_, _, upper) in enumerate(rows) if upper >= 0]
         buffers = [(rows[at][1], rows[at][2], rows[at][0] // GRAIN) for at in freed]
         offsets = (ctypes.c_int64 * count)(*[-1] * count)
@@ -280,7 +276,11 @@ class PlacingAllocator:
         """
         bad = self._library.sn_placing_release(address)
         if bad:
-            why = "freed twice, or inside a block" if bad == 1 else "memory of somebody else"
+            why = (
+                "it was freed already, or is inside a block"
+                if bad == 1
+                else "it was not allocated here"
+            )
             raise ValueError(f"cannot free {address:#x}: {why}; expected what `allocate` returned.")
 
     def cross(self, address: int, stream: int) -> None:

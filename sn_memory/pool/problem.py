@@ -6,6 +6,8 @@ set of live buffers of each section is all that a packer needs to know of time.
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import PackError
+from ..base.sizes import show
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,16 +30,10 @@ _ROWS: Final = "rows of whole numbers: (lower, upper, size) or (lower, upper, si
 class Problem:
     """Buffers in arrays [n] int64.
 
-    Parameters
-    ----------
-    lower, upper
-        The half-open lifetime [lower, upper), in any unit of time.
-    size, align
-        Bytes; the offset of a buffer is a multiple of its alignment.
-    first, last
-        The sections [first, last) it lives in.
-    sections
-        How many sections there are.
+    lower, upper : the half-open lifetime [lower, upper), in any unit of time
+    size, align : bytes; the offset of a buffer is a multiple of its alignment
+    first, last : the sections [first, last) it lives in
+    sections : how many sections there are
     """
 
     lower: Ints
@@ -71,6 +68,7 @@ class Problem:
     def pairs(self) -> int:
         """Return how many pairs of buffers are alive together."""
         starts, ends = np.sort(self.first), np.sort(self.last)
+        # Those that start before one ends, less those that ended before it starts.
         before = np.searchsorted(starts, self.last, "left")
         over = np.searchsorted(ends, self.first, "right")
         return int((before - over - 1).sum()) // 2
@@ -123,7 +121,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
         table = np.array([(*row, 1)[:4] for row in rows])
     except (TypeError, ValueError, OverflowError) as problem:
         raise PackError(
-            f"got buffers that make no table ({problem}), expected {_ROWS}."
+            f"got buffers that do not form a table ({problem}), expected {_ROWS}."
         ) from problem
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise PackError(f"got buffers of {table.dtype}, expected {_ROWS}, below 2**63.")
@@ -145,3 +143,83 @@ def _refuse(wrong: npt.NDArray[np.bool_], rows: Sequence[Sequence[int]], expecte
         at = int(wrong.argmax())
         got = tuple(int(value) for value in rows[at])
         raise PackError(f"buffers[{at}]: got {got}, expected {expected}.")
+
+
+_COLUMNS: Final = ("id", "lower", "upper", "size")
+
+
+@dataclass(frozen=True)
+class BufferFile:
+    """Buffers of a file: their ids, and rows as `pack` takes them."""
+
+    ids: tuple[str, ...]
+    buffers: tuple[tuple[int, ...], ...]
+
+
+def read_csv(path: str | os.PathLike[str]) -> BufferFile:
+    """Read buffers; a column `alignment` is optional, a column `offset` is passed over.
+
+    Raises PackError naming the line, and OSError.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return _read(path, csv.reader(file, skipinitialspace=True))
+    except PackError:
+        raise
+    except (csv.Error, ValueError) as problem:
+        # Not UTF-8, a field without end, a path with a NUL in it.
+        raise PackError(
+            f"{show(str(path))}: cannot be read as a table of text in UTF-8: {problem}."
+        ) from problem
+
+
+def _read(path: str | os.PathLike[str], rows: Any) -> BufferFile:
+    head = [name.strip() for name in next(rows, [])]
+    known = {*_COLUMNS, "alignment", "offset"}
+    if not set(_COLUMNS) <= set(head) <= known or len(set(head)) < len(head):
+        raise PackError(
+            f"{path}: line 1: got columns {', '.join(head)[:60] or 'none'}, expected "
+            f"{', '.join(_COLUMNS)} and perhaps alignment and offset, each once."
+        )
+    wanted = [head.index(name) for name in (*_COLUMNS[1:], "alignment") if name in head]
+    ids: dict[str, int] = {}
+    buffers: list[tuple[int, ...]] = []
+    for row in rows:
+        if not row:
+            continue
+        line = rows.line_num
+        if len(row) != len(head):
+            raise PackError(f"{path}: line {line}: got {len(row)} fields, expected {len(head)}.")
+        try:
+            buffers.append(tuple(int(row[at]) for at in wanted))
+        except ValueError:
+            raise PackError(
+                f"{path}: line {line}: got {','.join(row)[:60]}, expected whole numbers after the "
+                "id."
+            ) from None
+        name = row[head.index("id")]
+        if name in ids:
+            raise PackError(
+                f"{path}: line {line}: the id {show(name)} is used twice, first in line "
+                f"{ids[name]}; give each buffer its own."
+            )
+        ids[name] = line
+    return BufferFile(tuple(ids), tuple(buffers))
+
+
+def write_csv(
+    path: str | os.PathLike[str],
+    ids: Iterable[object],
+    buffers: Iterable[Sequence[int]],
+    offsets: Iterable[int],
+) -> None:
+    """Write buffers of three or of four numbers each, with their offsets as the last column."""
+    buffers = list(buffers)
+    aligned = any(len(buffer) == 4 for buffer in buffers)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow([*_COLUMNS, *(["alignment"] if aligned else []), "offset"])
+        for id_, buffer, offset in zip(ids, buffers, offsets, strict=True):
+            # Rows of three among rows of four get the alignment 1.
+            fields = [*buffer, 1][:4] if aligned else buffer
+            out.writerow([id_, *fields, offset])

@@ -17,11 +17,10 @@ from html import escape
 from typing import Final, NamedTuple
 
 from ..base.sizes import show_bytes, show_seconds, table
-from ..check.replay import check_plan
+from ..check import check_plan
 from ..graph.graph import Graph
 from ..plan.plan import Plan
-from .curves import Replayed, owner_groups, planned_curve, top_owners, unplanned_curve
-from .figure import figure
+from .figure import Replayed, figure, owner_groups, planned_curve, top_owners, unplanned_curve
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
@@ -108,12 +107,8 @@ class Report(Replayed):
 def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     """Replay a plan and report on it.
 
-    Parameters
-    ----------
-    graph, plan
-        What was planned, and how.
-    others
-        Plans of the same graph, by other planners or for other budgets, to compare with.
+    graph, plan : what was planned, and how
+    others : plans of the same graph, by other planners or for other budgets, to compare with
 
     Raises
     ------
@@ -147,6 +142,7 @@ def _facts(report: Report) -> Iterator[str]:
         f"time {show_seconds(plan.baseline_seconds)} -> {show_seconds(plan.seconds)}, lower bound "
         f"{show_seconds(plan.lower_bound_seconds)}, gap {plan.gap:.1%}"
     )
+    # The plain step may hold more than its graph says: see `unplanned_bytes`.
     if plan.baseline_peak_bytes != report.before.peak_bytes:
         whole = show_bytes(plan.baseline_peak_bytes)
         yield f"the plain step peaks at {whole}, which percent of a budget are of"

@@ -120,16 +120,10 @@ def min_recompute(
     there are parts, the step in which none runs again is above the budget, and no choice: measured
     once more, it may be below by luck.
 
-    Parameters
-    ----------
-    parts, smallest
-        All that may run again, and the step in which all do.
-    measured
-        Measures a step in which these parts run again.
-    baseline_bytes
-        The peak without the plan.
-    how
-        What was tried, as an error begins.
+    parts, smallest : all that may run again, and the step in which all do
+    measured : measures a step in which these parts run again
+    baseline_bytes : the peak without the plan
+    how : what was tried, as an error begins
 
     Raises
     ------
@@ -140,9 +134,9 @@ def min_recompute(
         percent = percent_kept(smallest.peak_bytes, baseline_bytes)
         share = f', or "{percent}%" of the unplanned peak' if percent else ""
         raise BudgetError(
-            f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the "
-            f"sample; the {budget_line(budget_bytes, smallest.peak_bytes)}. The nearest that can "
-            f"be had is {smallest.peak_bytes} bytes{share}. Raise the budget, make the batch "
+            f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the sample; the "
+            f"{budget_line(budget_bytes, smallest.peak_bytes)}. The smallest budget that can be "
+            f"kept is {smallest.peak_bytes} bytes{share}. Raise the budget, make the batch "
             "smaller, or change the model so that it can be traced.",
             peak_bytes=smallest.peak_bytes,
             budget_bytes=budget_bytes,
@@ -151,11 +145,12 @@ def min_recompute(
         )
     order = sorted(parts, key=lambda part: -part.seconds / max(1, part.saved_bytes))
     best, low, high = smallest, 0, len(order)
+    # Never with `middle` at the end of `order`, where nothing would run again.
     while high - low > 1:
         middle = (low + high) // 2
-        found = measured(order[middle:])
-        if found.peak_bytes <= budget_bytes:
-            low, best = middle, found
+        step = measured(order[middle:])
+        if step.peak_bytes <= budget_bytes:
+            low, best = middle, step
         else:
             high = middle
     return order[low:], best
@@ -163,7 +158,7 @@ def min_recompute(
 
 def measured_plan(
     parts: Sequence[P],
-    again: Sequence[P],
+    rerun: Sequence[P],
     best: S,
     baseline: S,
     *,
@@ -173,18 +168,12 @@ def measured_plan(
 ) -> MeasuredPlan:
     """Return the plan in which the parts of `again` run again.
 
-    Parameters
-    ----------
-    parts
-        All that could be chosen.
-    best, baseline
-        The step with the plan, and without.
-    baseline_seconds
-        Of what was timed without the plan.
-    courses
-        See MeasuredPlan.
+    parts : all that could be chosen
+    best, baseline : the step with the plan, and without
+    baseline_seconds : of what was timed without the plan
+    courses : see MeasuredPlan
     """
-    chosen = {id(part) for part in again}  # two may have one name: a layer that is called twice
+    chosen = {id(part) for part in rerun}  # two may have one name: a layer that is called twice
     return MeasuredPlan(
         choices=tuple(
             Choice(
@@ -198,7 +187,7 @@ def measured_plan(
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
         baseline_peak_bytes=baseline.peak_bytes,
-        seconds=baseline_seconds + sum(part.seconds for part in again),
+        seconds=baseline_seconds + sum(part.seconds for part in rerun),
         baseline_seconds=baseline_seconds,
         peak_op=best.peak_op,
         courses=courses,

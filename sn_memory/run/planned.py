@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, overload
 
 from ..base.errors import MissingExtra, PlanError
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
-from ..report.report import report
-from .process import process_bytes
+from .reserved import process_bytes
+
+if TYPE_CHECKING:
+    from ..report.report import Report
 
 # Kinds of input, or results that differ, that are named; there may be dozens.
 _SHOWN: Final = 3
@@ -38,7 +40,8 @@ class PlannedKind:
         Names and shapes of its tensors.
     how
         `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
-        another kind, `planned at once`, or `modules run again` (TensorFlow: layers).
+        another kind, `planned at once`, `planned by regions` (torch alone), or `modules run again`
+        (TensorFlow: layers).
     peak_bytes
         Predicted; measured where modules run again; 0 where neither could be.
     budget_bytes
@@ -128,7 +131,8 @@ class PlannedRecord(ABC, Generic[T]):
             picture = ""
         else:
             try:
-                picture = report(self.trace.graph, self.plan)._repr_html_()
+                picture = self._page()._repr_html_()
+            # A notebook shows the lines all the same.
             except MissingExtra as missing:
                 picture = f"<p>{escape(str(missing))}</p>"
         return f"<pre>{escape(repr(self))}</pre>{picture}"
@@ -144,11 +148,17 @@ class PlannedRecord(ABC, Generic[T]):
 
         Needs matplotlib and a trace.
         """
-        made = report(self.trace.graph, self.plan)
+        page = self._page()
         if path is None:
-            return made.html()
-        made.write_html(path)
+            return page.html()
+        page.write_html(path)
         return None
+
+    def _page(self) -> Report:
+        """The report of the plan, as `sn_memory.report` makes it; training needs none of it."""
+        from ..report.report import report
+
+        return report(self.trace.graph, self.plan)
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ class Verification:
         run's.
     difference
         The largest of their differences, relative to the size of what differs. What is zero but for
-        rounding is held against more than itself: see `model/compare.py` of the rim.
+        rounding is held against more than itself: see `model/results.py` of the rim.
     allocated_peak_bytes
         Of the planned step, in blocks as TensorFlow's allocator handed them out: what is asked for,
         and what its blocks were too large by. None with torch.

@@ -15,20 +15,92 @@ large block that finds no room.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
+from ..base.errors import PlanError
+from ..base.host import READ, smallest_limit
 from ..base.progress import report_progress
 from ..base.sizes import show_bytes
-from ..cost.blocks import Reserved, Rows, Settings
-from ..cost.caching import AllocatorSettings
+from ..cost.caching import AllocatorSettings, Reserved, Rows, Settings
 from ..graph.graph import Graph
-from ..plan.buffers import plan_buffers
+from ..plan.buffers import plan_buffers, refused
 from ..plan.plan import BudgetError, Plan
-from ..plan.refusal import refused
 from ..pool.pack import arrange
 from ..pool.placing import GRAIN, GRANULE, PACK_S, classes_bytes
+
+# A budget in a word: what is free where the model is.
+LIMIT: Final = "limit"
+# Kept after a plan and between its steps: the stack of a thread, BLAS's buffers, the heap's holes.
+# 9 to 18 MiB of networks without convolutions; results of benchmarks/process_bytes.py, whose table
+# is in docs/torch_memory.md.
+FIXED_BYTES: Final = 24 << 20
+# Code that oneDNN makes for the shapes of a convolution, forward and backward, and keeps: 0.3 to
+# 1.9 MiB; of up to 120 convolutions 13 to 43 MiB together.
+CONVOLUTION_BYTES: Final = 3 << 20
+MOST_CODE_BYTES: Final = 64 << 20
+# Objects of a plan for each call of its step: 3.1 to 4.8 KB, of 19 calls 9.
+CALL_BYTES: Final = 8 << 10
+# Of what is free, for ends of pages and calls that are not known before a step is traced.
+SHARE: Final = 1 / 32
+
+
+def process_bytes(graph: Graph | None) -> int:
+    """Return what a process takes beyond a plan's tensors and what it held before the plan.
+
+    graph : what was planned; None where that is not known, and the most is taken
+    """
+    if graph is None:
+        return FIXED_BYTES + MOST_CODE_BYTES
+    names = [op.name.lower() for op in graph.ops]
+    backward = ("backward", "backprop")
+    # Forward ones only: the figure has both directions of a convolution.
+    code = CONVOLUTION_BYTES * sum(
+        "conv" in name.rpartition("/")[2] and not any(word in name for word in backward)
+        for name in names
+    )
+    return FIXED_BYTES + min(code, MOST_CODE_BYTES) + CALL_BYTES * len(names)
+
+
+def host_budget(resident_bytes: int) -> int:
+    """Return the bytes that a step on the host may hold, by the smallest limit of the process.
+
+    resident_bytes : what of the step is there already, and counts in its budget
+
+    Raises
+    ------
+    PlanError
+        Where no limit is known, or the smallest leaves nothing.
+    """
+    # What the search imports late (57 MiB with its threads' buffers) is no room for tensors.
+    importlib.import_module("scipy.optimize")
+    limit = smallest_limit()
+    if limit is None:
+        raise unknown(f"this host, where these were read: {READ}")
+    margin = process_bytes(None) + int(SHARE * limit.free_bytes)
+    return left(limit.name, limit.free_bytes, margin, resident_bytes, f" Read were {READ}.")
+
+
+def left(name: str, free_bytes: int, margin_bytes: int, resident_bytes: int, read: str = "") -> int:
+    """Return what is free less a margin, and what is there; raise PlanError if nothing is free."""
+    if free_bytes <= margin_bytes:
+        raise PlanError(
+            f"got no budget, and the smallest limit, {name}, leaves {show_bytes(free_bytes)}; "
+            f"expected more than {show_bytes(margin_bytes)}, which a process needs in addition to "
+            f"its tensors. Raise that limit, or pass budget=... to try within it.{read}"
+        )
+    return free_bytes - margin_bytes + resident_bytes
+
+
+def unknown(where: str) -> PlanError:
+    """Return the error where nothing says what is free."""
+    return PlanError(
+        f"got no budget, and found nothing that states how much memory is free on {where}. "
+        'Pass budget="6GiB", or the bytes there are.'
+    )
+
 
 # A budget below this is kept by live bytes alone: torch's segments are of 2 and 20 MiB, for what
 # is resident and for the step, so that no plan could keep it.
@@ -87,6 +159,7 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
     """
     buffers = plan_buffers(graph, plan)
     end = max(len(plan.actions), 1)
+    # `plan_buffers` has the resident ones in front.
     first = sum(storage.resident for storage in graph.storages)
     given = _given(graph)
     outside: Rows = []
@@ -132,12 +205,12 @@ def within_reserved(
     plan = first = search(budget_bytes, None)
     if not settings.caching:
         return replace(plan, notes=(*plan.notes, f"{settings.name}: {_NO_RULES}"))
-    found = reserved(graph, plan, settings)
-    least = found, plan
+    taken = reserved(graph, plan, settings)
+    least = taken, plan
     target, most = budget_bytes, settings.most(budget_bytes)
     if budget_bytes >= LEAST_BYTES:
         for number in range(ROUNDS):
-            over = found.peak_bytes - budget_bytes
+            over = taken.peak_bytes - budget_bytes
             if over <= 0:
                 break
             report_progress(
@@ -156,15 +229,17 @@ def within_reserved(
             except BudgetError as error:
                 if error.plan is None:
                     break
+                # The smallest that there is: tried once, and then no more.
                 plan, target = error.plan, 0
-            found = reserved(graph, plan, settings)
-            least = min(least, (found, plan), key=lambda pair: pair[0].peak_bytes)
+            taken = reserved(graph, plan, settings)
+            # A lower peak of live bytes may reserve more, so the best of all rounds is kept.
+            least = min(least, (taken, plan), key=lambda pair: pair[0].peak_bytes)
             if not target:
                 break
-        found, plan = least
-        if found.peak_bytes > budget_bytes:
-            raise _refused(graph, plan, found, budget_bytes, settings)
-    plan = with_reserved(replace(plan, budget_bytes=budget_bytes), found, settings)
+        taken, plan = least
+        if taken.peak_bytes > budget_bytes:
+            raise _refused(graph, plan, taken, budget_bytes, settings)
+    plan = with_reserved(replace(plan, budget_bytes=budget_bytes), taken, settings)
     return replace(plan, notes=(*plan.notes, *_notes(graph, plan, settings, first)))
 
 
@@ -175,6 +250,7 @@ def keeping_reserved(
 
     settings : of the allocator; where there is none, or none with rules, the plan as it is
     """
+    # Without rules nothing can be told, and live bytes have to do.
     if settings is None or not settings.caching:
         return plan
     amount = reserved(graph, plan, settings)
@@ -201,20 +277,20 @@ def _searched(search: Callable[[int, float | None], Plan], live_bytes: int, seco
         return search(live_bytes, None)
 
 
-_NO_RULES = "what is reserved is not told, as the driver keeps its rules to itself"
+_NO_RULES = "reserved memory is not predicted, as the driver's rules are not public"
 
 
 def _refused(
-    graph: Graph, plan: Plan, found: Reserved, budget_bytes: int, settings: Settings
+    graph: Graph, plan: Plan, taken: Reserved, budget_bytes: int, settings: Settings
 ) -> BudgetError:
     text = (
-        f"{settings.reserves} {show_bytes(found.peak_bytes)} for a plan of "
+        f"{settings.reserves} {show_bytes(taken.peak_bytes)} for a plan of "
         f"{show_bytes(plan.peak_bytes)} of live tensors, the least of those that were tried"
     )
-    better = _better(graph, plan, settings, found.peak_bytes)
+    better = _better(graph, plan, settings, taken.peak_bytes)
     instead = f"set {better[0]}, which reserves {show_bytes(better[1])} less" if better else ""
     op = graph.ops[-1].name
-    for_error = with_reserved(plan, found, settings)
+    for_error = with_reserved(plan, taken, settings)
     return refused(
         text,
         graph,
@@ -222,7 +298,7 @@ def _refused(
         budget_bytes,
         op=op,
         instead=instead or "make the batch smaller",
-        nearest_bytes=found.peak_bytes,
+        nearest_bytes=taken.peak_bytes,
     )
 
 

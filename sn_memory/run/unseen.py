@@ -2,7 +2,7 @@
 
 The plain step is no choice: a plan exists for runs that do not fit. The input is traced, and of the
 plans there are the fastest that keeps the budget on it is carried over; where none does, a short
-search plans it (`at_once.py`). Where that fails too, parts of the model run again, chosen by
+search plans it (`PlanAtOnce`). Where that fails too, parts of the model run again, chosen by
 measured steps. A rim says how it traces, and which parts there are.
 """
 
@@ -11,20 +11,150 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..base.errors import PlanError
-from ..base.sizes import show_bytes
-from ..plan.plan import BudgetError
-from .at_once import PlanAtOnce, TimeToPlan
+from ..base.sizes import parse_bytes, show_bytes
+from ..check import carry_out
+from ..cost.caching import Settings
+from ..graph.graph import Graph
+from ..graph.liveness import baseline_seconds, unplanned_bytes
+from ..plan.buffers import over_budget
+from ..plan.plan import BudgetError, Plan
+from ..plan.policies import policy
+from ..plan.simulate import decisions_of
 from .measured_choice import summary
+from .reserved import keeping_reserved
+
+# A search while training ends after so many seconds.
+SEARCH_S = 1.0
+# Planning while training may take so much of the time, and so many seconds before that counts.
+SHARE = 0.1
+ALLOWED_S = 30.0
+# How a kind of input was planned; the last two by a search.
+NOTHING_AGAIN = "nothing runs again"
+CARRIED_OVER = "carried over from the plan of"
+PLANNED = "planned"
+AT_ONCE = "planned at once"
+
+
+@dataclass(frozen=True)
+class PlanAtOnce:
+    """A plan, how it came about, and the error that says it does not keep the budget."""
+
+    plan: Plan
+    how: str
+    over: BudgetError | None = None
+
+
+def plan_at_once(
+    graph: Graph,
+    search: Callable[[Graph], Plan],
+    budget_bytes: int,
+    plans: Sequence[tuple[str, Plan]],
+    allocator: Settings | None = None,
+) -> PlanAtOnce:
+    """Plan a graph at once.
+
+    graph : a step of the model on a new input
+    search : plans a graph within these bytes, in about SEARCH_S
+    budget_bytes : the most bytes; where no plan keeps it, that with the smallest peak is returned
+    plans : those that a search found for other inputs, with what to call these
+    allocator : that of a card: what it reserves keeps the budget, too
+    """
+
+    def kept(plan: Plan | None) -> Plan | None:
+        if plan is None or plan.peak_bytes > budget_bytes:
+            return None
+        return keeping_reserved(graph, plan, budget_bytes, allocator)
+
+    # The step as it is, where it fits: no plan is faster.
+    if whole := kept(policy("liveness")(graph, budget_bytes=None)):
+        return PlanAtOnce(whole, NOTHING_AGAIN)
+    tried = [(name, kept(carried_over(graph, plan, budget_bytes))) for name, plan in plans]
+    if keeping := [(name, plan) for name, plan in tried if plan is not None]:
+        name, carried = min(keeping, key=lambda row: row[1].seconds)
+        return PlanAtOnce(carried, f"{CARRIED_OVER} {name}")
+    try:
+        plan = search(graph)
+    except BudgetError as error:
+        # Above the budget, and yet the least that was found: a rim says what becomes of it.
+        return PlanAtOnce(error.plan or smallest(graph), AT_ONCE, error)
+    return PlanAtOnce(plan, AT_ONCE)
+
+
+def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
+    """Return a plan of the same model for another input as one of this graph.
+
+    Ops of one model have the same names at any size. None where they have not, or the budget would
+    not be kept.
+    """
+    try:
+        plan = within(graph, carried, budget_bytes)
+    except (PlanError, BudgetError):
+        return None
+    return replace(plan, decisions=decisions_of(graph, carried.actions))
+
+
+def smallest(graph: Graph) -> Plan:
+    """Return a plan that needs little memory and is found at once."""
+    return policy("superneurons_memory")(graph, budget_bytes=None)
+
+
+def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
+    """Return a plan made before, if it is one of this graph and keeps the budget."""
+    replayed = carry_out(graph, plan)
+    allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
+    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    plan = replace(
+        plan,
+        budget_bytes=allowed,
+        peak_bytes=replayed.peak_bytes,
+        seconds=replayed.seconds,
+        baseline_seconds=baseline_seconds(graph),
+        lower_bound_seconds=0.0,
+    )
+    if plan.peak_bytes > allowed:
+        raise over_budget(
+            graph, plan, allowed, what="the plan passed in", instead="pass a planner's name"
+        )
+    return plan
+
+
+class TimeToPlan:
+    """Seconds that planning at first sight took since a model was planned, and whether more may.
+
+    planning_s, longest_s : what it took in all, and most
+    """
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.planning_s = self.longest_s = 0.0
+
+    def took(self, seconds: float) -> None:
+        """Count one more."""
+        self.planning_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    def left(self) -> bool:
+        """Whether there is time to plan one more kind, as long as the longest took."""
+        passed = time.perf_counter() - self.began
+        # The next kind is taken to cost as much as the dearest so far.
+        return self.planning_s + self.longest_s <= ALLOWED_S + SHARE * passed
+
+    def __str__(self) -> str:
+        return (
+            f"planning new kinds of input has taken {self.planning_s:.0f} s, more than a tenth of "
+            "the time since planning"
+        )
 
 
 class Step(Protocol):
     """What runs a step as planned."""
 
-    @property
-    def plan(self) -> Any: ...
+    plan: Any
 
 
 S = TypeVar("S", bound=Step)
@@ -33,18 +163,14 @@ S = TypeVar("S", bound=Step)
 class UnseenInput(ABC, Generic[S]):
     """A kind of input that came for the first time, and the way to what runs it.
 
-    Parameters
-    ----------
-    name
-        Of the model, for messages.
-    strict
-        Raise where a warning would say that what runs is no plan of its ops.
-    clock
-        What planning at first sight took, and may take.
+    name : of the model, for messages
+    strict : raise where a warning would say that what runs is no plan of its ops
+    clock : what planning at first sight took, and may take
     """
 
     log: ClassVar[logging.Logger]
     line: ClassVar[str]  # of a program that plans several inputs ahead
+    demand = "strict"  # what asks for a plan of ops or nothing
 
     def __init__(self, name: str, budget_bytes: int, *, strict: bool, clock: TimeToPlan) -> None:
         self.name, self.budget_bytes, self.strict, self.clock = name, budget_bytes, strict, clock
@@ -60,7 +186,7 @@ class UnseenInput(ABC, Generic[S]):
         """Return the line of an error that says something."""
 
     @abstractmethod
-    def told(self) -> str:
+    def described(self) -> str:
         """Say what it is."""
 
     @abstractmethod
@@ -88,6 +214,7 @@ class UnseenInput(ABC, Generic[S]):
 
     def _step(self) -> S:
         why, by_ops = self.refusal(), None
+        # With `strict` there is nothing else that could run, however long it takes.
         hurried = not why and not self.strict and not self.clock.left()
         if hurried:
             why = str(self.clock)
@@ -99,11 +226,12 @@ class UnseenInput(ABC, Generic[S]):
         if self.over is not None:
             why = f"no plan of its ops was found that keeps {show_bytes(self.budget_bytes)}"
         elif by_ops is not None:
-            told = self.name, self.told(), self.how, summary(by_ops.plan)
-            self.log.info("%s met %s: %s, %s", *told)
+            event = self.name, self.described(), self.how, summary(by_ops.plan)
+            self.log.info("%s met %s: %s, %s", *event)
             return self.kept(by_ops)
         if self.strict:
             raise self.error(why)
+        # For want of time only: it is planned when there is some again.
         return self.by_parts(why, by_ops, keep=not hurried)
 
     @property
@@ -111,14 +239,14 @@ class UnseenInput(ABC, Generic[S]):
         """What it took so far."""
         return time.perf_counter() - self.began
 
-    def noted(self, found: PlanAtOnce) -> Any:
+    def noted(self, planning: PlanAtOnce) -> Any:
         """Note how a plan was found, and return it."""
-        self.how, self.over = found.how, found.over
-        return found.plan
+        self.how, self.over = planning.how, planning.over
+        return planning.plan
 
     def error(self, why: str) -> Exception:
         """Return what `strict` asks for."""
-        said = f"strict: {self.name} met {self.told()}, and {why}. "
+        said = f"{self.demand}: {self.name} met {self.described()}, and {why}. "
         if self.over is None:
             return PlanError(f"{said}Plan it ahead: {self.line}, or leave strict out.")
         return BudgetError(
@@ -135,12 +263,13 @@ class UnseenInput(ABC, Generic[S]):
         over = step.plan.peak_bytes - self.budget_bytes
         if over > 0:
             return (
-                f"{self.name} met {self.told()}: no choice was found that keeps "
+                f"{self.name} met {self.described()}: no choice was found that keeps "
                 f"{show_bytes(self.budget_bytes)}, and {why}. The smallest runs ({self.how}), "
                 f"{over} bytes above the budget ({summary(step.plan)}). Raise the budget or make "
                 "the input smaller."
             )
         return (
-            f"{self.name} met {self.told()}: {self.how} ({measured_on}{summary(step.plan)}), which "
-            f"may be slower than a plan of its ops, because {why}. Plan it as well: {self.line}."
+            f"{self.name} met {self.described()}: {self.how} ({measured_on}{summary(step.plan)}), "
+            f"which may be slower than a plan of its ops, because {why}. Plan it as well: "
+            f"{self.line}."
         )

@@ -94,6 +94,7 @@ def chunked_cross_entropy(
         counted = tf.ones_like(wanted, wide)
     else:
         counted = tf.cast(wanted != ignore_class, wide)
+        # Its row counts nothing, and any class that there is will do.
         wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
     # How much the loss of each row counts. In half precision a mean is taken last: parts of a row's
     # share would be zero before a scaled loss arrives.
@@ -128,12 +129,12 @@ def chunked_cross_entropy(
                 if has_bias:
                     of_bias += tf.cast(tf.reduce_sum(slope, 0), wide)
                 before = [total, of_rows[-1], of_kernel, *([of_bias] if has_bias else [])]
-        made = [tf.concat(of_rows, 0), of_kernel, *([of_bias] if has_bias else [])]
+        gradients = [tf.concat(of_rows, 0), of_kernel, *([of_bias] if has_bias else [])]
 
         def slopes(arrived: Any) -> list[Any]:
             return [
                 tf.cast(tf.cast(slope, wide) * (arrived / late), to.dtype)
-                for slope, to in zip(made, given, strict=True)
+                for slope, to in zip(gradients, given, strict=True)
             ]
 
         return total / late, slopes

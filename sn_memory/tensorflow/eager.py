@@ -19,21 +19,35 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.eager import record as tapes  # whether one is around
 from tensorflow.python.framework import ops as framework_ops
 
 from ..base.errors import PlanError, PlanWarning
 from ..base.host import smallest_limit
 from ..base.sizes import show_bytes
+from ..check import check_plan
+from ..graph.records import LOSS
 from ..plan.plan import Plan
-from ..run.loss import LOSS
 from ..run.measured_choice import MeasuredPlan
-from . import compare
-from .errors import TraceError, first_line
-from .guards import Settings
+from .errors import TraceError, as_it_is, first_line
+from .guards import Call, Settings, refilled
 from .memory import Allocations, has_statistics, main_device
-from .model import as_tensors, call_arguments, compute_dtypes, model_step, put_back
+from .model import (
+    Results,
+    as_tensors,
+    call_arguments,
+    compute_dtypes,
+    different,
+    model_step,
+    nudged,
+    put_back,
+    relative_error,
+    results_of,
+    uncast,
+    unit_of,
+)
 from .trace import kernels
-from .trace.capture import Captured, Node
+from .trace.capture import Captured, Node, left_out
 from .trace.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -54,16 +68,22 @@ class Program:
     settings : of a model's layers, those that are constants of the step
     """
 
+    counts_small_blocks = False
+
     def __init__(self, traced: Trace, plan: Plan, settings: Settings | None = None) -> None:
         self.captured, self.named, self.plan = traced.captured, traced.named, plan
         self.settings: Settings = settings or {}
+        self.base_bytes = self.named.graph.base_bytes
         self.actions = [action for action in plan.actions if action.kind in ("run", "free")]
         if len(self.actions) < len(plan.actions):
             raise PlanError(
                 "the plan offloads; here ops are only kept and recomputed. Plan with "
                 'techniques=("keep", "recompute").'
             )
-        firsts = list(dict.fromkeys(it.target for it in plan.actions if it.kind == "run"))
+        firsts = list(
+            dict.fromkeys(action.target for action in plan.actions if action.kind == "run")
+        )
+        # Small ops that no plan sees follow the op after which they came.
         if firsts != [op.name for op in self.named.graph.ops]:
             raise PlanError(
                 "the plan changes the order of first runs; the small ops between would be out of "
@@ -76,12 +96,24 @@ class Program:
         if self.captured.placeholders:
             targets = [action.target for action in self.actions]
             self.boundary = targets.index(LOSS)
-            self.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
+            self.has_gradient = tuple(
+                gradient is not None for gradient in traced.structure["gradients"]
+            )
             self.results = traced.structure["results"]
         self.values: dict[str, list[int]] = {}
         for value, root in self.named.buffers.root.items():
             if root in self.named.storage:
                 self.values.setdefault(self.named.storage[root], []).append(value)
+
+    @property
+    def peak_op(self) -> str:
+        """The op that reaches the predicted peak."""
+        return self.plan.actions[check_plan(self.named.graph, self.plan).peak_action].target
+
+    def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
+        """Put the planned passes of a call into the graph; returns what it returns."""
+        outs = _differentiable(self, call.tensors, model.trainable_variables)
+        return refilled(self.results, outs)
 
     @property
     def changed_variables(self) -> list[Any]:
@@ -100,8 +132,8 @@ class Emission:
         self.program = program
         self.captured, self.named = program.captured, program.named
         self.buffers = self.named.buffers
-        self.made: dict[int, Any] = dict(zip(self.captured.arguments, given, strict=True))
-        self.made.update(self.captured.captures)
+        self.tensors: dict[int, Any] = dict(zip(self.captured.arguments, given, strict=True))
+        self.tensors.update(self.captured.captures)
         self.ran: set[str] = set()
         self.previous: list[Any] = []
         self.changed: dict[int, list[Any]] = {}
@@ -115,8 +147,8 @@ class Emission:
     def backward(self, incoming: list[Any]) -> None:
         """Put the actions after the loss there, given the gradients of the outputs."""
         for value, tensor in zip(self.captured.placeholders, incoming, strict=True):
-            self.made[value] = tensor
-        self.previous = [*self.previous, *(it.op for it in incoming)]
+            self.tensors[value] = tensor
+        self.previous = [*self.previous, *(gradient.op for gradient in incoming)]
         for at in self.named.followers[LOSS]:
             self.emit(at, first=True)
         self.carry_out(self.program.actions[self.program.boundary + 1 :])
@@ -136,7 +168,7 @@ class Emission:
     def drop(self, storage: str) -> None:
         # What a kernel keeps for another beside its results has no value.
         for value in self.program.values.get(storage, ()):
-            self.made.pop(value, None)
+            self.tensors.pop(value, None)
 
     def emit(self, at: int, *, first: bool) -> None:
         """Put a node there, after what came before it."""
@@ -153,12 +185,12 @@ class Emission:
             name = self.named.storage.get(value)
             if name is None:
                 if first:
-                    self.made[value] = tensor
+                    self.tensors[value] = tensor
                 continue
             if over is not None and value == node.outputs[0]:
                 self.drop(name)
-            if not any(it in self.made for it in self.program.values[name]):
-                self.made[value] = tensor
+            if not any(value in self.tensors for value in self.program.values[name]):
+                self.tensors[value] = tensor
         self.forget_changed(node)
 
     def fences(self, node: Node) -> list[int]:
@@ -190,7 +222,7 @@ class Emission:
     def fenced(self, tensor: Any) -> Any:
         """Return the same buffer under another op, which no pass sees through."""
         graph = framework_ops.get_default_graph()
-        with graph.control_dependencies([it for it in self.previous if it.graph is graph]):
+        with graph.control_dependencies([op for op in self.previous if op.graph is graph]):
             fence = tf.raw_ops.EnsureShape(input=tensor, shape=tensor.shape)
         self.previous = [fence.op]
         return fence
@@ -199,17 +231,17 @@ class Emission:
         """What was read from a variable before it changed is not read for what comes after."""
         if not kernels.has_effect(node.op):
             return
-        for handle in (it for it in node.inputs if it in self.captured.variables):
+        for handle in (value for value in node.inputs if value in self.captured.variables):
             self.changed[handle] = self.previous
             if handle in self.named.storage:
                 for value in self.program.values[self.named.storage[handle]]:
                     if value != handle:
-                        self.made.pop(value, None)
+                        self.tensors.pop(value, None)
 
     def need(self, value: int) -> Any:
         """Return a value; views and constants are made when first asked for."""
-        if value in self.made:
-            return self.made[value]
+        if value in self.tensors:
+            return self.tensors[value]
         at = self.buffers.producer.get(value)
         tensor = self.captured.tensors[value]
         if at is None or not self.buffers.is_view(at):
@@ -219,19 +251,19 @@ class Emission:
         node = self.captured.nodes[at]
         if len(node.outputs) > 1 and node.op.type in kernels.ALIASES:
             # One by one: what the others pass on may be gone, as the input of SiLU is.
-            self.made[value] = self.need(node.inputs[node.outputs.index(value)])
-            return self.made[value]
+            self.tensors[value] = self.need(node.inputs[node.outputs.index(value)])
+            return self.tensors[value]
         known = kernels.constant(tensor) if node.op.type in kernels.SHAPES else None
         if known is not None:
             # What has that shape may be gone.
-            self.made[value] = tf.constant(known, tensor.dtype)
-            return self.made[value]
-        inputs = [self.need(it) for it in node.inputs]
+            self.tensors[value] = tf.constant(known, tensor.dtype)
+            return self.tensors[value]
+        inputs = [self.need(value) for value in node.inputs]
         # A view takes no memory, so it may come at any time; a read, once the last change is done.
         after = self.changed.get(node.inputs[0], []) if node.op.type == kernels.READS else []
         op = put(node, inputs, after)
-        self.made.update(zip(node.outputs, op.outputs, strict=True))
-        return self.made[value]
+        self.tensors.update(zip(node.outputs, op.outputs, strict=True))
+        return self.tensors[value]
 
 
 def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
@@ -239,18 +271,19 @@ def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
     op, graph = node.op, framework_ops.get_default_graph()
     attrs = {}
     for key, value in op.node_def.attr.items():
+        # Marks of the graph it was traced in, which name ops and gradients of that one.
         if key in ("_class", "_gradient_op_type", "_output_shapes"):
             continue
         attrs[key] = value
-        for called in (value.func.name, *(it.name for it in value.list.func)):
+        for called in (value.func.name, *(function.name for function in value.list.func)):
             if called and not graph._is_function(called):
                 graph._add_function_recursive(op.graph._get_function(called))
-    waits = [it for it in after if it.graph is graph]
+    waits = [op for op in after if op.graph is graph]
     with tf.device(op.device or None), graph.control_dependencies(waits):
         return graph._create_op_internal(
             op.type,
             inputs,
-            [it.dtype for it in op.outputs],
+            [output.dtype for output in op.outputs],
             name=op.name,
             attrs=attrs,
             op_def=op.op_def,
@@ -280,14 +313,9 @@ def try_model(
     Raises TrialError if it cannot be put together or run, holds more than the budget, or comes to
     other results.
 
-    Parameters
-    ----------
-    variables
-        What a step may change.
-    captured
-        The ops of the step; None where the model itself runs.
-    base_bytes
-        What counts beside the step.
+    variables : what a step may change
+    captured : the ops of the step; None where the model itself runs
+    base_bytes : what counts beside the step
     """
     step, device = model_step(planned), main_device()
     try:
@@ -296,18 +324,19 @@ def try_model(
             warnings.simplefilter("ignore", PlanWarning)
             step.get_concrete_function(*call_arguments(sample))
     except Exception as error:
-        raise TrialError(f"its planned step cannot be put together: {first_line(error)}") from error
+        raise TrialError(f"its planned step cannot be built: {first_line(error)}") from error
     refused = planned.__dict__["sn_memory"].refused
     if refused:
         raise TrialError(f"its step is not the planned one: {next(iter(refused))}")
     if captured is not None and not _repeatable(captured):
         return
+    # Nothing to run on.
     if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample)):
         return
     args = as_tensors(sample)
     with put_back(variables):
         try:
-            got = compare.results_of(lambda: step(*args), variables)
+            got = results_of(lambda: step(*args), variables)
         except tf.errors.OpError as error:
             raise TrialError(f"its planned step does not run: {first_line(error)}") from error
         if captured is not None and has_statistics(device):
@@ -324,34 +353,35 @@ def try_model(
         _compare(plain, args, got, variables)
 
 
-def _compare(plain: Any, args: Any, got: compare.Results, variables: Sequence[Any]) -> None:
+def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> None:
     """Raise TrialError if the plain step's results are others, but for rounding and chance."""
 
-    def plainly() -> compare.Results:
+    def plainly() -> Results:
         step = model_step(plain)
-        return compare.results_of(lambda: step(*args), variables)
+        return results_of(lambda: step(*args), variables)
 
-    def nudged() -> compare.Results:
-        with compare.nudged(plain.trainable_variables, unit):
+    def on_nudged_weights() -> Results:
+        with nudged(plain.trainable_variables, unit):
             return plainly()
 
-    unit = compare.unit_of(compute_dtypes(plain))
+    unit = unit_of(compute_dtypes(plain))
     allowed = min(_MOST, _ROUNDING * unit)
     try:
         expected = plainly()
-        off = compare.relative_error(expected, got, nudged, unit)
+        off = relative_error(expected, got, on_nudged_weights, unit)
         if off <= allowed:
             return
-        if compare.relative_error(expected, plainly(), nudged, unit) > allowed:
+        # The plain step against itself: kernels that add in any order differ by chance.
+        if relative_error(expected, plainly(), on_nudged_weights, unit) > allowed:
             log.info("two plain steps differ by chance: the planned one was not compared")
             return
     except tf.errors.ResourceExhaustedError:
         log.info("no memory for the plain step: the planned one was not compared")
         return
-    names = ", ".join(compare.different(expected, got)[:3])
+    names = ", ".join(different(expected, got)[:3])
     raise TrialError(
-        f"its planned step comes to other results than the plain one: {off:.1e} of the largest "
-        f"value ({names})"
+        f"its planned step and the plain one differ in results: by {off:.1e} of the largest value "
+        f"({names})"
     )
 
 
@@ -366,3 +396,73 @@ def asked(run: Callable[[], Any], variables: Sequence[Any]) -> Allocations:
     with put_back(variables), Allocations(main_device()) as asked_for:
         run()
     return asked_for
+
+
+def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
+    """Return gradients that raise TraceError where a tape around asks for theirs.
+
+    made_of : what they would have gradients by; the ops of a plan have none
+    """
+    sources = [tensor for tensor in made_of if tensor is not None]
+
+    @tf.custom_gradient
+    def first(*tensors: Any) -> Any:
+        def second(*_: Any) -> Any:
+            raise as_it_is(
+                TraceError(
+                    "gradients of gradients are requested (a gradient penalty, a Hessian-vector "
+                    "product) of a planned model, whose ops have first derivatives only. Plan it "
+                    "with backend='layers', or the whole step: sn_memory.tensorflow.plan_step."
+                )
+            )
+
+        return [tf.identity(tensor) for tensor in tensors[len(sources) :]], second
+
+    real = [gradient for gradient in gradients if gradient is not None]
+    results = iter(_as_list(first(*sources, *real)) if real else [])
+    return [None if gradient is None else next(results) for gradient in gradients]
+
+
+def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
+    """Put the planned passes into the graph; the tape sees one op with one gradient."""
+    captured = program.captured
+    # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
+    # with it both graphs. What comes after the forward pass is put there once only.
+    registered: list[str] = []
+
+    @tf.custom_gradient
+    def passes(*_: Any) -> Any:
+        emission = Emission(program, given)
+        emission.forward()
+        count = len(captured.outputs) - len(captured.gradients)
+        outs = [emission.need(value) for value in captured.outputs[:count]]
+        places = [captured.outputs.index(value) for value in captured.targets]
+
+        def backward(*incoming: Any) -> Any:
+            of_targets = [incoming[place] for place in places]
+            none = left_out(captured, of_targets)
+            emission.backward(of_targets)
+            results = iter(
+                [
+                    None if place in none else emission.need(value)
+                    for place, value in enumerate(captured.outputs[count:])
+                ]
+            )
+            for name in registered:
+                # Private, as TensorFlow has no call that takes a name out.
+                framework_ops.gradient_registry._registry.pop(name, None)
+            gradients = [next(results) if has_one else None for has_one in program.has_gradient]
+            if tapes.could_possibly_record():
+                gradients = _first_only(gradients, [*read, *of_targets])
+            return gradients
+
+        return outs, backward
+
+    read = [tf.convert_to_tensor(variable) for variable in uncast(variables)]
+    results = _as_list(passes(*read))
+    registered += {result.op.get_attr("_gradient_op_type").decode() for result in results}
+    return results
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TypeVar
+
+import keras
+import tensorflow as tf
+
+from ..base.errors import PlanWarning
 
 E = TypeVar("E", bound=Exception)
 
@@ -14,9 +21,20 @@ class TraceError(RuntimeError):
     """
 
 
+def warn(text: str) -> None:
+    """Warn where the user's code is: outside of this package, Keras and TensorFlow."""
+    ours = __file__.removesuffix("tensorflow/errors.py")
+    inside = (ours, *(library.__file__.removesuffix("__init__.py") for library in (keras, tf)))
+    # The depth of Keras' own calls is another in each version.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlanWarning, stacklevel=level)
+
+
 def first_line(error: Exception) -> str:
     """The line of an error that says something; Keras adds where, and all arguments."""
-    lines = [it.strip() for it in str(error).splitlines() if it.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         lines = lines[1:]
     said = lines[0].replace("\x1b[1m", "").replace("\x1b[0m", "") if lines else ""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ..base.errors import PlanWarning
 from ..cost.devices import is_here, named, speeds
 from ..graph.graph import Graph
 from ..graph.liveness import live_bytes, peak
@@ -16,6 +14,7 @@ from ..graph.records import Device
 from ..plan.policies import policy
 from ..run.estimate import Estimate
 from ..run.reserved import stays
+from .errors import warn
 from .model import call_arguments
 from .target import bfc_settings
 from .trace.trace import Trace, optimizer_bytes, trace
@@ -61,12 +60,12 @@ def estimate(
     traced = trace(model, sample, profile=False, device=rates)
     if traced.uncounted:
         text = f"A step holds more than estimated: {traced.uncounted}."
-        warnings.warn(text, PlanWarning, stacklevel=2)
+        warn(text)
     held = optimizer_bytes(model, optimizer) if optimizer is not None else 0
     args = call_arguments(sample)
 
     def step_of(batch: int) -> int:
-        resized = tf.nest.map_structure(lambda it: _resized(it, batch), args)
+        resized = tf.nest.map_structure(lambda spec: _resized(spec, batch), args)
         return peak(trace(model, resized, profile=False).graph).bytes + held
 
     highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
@@ -85,6 +84,7 @@ def estimate(
         optimizer_bytes=held,
         activations_bytes=_left(traced),
         step_bytes=highest.bytes + held,
+        # The optimizer's state is in the step's peak already.
         update_bytes=0,
         peak_op=traced.graph.ops[highest.op].name,
         batch=_batch(args) if isinstance(model, keras.Model) or args else None,
@@ -92,7 +92,7 @@ def estimate(
         device="" if there is None else there.name,
         room_bytes=None if there is None else there.usable_bytes,
         reserved_bytes=_reserved(traced.graph, held, device),
-        seconds=None if rates is None else sum(it[0] for it in traced.graph.arrays.seconds),
+        seconds=None if rates is None else sum(row[0] for row in traced.graph.arrays.seconds),
         notes=() if there is None else (_NOT_MODELLED,),
     )
 
@@ -117,8 +117,8 @@ def _left(traced: Trace) -> int:
 
 
 def _batch(args: tuple[Any, ...]) -> int | None:
-    specs = [it for it in tf.nest.flatten(args) if isinstance(it, tf.TensorSpec)]
-    sizes = {it.shape[0] if it.shape.rank else None for it in specs}
+    specs = [spec for spec in tf.nest.flatten(args) if isinstance(spec, tf.TensorSpec)]
+    sizes = {spec.shape[0] if spec.shape.rank else None for spec in specs}
     return sizes.pop() if len(sizes) == 1 else None
 
 

@@ -68,6 +68,7 @@ def call_of(
             bound.update(bound.pop(name, {}))
         elif name in bound and _is_default(bound[name], parameter.default):
             del bound[name]
+    # A plan is of training alone.
     bound.pop("training", None)
     key: list[Hashable] = []
     tensors = []
@@ -106,6 +107,7 @@ def is_open(key: Hashable) -> bool:
 
 def signature_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
     """Return what a plan of a model depends on: the key of its call, and what trains."""
+    # By id: a layer that is frozen takes its variables out, and shapes would not tell.
     return call, tuple(id(variable) for variable in variables)
 
 
@@ -181,10 +183,14 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, SIMPLE):
         return value
     if depth and isinstance(value, Mapping):
-        items = {key: _plain(it, depth - 1) for key, it in value.items() if isinstance(key, SIMPLE)}
-        return {key: it for key, it in items.items() if it is not _NOT_PLAIN}
+        items = {
+            key: _plain(item, depth - 1) for key, item in value.items() if isinstance(key, SIMPLE)
+        }
+        return {key: item for key, item in items.items() if item is not _NOT_PLAIN}
     if depth and isinstance(value, list | tuple):
-        return [it for it in (_plain(it, depth - 1) for it in value) if it is not _NOT_PLAIN]
+        return [
+            item for item in (_plain(item, depth - 1) for item in value) if item is not _NOT_PLAIN
+        ]
     return _NOT_PLAIN
 
 
@@ -192,4 +198,4 @@ def _plain(value: Any, depth: int) -> Any:
 def _keras_own() -> frozenset[str]:
     """Attributes that every layer and model of Keras has."""
     bare = keras.layers.Layer(name="bare"), keras.Model(name="bare")
-    return frozenset(key for it in bare for key in it.__dict__)
+    return frozenset(key for holder in bare for key in holder.__dict__)

@@ -7,7 +7,6 @@ A planned model is the model: same class, variables and settings. What changes i
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,24 +15,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..base.clock import sharing
-from ..base.errors import PlanWarning
+from .. import settings
+from ..base.errors import core
 from ..base.host import return_freed
-from ..base.native import core
-from ..base.progress import ProgressOption, progress_output, report_progress
+from ..base.progress import progress_output, report_progress, sharing
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError
-from ..run.at_once import PLANNED
 from ..run.measured_choice import summary
-from ..run.process import LIMIT
+from ..run.reserved import LIMIT
+from ..run.unseen import PLANNED
 from .eager import Program, try_model
-from .errors import TraceError, first_line
+from .errors import TraceError, first_line, warn
 from .guards import settings_of, signature_of, steady
 from .memory import main_device
 from .model import call_arguments, check_model, restore_model, twin_of, variables_of
 from .modules.backend import LayerStep
-from .planned import RECORD, Planned, PlannedStep, PlanOptions, plain_model
+from .planned import RECORD, PlannedStep, PlanOptions, PlanRecord, plain_model
 from .planned_call import PlannedCall
 from .target import limit_budget
 from .trace.capture import Captured
@@ -55,11 +53,10 @@ def plan(
     profile: bool = True,
     device: Device | str | None = None,
     optimizer: Any = None,
-    time_limit_s: float = 60.0,
-    deterministic: bool = False,
-    progress: ProgressOption = None,
-    strict: bool = False,
     state: Any = None,
+    time_limit_s: float = 60.0,
+    strict: bool = False,
+    **removed: Any,
 ) -> Any:
     """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
 
@@ -91,19 +88,11 @@ def plan(
         As in `trace`.
     optimizer
         A Keras optimizer; its state counts as well.
-    deterministic
-        Count work in place of seconds, as `plan_graph` does: the same plan on any machine. With
-        `profile=False` and not with `layers`, whose seconds are measured; `auto` does not fall back
-        to them.
-    progress
-        None writes to standard error how far planning is, where that is a terminal: a bar if tqdm
-        is installed, else lines. True writes in any case, False never. A function takes a
-        `sn_memory.Progress` each time.
+    state
+        Refused, but for None: see `sn_memory.torch.plan`.
     strict
         Raise PlanError or BudgetError, when a call comes, where a warning would say that what runs
         is slower than a plan of its ops, above the budget, or the model's own.
-    state
-        Refused, but for None: see `sn_memory.torch.plan`.
 
     Returns
     -------
@@ -147,11 +136,12 @@ def plan(
     >>> planned.sn_memory.plan.peak_bytes <= 0.8 * planned.sn_memory.plan.baseline_peak_bytes
     True
     """
+    settings.refuse_keywords("plan", removed, settings.OF_PROCESS)
     if state is not None:
         raise ValueError(
             "got state, which only sn_memory.torch.plan takes. A variable of TensorFlow keeps its "
-            "memory as long as it lives and its shape cannot become empty, and a tape hands all "
-            "gradients over at once: neither parameters nor optimizer state can leave the device "
+            "memory as long as it lives and its shape cannot become empty, and a tape returns all "
+            "gradients together: neither parameters nor optimizer state can leave the device "
             "between their uses. Leave state out, or train the model with the backend torch."
         )
     if not isinstance(model, keras.Model):
@@ -161,8 +151,8 @@ def plan(
         )
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    options = PlanOptions(plan_graph, planner, tuple(techniques), device, deterministic, strict)
-    options.check_deterministic(profile=profile, backend=backend)
+    options = PlanOptions(plan_graph, planner, tuple(techniques), device, strict)
+    settings.check_profile(profile=profile, backend=backend, measuring="layers")
     core()  # without it there is no plan: said before anything is traced
 
     def planned(model: Any, sample: Any, budget: float | str) -> Any:
@@ -172,7 +162,7 @@ def plan(
             )
             return planner.twin(backend)
 
-    with progress_output(progress):
+    with progress_output(settings.progress):
         if isinstance(sample, list):
             return _for_several(planned, model, sample, budget)
         return planned(model, sample, budget)
@@ -186,14 +176,19 @@ def _for_several(
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
     model = planned(model, largest, budget)
-    first: Planned = model.__dict__[RECORD]
+    first: PlanRecord = model.__dict__[RECORD]
     if first.traced is None:
         # Smaller inputs take the same layers.
         return model
     for sample in others:
         model = planned(model, sample, first.budget_bytes)
-    record: Planned = model.__dict__[RECORD]
-    record.backend, record.traced, record.made = first.backend, first.traced, first.made
+    record: PlanRecord = model.__dict__[RECORD]
+    # What is told of the model is what was planned for the largest sample.
+    record.backend, record.traced, record.latest_plan = (
+        first.backend,
+        first.traced,
+        first.latest_plan,
+    )
     record.options, record.sample = first.options, first.sample
     return model
 
@@ -223,13 +218,13 @@ class _ModelPlanner:
     def twin(self, backend: str) -> Any:
         """Return the model, planned."""
         with restore_model(self.plain):
-            if backend == "graph" or self.options.deterministic:
+            if backend == "graph" or settings.deterministic:
                 twin = self.by_graph(all_counted=backend == "auto")
             elif backend == "layers":
                 twin = self.by_layers()
             else:
                 twin = self.by_either()
-        record: Planned = twin.__dict__[RECORD]
+        record: PlanRecord = twin.__dict__[RECORD]
         # Not before: what comes otherwise than planned is a failure of the trial.
         record.options, record.sample = self.options, call_arguments(self.sample)
         log.info("%s planned by %s: %s", self.name, record.backend, summary(record.plan))
@@ -246,19 +241,20 @@ class _ModelPlanner:
                 device=self.options.device,
                 optimizer=self.optimizer,
             )
-            settings = steady(then, settings_of(self.plain))
+            read = steady(then, settings_of(self.plain))
         if traced.uncounted and all_counted:
             raise TraceError(f"{traced.uncounted}, and layers are measured")
-        _warn_of_uncounted(traced, stacklevel=6)
-        made = self.options.plan(traced.graph, self.budget, self.time_limit_s)
+        _warn_of_uncounted(traced)
+        # Outside of `_as_trace_error`: a budget that cannot be kept is no failure to trace.
+        plan = self.options.plan(traced.graph, self.budget, self.time_limit_s)
         with _as_trace_error():
-            program = Program(traced, made, settings)
-            record, key = Planned("graph", traced, made), traced.structure["key"]
+            program = Program(traced, plan, read)
+            record, key = PlanRecord("graph", traced, plan), traced.structure["key"]
             record.take_over(self.model.__dict__.get(RECORD))
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             report_progress("trial", 0, 1)
             if main_device() == "CPU:0":
-                return_freed(made.peak_bytes)
+                return_freed(plan.peak_bytes)
             return self.tried(
                 record, program.changed_variables, traced.graph.base_bytes, traced.captured
             )
@@ -266,14 +262,14 @@ class _ModelPlanner:
     def by_layers(self) -> Any:
         resident = 0 if self.optimizer is None else optimizer_bytes(self.plain, self.optimizer)
         step = LayerStep(self.plain, self.sample, self.budget, resident_bytes=resident)
-        record = Planned("layers", None, step.plan)
+        record = PlanRecord("layers", None, step.plan)
         record.take_over(self.model.__dict__.get(RECORD))
         record.layers = step
         return self.tried(record, variables_of(self.plain), step.base_bytes)
 
     def tried(
         self,
-        record: Planned,
+        record: PlanRecord,
         variables: list[Any],
         base_bytes: int,
         captured: Captured | None = None,
@@ -300,6 +296,7 @@ class _ModelPlanner:
             refusal = error
         try:
             twin = self.by_layers()
+        # It knows only layers; whoever reads it wants to know why these.
         except BudgetError as error:
             error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
             raise
@@ -310,11 +307,9 @@ class _ModelPlanner:
                 "plan its training step with sn_memory.tensorflow.plan_step, or train it without a "
                 "plan."
             ) from error
-        warnings.warn(
+        warn(
             f"{self.name} is planned by layers, which saves less than a plan of its ops, because "
-            f"that one did not come about: {refusal}",
-            PlanWarning,
-            stacklevel=5,
+            f"no plan of its ops could be made: {refusal}"
         )
         return twin
 
@@ -329,8 +324,7 @@ def plan_step(
     profile: bool = True,
     device: Device | str | None = None,
     time_limit_s: float = 60.0,
-    deterministic: bool = False,
-    progress: ProgressOption = None,
+    **removed: Any,
 ) -> PlannedStep:
     """Return a training step that keeps a budget of bytes and does the same.
 
@@ -341,7 +335,7 @@ def plan_step(
         that is to be planned too.
     sample
         Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
-    budget, planner, techniques, profile, device, time_limit_s, deterministic, progress
+    budget, planner, techniques, profile, device, time_limit_s
         As in `plan`. The state of optimizers is among the step's variables, so it counts.
 
     Returns
@@ -375,26 +369,27 @@ def plan_step(
     >>> bool(planned(tf.ones((512, 64))) > 0)
     True
     """
-    options = PlanOptions(plan_graph, planner, tuple(techniques), device, deterministic)
-    options.check_deterministic(profile=profile)
+    settings.refuse_keywords("plan_step", removed, settings.OF_PROCESS)
+    options = PlanOptions(plan_graph, planner, tuple(techniques), device)
+    settings.check_profile(profile=profile, backend="graph", measuring="layers")
     core()  # without it there is no plan: said before anything is traced
     if getattr(step, "_jit_compile", None):
         raise TraceError(
-            "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
-            "without jit_compile."
+            "the step is compiled by XLA (jit_compile=True), which chooses its own schedule. Plan "
+            "it without jit_compile."
         )
     if isinstance(step, PlannedStep):
         step = step.plain
-    with progress_output(progress), sharing(time_limit_s):
+    with progress_output(settings.progress), sharing(time_limit_s):
         report_progress("trace", 0, 1)
         traced = trace(step, sample, profile=profile, device=device)
-        made = options.plan(traced.graph, budget, time_limit_s)
-    _warn_of_uncounted(traced, stacklevel=3)
-    planned = PlannedStep(step, traced, made)
+        plan = options.plan(traced.graph, budget, time_limit_s)
+    _warn_of_uncounted(traced)
+    planned = PlannedStep(step, traced, plan)
     try:
         planned.put_together()
     except Exception as error:
-        said = f"the planned step cannot be put together: {first_line(error)}"
+        said = f"the planned step cannot be built: {first_line(error)}"
         raise TraceError(said) from error
     return planned
 
@@ -412,10 +407,9 @@ def _as_trace_error() -> Iterator[None]:
         ) from error
 
 
-def _warn_of_uncounted(traced: Trace, stacklevel: int) -> None:
+def _warn_of_uncounted(traced: Trace) -> None:
     if traced.uncounted:
-        text = f"The peak may be higher: {traced.uncounted}."
-        warnings.warn(text, PlanWarning, stacklevel=stacklevel)
+        warn(f"The peak may be higher: {traced.uncounted}.")
 
 
 def _elements(sample: Any) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..check.replay import check_plan
+from .. import settings
+from ..check import check_plan
 from ..graph.graph import Graph
 from ..graph.records import Device
 from ..plan.plan import Plan, check_techniques
-from ..run.at_once import SEARCH_S, TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
+from ..run.unseen import SEARCH_S, TimeToPlan
 from .eager import Emission, Program
 from .guards import describe, refilled
 from .modules.backend import LayerStep
@@ -21,6 +22,8 @@ from .target import plan_on_target
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
+# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` asks for.
+Step = Program | LayerStep
 # Of the kinds of input that come while training so many are kept.
 KINDS = 32
 
@@ -36,7 +39,6 @@ class PlanOptions:
     planner: str
     techniques: tuple[str, ...]
     device: Device | str | None
-    deterministic: bool
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -47,21 +49,11 @@ class PlanOptions:
                 "nothing is moved to the host."
             )
 
-    def check_deterministic(self, *, profile: bool, backend: str = "graph") -> None:
-        """Raise ValueError for what measures seconds, where the plan is to be the same anywhere."""
-        if self.deterministic and (profile or backend == "layers"):
-            got = "profile=True" if profile else "backend='layers'"
-            raise ValueError(
-                f"got deterministic=True with {got}, which measures seconds: they differ from run "
-                "to run. Pass profile=False, a device whose speeds are to count, and another back "
-                "end."
-            )
-
     def plan(
         self, graph: Graph, budget: float | str, time_limit_s: float, *, from_sqrt_n: bool = True
     ) -> Plan:
         """Return a plan of a graph within a budget."""
-        made = plan_on_target(
+        planned = plan_on_target(
             self.plan_graph,
             graph,
             budget,
@@ -69,11 +61,11 @@ class PlanOptions:
             planner=self.planner,
             techniques=self.techniques,
             time_limit_s=time_limit_s,
-            deterministic=self.deterministic,
+            deterministic=settings.deterministic,
             from_sqrt_n=from_sqrt_n,
         )
-        check_plan(graph, made)
-        return made
+        check_plan(graph, planned)
+        return planned
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
         """Return what plans a graph within a budget, in about SEARCH_S."""
@@ -81,14 +73,14 @@ class PlanOptions:
 
 
 @dataclass(repr=False)
-class Planned(PlannedRecord[Trace]):
+class PlanRecord(PlannedRecord[Trace]):
     """What a planned model or step carries as `sn_memory`.
 
     Parameters
     ----------
     backend
         What carries the plan out: `graph` or `layers`.
-    traced, made
+    traced, latest_plan
         What `plan` planned last, and how, of several samples the largest; with `layers`, there is
         no trace.
     steps
@@ -97,8 +89,8 @@ class Planned(PlannedRecord[Trace]):
 
     backend: str
     traced: Trace | None
-    made: Any
-    steps: dict[Hashable, Program | LayerStep] = field(default_factory=dict)
+    latest_plan: Any
+    steps: dict[Hashable, Step] = field(default_factory=dict)
     # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
     # Why calls were run plainly; each is warned about once.
@@ -115,11 +107,11 @@ class Planned(PlannedRecord[Trace]):
     time: TimeToPlan = field(default_factory=TimeToPlan)
     # How often the model was put into a function, and what was put there last.
     count: int = 0
-    running: Program | LayerStep | None = None
+    running: Step | None = None
 
     @property
     def plan(self) -> Any:
-        return self.made
+        return self.latest_plan
 
     @property
     def planned_inputs(self) -> list[str]:
@@ -135,14 +127,14 @@ class Planned(PlannedRecord[Trace]):
     @property
     def budget_bytes(self) -> int:
         """The budget, for every kind of input."""
-        return int(self.made.budget_bytes)
+        return int(self.latest_plan.budget_bytes)
 
     @property
     def strict(self) -> bool:
         """Whether errors are raised where a warning would do."""
         return self.options is not None and self.options.strict
 
-    def take_over(self, before: Planned | None) -> None:
+    def take_over(self, before: PlanRecord | None) -> None:
         """Keep what was planned for other inputs when it was asked for; the rest is made again."""
         if before is not None:
             asked = [kind for kind in before.steps if kind not in before.planned_online]
@@ -154,7 +146,7 @@ class Planned(PlannedRecord[Trace]):
         self,
         kind: Hashable,
         call: Hashable,
-        step: Program | LayerStep,
+        step: Step,
         how: str,
         seconds: float | None = None,
     ) -> None:
@@ -171,7 +163,7 @@ class Planned(PlannedRecord[Trace]):
         if seconds is not None:
             self.planned_online[kind] = self.count
             while len(self.planned_online) > KINDS:
-                self.forget(min(self.planned_online, key=lambda it: self.planned_online[it]))
+                self.forget(min(self.planned_online, key=lambda kind: self.planned_online[kind]))
 
     def forget(self, kind: Hashable) -> None:
         """Let a kind of input go."""
@@ -191,10 +183,10 @@ class PlannedStep:
         Trace, plan and report, as of a planned model.
     """
 
-    def __init__(self, plain: Any, traced: Trace, made: Plan) -> None:
+    def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
         self.plain = plain
-        program = Program(traced, made)
-        self.sn_memory = Planned("graph", traced, made, {None: program})
+        program = Program(traced, plan)
+        self.sn_memory = PlanRecord("graph", traced, plan, {None: program})
         captured = traced.captured
         arguments = [captured.tensors[value] for value in captured.arguments]
 
@@ -213,8 +205,8 @@ class PlannedStep:
     def __call__(self, *args: Any) -> Any:
         """Run the step; arguments as of the sample, results as of the plain step."""
         leaves = tf.nest.flatten(args, expand_composites=True)
-        arrays = [it for it in leaves if hasattr(it, "shape") and hasattr(it, "dtype")]
-        given = [it for it in arrays if not isinstance(it, tf.Variable)]
+        arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        given = [array for array in arrays if not isinstance(array, tf.Variable)]
         return refilled(self.sn_memory.trace.structure, self._run(*given))
 
 
@@ -222,6 +214,7 @@ def plain_model(model: Any) -> Any:
     """Return a planned model as it was before; any other as it is."""
     if RECORD not in model.__dict__:
         return model
+    # After the twin's class and the mixin comes the model's own.
     plain: Any = object.__new__(type(model).__mro__[2])
     plain.__dict__.update({key: value for key, value in model.__dict__.items() if key != RECORD})
     return plain

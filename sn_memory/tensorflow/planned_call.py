@@ -1,32 +1,212 @@
-"""What a planned Keras model does otherwise than its class.
+"""What a planned Keras model does otherwise than its class, for inputs nobody planned for too.
 
 In training, inside a tf.function as `fit` makes it, its forward and backward pass are the planned
-ones (eager.py), for a new input too (new_inputs.py). Called eagerly, where TensorFlow holds all
-arguments, and under XLA, which orders ops by itself, it is the model's own.
+ones (eager.py). Called eagerly, where TensorFlow holds all arguments, and under XLA, which orders
+ops by itself, it is the model's own.
+
+A call of a kind that nobody planned for is traced beside the function that is being built; ops have
+the same names at any size, so that plans can be carried over. Where no plan of ops is found, or a
+size is left open, layers run again, chosen by steps measured on synthetic values. See
+run/unseen.py.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
-from tensorflow.python.eager import record as tapes  # whether one is around
-from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.eager import record as tape
 from tensorflow.python.ops import control_flow_util
 
-from ..base.errors import PlanError, PlanWarning
-from .eager import Emission, Program
-from .errors import TraceError, as_it_is
-from .guards import Call, call_of, refilled
-from .model import uncast
+from ..base.errors import PlanError
+from ..plan.plan import Plan
+from ..run.unseen import PLANNED, UnseenInput, plan_at_once
+from .eager import Program
+from .errors import TraceError, as_it_is, first_line, warn
+from .guards import Call, call_of, changed, describe, is_open, settings_of, signature_of, steady
+from .model import as_specs, model_step, restore_model, run_outside
 from .modules.backend import LayerStep
-from .new_inputs import step_for
-from .planned import KINDS, RECORD, Planned
-from .trace.capture import left_out
+from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_model
+from .target import bfc_settings
+from .trace.trace import OPTIMIZER, Trace, trace_like
+
+AGAIN = "layers run again"
+Shapes = list[tuple[int, ...]]
+
+
+def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
+    """Return what runs a call that is being traced, and keep it; None while `plan` is not done.
+
+    Warns where what runs is slower than a plan of ops, or above the budget.
+    """
+    kind: Hashable = call.why or signature_of(call.key, model.trainable_variables)
+    wants_input = tape.should_record_backprop(
+        [tensor for tensor in call.tensors if tensor.dtype.is_floating]
+    )
+    if wants_input:
+        kind = (kind, "a gradient of its input")
+    step = record.steps.get(kind)
+    if step is not None and not changed(step.settings, settings_of(model)):
+        if kind in record.planned_online:
+            record.planned_online[kind] = record.count
+        return step
+    if record.backend == "layers" or record.options is None:
+        return record.layers
+    return _UnseenCall(model, record, record.options, call, kind, wants_input=wants_input).step()
+
+
+class _UnseenCall(UnseenInput[Step]):
+    """A call that came for the first time; what runs is kept under its `kind`."""
+
+    log = logging.getLogger(__name__)
+    line = "model = sn_memory.tensorflow.plan(model, [sample, another], budget)"
+    first_line = staticmethod(first_line)
+
+    def __init__(
+        self,
+        model: Any,
+        record: PlanRecord,
+        options: PlanOptions,
+        call: Call,
+        kind: Hashable,
+        *,
+        wants_input: bool,
+    ) -> None:
+        super().__init__(
+            type(model).__name__, record.budget_bytes, strict=options.strict, clock=record.time
+        )
+        self.model, self.record, self.options, self.call = model, record, options, call
+        self.kind, self.wants_input = kind, wants_input
+        self.plain = plain_model(model)
+
+    def described(self) -> str:
+        return str(self.call)
+
+    def refusal(self) -> str:
+        if self.call.why:
+            return self.call.why
+        if is_open(self.call.key):
+            return (
+                "a size is open (None) where its function is traced, and bytes depend on it: leave "
+                "reduce_retracing and the input_signature out, or pass drop_remainder=True"
+            )
+        if self.wants_input:
+            return (
+                "a gradient of its input is wanted, as where it is part of another model, and a "
+                "plan of its ops makes none"
+            )
+        return ""
+
+    def by_ops(self) -> Program:
+        try:
+            return run_outside(self._by_ops)
+        except Exception:
+            # It was kept to be put together, and may not be found by the next call.
+            self.record.forget(self.kind)
+            raise
+
+    def _by_ops(self) -> Program:
+        before = self.record.traced
+        assert before is not None
+        args, kwargs = self.arguments()
+        with restore_model(self.plain):
+            then = settings_of(self.plain)
+            traced = trace_like(self.plain, args, kwargs, before)
+            settings = steady(then, settings_of(self.plain))
+            if traced.structure["key"] != self.call.key:
+                raise TraceError(f"its trace is of {describe(traced.structure['key'])}")
+            if traced.uncounted:
+                raise TraceError(traced.uncounted)
+            program = Program(traced, self.plan_of(traced), settings)
+            if self.over is None:
+                self.kept(program)
+                # In a graph of its own: what fails there would fail in the one that is being built.
+                model_step(self.model).get_concrete_function(*args, **kwargs)
+        return program
+
+    def plan_of(self, traced: Trace) -> Any:
+        kinds = self.record.told
+        plans = [
+            (kinds[kind].inputs, plan)
+            for kind, step in self.record.steps.items()
+            if isinstance(plan := step.plan, Plan) and kinds[kind].how.startswith(PLANNED)
+        ]
+        search = self.options.search(self.budget_bytes)
+        allocator = bfc_settings(self.options.device)
+        return self.noted(plan_at_once(traced.graph, search, self.budget_bytes, plans, allocator))
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call's arguments with tf.TensorSpec in the place of tensors."""
+        kwargs = {key: value for key, value in self.call.kwargs.items() if key != "training"}
+        return as_specs(self.call.args), as_specs(kwargs)
+
+    def by_parts(self, why: str, by_ops: Step | None, *, keep: bool) -> Step:
+        step: Step | None = None
+        try:
+            step = self.layers()
+        except TraceError as error:
+            if by_ops is None:
+                raise
+            self.log.info("%s: %s", self.name, error)
+        # Neither may keep the budget: the smaller one.
+        if by_ops is not None and (step is None or by_ops.plan.peak_bytes < step.plan.peak_bytes):
+            step = by_ops
+        else:
+            self.how = AGAIN
+        assert step is not None
+        shapes = ", ".join(str(list(shape)) for shape in self.shapes())
+        text = self.warning(step, why, f"on {shapes}: ")
+        warn(text)
+        return self.kept(step) if keep else step
+
+    def kept(self, step: Step) -> Step:
+        self.record.keep(self.kind, self.call.key or (), step, self.how, self.seconds)
+        return step
+
+    def error(self, why: str) -> Exception:
+        return as_it_is(super().error(why))
+
+    def sample(self) -> tuple[Any, ...]:
+        """Return arguments of full shape: the call's, or those that the model was planned for."""
+        args, kwargs = self.arguments()
+        known = not self.call.why and not is_open(self.call.key)
+        plain = all(leaf is None for leaf in tf.nest.flatten(kwargs))
+        return args if known and plain else self.record.sample
+
+    def shapes(self) -> Shapes:
+        leaves = tf.nest.flatten(self.sample())
+        return [tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape")]
+
+    def layers(self) -> LayerStep:
+        """Return a choice of layers that was measured on an input as large, or measure one."""
+        if self.record.layers is not None:
+            return self.record.layers
+        shapes, traced = self.shapes(), self.record.traced
+        for measured, step in self.record.measured:
+            if _covers(measured, shapes):
+                return step
+        storages = traced.graph.storages if traced is not None else ()
+        resident = sum(storage.bytes for storage in storages if storage.name == OPTIMIZER)
+        step = run_outside(
+            lambda: LayerStep(
+                self.plain, self.sample(), self.budget_bytes, resident_bytes=resident, safely=True
+            )
+        )
+        rest = [measured for measured in self.record.measured if not _covers(shapes, measured[0])]
+        self.record.measured = [*rest, (shapes, step)]
+        return step
+
+
+def _covers(large: Shapes, small: Shapes) -> bool:
+    """Whether no size of one list of shapes is below its fellow in the other."""
+    return len(large) == len(small) and all(
+        len(one) == len(other) and all(a >= b for a, b in zip(one, other, strict=True))
+        for one, other in zip(large, small, strict=True)
+    )
 
 
 class PlannedCall:
@@ -35,6 +215,7 @@ class PlannedCall:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         training = kwargs.get("training")
         if training is None:
+            # Keras passes it to layers inside by its context, and not as an argument.
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
         plainly = super().call  # type: ignore[misc]
         if training is not True:
@@ -48,10 +229,7 @@ class PlannedCall:
         step = self._step(call)
         if step is None:
             return plainly(*args, **kwargs)
-        if isinstance(step, LayerStep):
-            return step.run(self, plainly, args, kwargs)
-        outs = _differentiable(step, call.tensors, self.trainable_variables)  # type: ignore[attr-defined]
-        return refilled(step.results, outs)
+        return step.run(self, plainly, call)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         # Keras' "auto" would choose XLA, which orders ops by itself.
@@ -70,9 +248,9 @@ class PlannedCall:
             self.train_function: Any = ByKind(self, make)
         return self.train_function
 
-    def _step(self, call: Call) -> Program | LayerStep | None:
+    def _step(self, call: Call) -> Step | None:
         """Return what runs a call; None for the model's own call, which is warned about once."""
-        record: Planned = self.__dict__[RECORD]
+        record: PlanRecord = self.__dict__[RECORD]
         why = _why_plainly()
         step = None
         if not why:
@@ -85,7 +263,7 @@ class PlannedCall:
                 raise as_it_is(PlanError(f"strict: {what}"))
             if why not in record.refused:
                 record.refused.add(why)
-                warnings.warn(what, PlanWarning, stacklevel=3)
+                warn(what)
             return None
         record.running = step
         return step
@@ -95,79 +273,10 @@ def _why_plainly() -> str:
     if tf.executing_eagerly():
         return "it was called eagerly; put the training step into a tf.function"
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
+        return "it is compiled by XLA, which chooses its own schedule; pass jit_compile=False"
     if in_stateless_scope():
         return "it is called in Keras' stateless scope, which is gone in the backward pass"
     return ""
-
-
-def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
-    """Return gradients that raise TraceError where a tape around asks for theirs.
-
-    made_of : what they would have gradients by; the ops of a plan have none
-    """
-    sources = [it for it in made_of if it is not None]
-
-    @tf.custom_gradient
-    def first(*tensors: Any) -> Any:
-        def second(*_: Any) -> Any:
-            raise as_it_is(
-                TraceError(
-                    "gradients of gradients are asked for (a gradient penalty, a Hessian-vector "
-                    "product) of a planned model, whose ops have first derivatives only. Plan it "
-                    "with backend='layers', or the whole step: sn_memory.tensorflow.plan_step."
-                )
-            )
-
-        return [tf.identity(it) for it in tensors[len(sources) :]], second
-
-    real = [gradient for gradient in gradients if gradient is not None]
-    results = iter(_as_list(first(*sources, *real)) if real else [])
-    return [None if gradient is None else next(results) for gradient in gradients]
-
-
-def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Put the planned passes into the graph; the tape sees one op with one gradient."""
-    captured = program.captured
-    # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
-    # with it both graphs. What comes after the forward pass is put there once only.
-    registered: list[str] = []
-
-    @tf.custom_gradient
-    def passes(*_: Any) -> Any:
-        emission = Emission(program, given)
-        emission.forward()
-        count = len(captured.outputs) - len(captured.gradients)
-        outs = [emission.need(value) for value in captured.outputs[:count]]
-        places = [captured.outputs.index(value) for value in captured.targets]
-
-        def backward(*incoming: Any) -> Any:
-            of_targets = [incoming[place] for place in places]
-            none = left_out(captured, of_targets)
-            emission.backward(of_targets)
-            made = iter(
-                [
-                    None if place in none else emission.need(value)
-                    for place, value in enumerate(captured.outputs[count:])
-                ]
-            )
-            for name in registered:
-                framework_ops.gradient_registry._registry.pop(name, None)
-            gradients = [next(made) if has_one else None for has_one in program.has_gradient]
-            if tapes.could_possibly_record():
-                gradients = _first_only(gradients, [*read, *of_targets])
-            return gradients
-
-        return outs, backward
-
-    read = [tf.convert_to_tensor(variable) for variable in uncast(variables)]
-    results = _as_list(passes(*read))
-    registered += {it.op.get_attr("_gradient_op_type").decode() for it in results}
-    return results
-
-
-def _as_list(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 class ByKind:
@@ -204,7 +313,7 @@ class ByKind:
 
     def are_told_apart(self, iterator: Any) -> bool:
         """Whether batches may differ in kind, and a plan of ops depends on it."""
-        record: Planned = self.model.__dict__[RECORD]
+        record: PlanRecord = self.model.__dict__[RECORD]
         if record.backend != "graph" or self.model.jit_compile or self.model.run_eagerly:
             return False
         if isinstance(iterator, tf.data.Iterator):
@@ -219,12 +328,14 @@ class ByKind:
     def function_for(self, batch: Any) -> Any:
         """Return the function of a kind of batch."""
         kind = tuple(map(_kind, tf.nest.flatten(batch)))
+        # Taken out and put back last: the first one is that which was not used for longest.
         function = self.functions.pop(kind, None)
         if function is None:
-            record: Planned = self.model.__dict__[RECORD]
+            record: PlanRecord = self.model.__dict__[RECORD]
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
+            # `make` has put Keras' own there.
             self.model.train_function = self
         self.functions[kind] = function
         while len(self.functions) > KINDS:

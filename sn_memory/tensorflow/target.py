@@ -20,8 +20,7 @@ from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device
 from ..plan.plan import Plan
-from ..run.process import host_budget
-from ..run.reserved import within_reserved
+from ..run.reserved import host_budget, within_reserved
 from .memory import bytes_of, main_device
 
 # Values of TF_GPU_ALLOCATOR under which the driver serves each request.
@@ -37,8 +36,8 @@ def limit_budget(
     """
     if isinstance(device, str) and main_device() == "CPU:0":
         return named(device).usable_bytes
-    held = {id(it): it for it in (*model.variables, *getattr(optimizer, "variables", ()))}
-    inputs = [it for it in tf.nest.flatten(sample) if isinstance(it, tf.Tensor)]
+    held = {id(v): v for v in (*model.variables, *getattr(optimizer, "variables", ()))}
+    inputs = [tensor for tensor in tf.nest.flatten(sample) if isinstance(tensor, tf.Tensor)]
     resident = sum(map(bytes_of, (*held.values(), *inputs)))
     if main_device() == "CPU:0":
         return host_budget(resident)

@@ -11,14 +11,24 @@ import numpy as np
 import tensorflow as tf
 
 from ..base.errors import PlanError
-from ..check.replay import check_plan
 from ..run.planned import Verification
-from .compare import Results, different, nudged, relative_error, results_of, unit_of
 from .eager import asked
 from .memory import main_device
-from .model import as_tensors, compute_dtypes, model_step, put_back, update_step, variables_of
-from .modules.backend import LayerStep
-from .planned import RECORD, Planned, PlannedStep, plain_model
+from .model import (
+    Results,
+    as_tensors,
+    compute_dtypes,
+    different,
+    model_step,
+    nudged,
+    put_back,
+    relative_error,
+    results_of,
+    unit_of,
+    update_step,
+    variables_of,
+)
+from .planned import RECORD, PlannedStep, PlanRecord, plain_model
 from .trace.small_blocks import small_bytes
 
 
@@ -45,7 +55,7 @@ def verify(model: Any, sample: Any) -> Verification:
     TraceError
         If the device's allocator does not count, or a profiler runs.
     """
-    record: Planned | None = getattr(model, "__dict__", {}).get(RECORD)
+    record: PlanRecord | None = getattr(model, "__dict__", {}).get(RECORD)
     if record is None:
         raise PlanError(
             "this has no plan; call verify with what sn_memory.tensorflow.plan or plan_step "
@@ -59,19 +69,19 @@ def verify(model: Any, sample: Any) -> Verification:
     else:
         args = as_tensors(sample)
         models = (plain_model(model), model)
-        steps = [model_step(it) for it in models]
+        steps = [model_step(model) for model in models]
         runs = [partial(step, *args) for step in steps]
-        whole = [partial(update_step(it), *args) for it in models]
+        whole = [partial(update_step(model), *args) for model in models]
     if record.traced is None:
         touched, dtypes = variables_of(model), compute_dtypes(model)
     else:
         touched = list(record.traced.captured.variables.values())
         dtypes = [tensor.dtype for tensor in record.traced.captured.tensors]
-    variables = list({id(it): it for it in touched}.values())
+    variables = list({id(v): v for v in touched}.values())
     unit = unit_of(dtypes)
 
     def with_nudged_weights() -> Results:
-        with nudged([it for it in variables if it.trainable], unit):
+        with nudged([v for v in variables if v.trainable], unit):
             return results_of(whole[0], variables)
 
     with put_back(variables):
@@ -83,23 +93,17 @@ def verify(model: Any, sample: Any) -> Verification:
     small = [0, 0]
     # What the step above was put together from.
     step = record.running or record.steps[None]
-    made: Any = step.plan
-    if isinstance(step, LayerStep):
-        base, peak_op = step.base_bytes, made.peak_op
-        # Its own peak was counted with the blocks that no allocator's trace shows.
-        graphs = [it.get_concrete_function(*args).graph for it in steps]
+    plan, base = step.plan, step.base_bytes
+    if step.counts_small_blocks:
+        graphs = [step.get_concrete_function(*args).graph for step in steps]
         small = [small_bytes(graph, main_device()) for graph in graphs]
-    else:
-        graph = step.named.graph
-        base = graph.base_bytes
-        peak_op = made.actions[check_plan(graph, made).peak_action].target
     return Verification(
-        predicted_peak_bytes=made.peak_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=base + measured.peak_bytes + small[1],
         unplanned_peak_bytes=base + unplanned.peak_bytes + small[0],
         allocated_peak_bytes=base + measured.allocated_peak_bytes + small[1],
-        peak_op=peak_op,
-        predicted_s=made.seconds,
+        peak_op=step.peak_op,
+        predicted_s=plan.seconds,
         measured_s=seconds[1],
         unplanned_s=seconds[0],
         different=different(expected, got),
@@ -111,7 +115,10 @@ def verify(model: Any, sample: Any) -> Verification:
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:
     with put_back(variables):
         began = time.perf_counter()
-        flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
+        flat = [
+            value for value in tf.nest.flatten(run(), expand_composites=True) if value is not None
+        ]
         if flat:
+            # On a GPU calls return before their ops have run; a value has to wait for them.
             np.asarray(tf.reshape(flat[-1], (-1,))[:1])
         return time.perf_counter() - began

@@ -2,33 +2,47 @@
 
 # What is imported below needs the framework: without it, one sentence and no traceback into here.
 # ruff: noqa: E402
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ..base.errors import PlanWarning, need
 
 need("torch", "sn_memory.torch")
 
 from ..run.estimate import Estimate
 from ..run.planned import PlannedKind, Verification
-from .activations.compress import CompressedActivations, compress_activations
-from .activations.saving import Saved
 from .errors import ReplayError, TraceError
 from .estimate import estimate
-from .host.buffers import PinnedState
-from .host.files import HostState
 from .model.tracker import StorageTracker
 from .plan import plan
-from .planned import Planned
-from .policy.policy import SelectivePolicy, checkpoint_policy
+from .planned import PlanRecord
 from .target.allocator import placing_statistics, use_placing_allocator
 from .trace.trace import Trace, trace
 from .verify import verify
 
+if TYPE_CHECKING:
+    from .activations.compress import CompressedActivations, compress_activations
+    from .activations.saving import Saved
+    from .host.buffers import HostState, PinnedState
+    from .policy.policy import SelectivePolicy, checkpoint_policy
+
+# Loaded at first use (PEP 562): no plan needs them, unless it is asked for state on the host.
+_HOME = {
+    "CompressedActivations": ".activations.compress",
+    "HostState": ".host.buffers",
+    "PinnedState": ".host.buffers",
+    "Saved": ".activations.saving",
+    "SelectivePolicy": ".policy.policy",
+    "checkpoint_policy": ".policy.policy",
+    "compress_activations": ".activations.compress",
+}
 __all__ = [
     "CompressedActivations",
     "Estimate",
     "HostState",
     "PinnedState",
+    "PlanRecord",
     "PlanWarning",
-    "Planned",
     "PlannedKind",
     "ReplayError",
     "Saved",
@@ -46,3 +60,15 @@ __all__ = [
     "use_placing_allocator",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

@@ -12,50 +12,26 @@ than the budget a warning says by how much.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..base.clock import sharing
-from ..base.errors import PlanWarning
-from ..base.sizes import parse_bytes, show_bytes
+from ..base.progress import sharing
+from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError, Plan
-from .compile.backend import CompiledStep
-from .eager.replay import Replay
+from .model.modes import warn
+from .model.sharded import is_sharded
 from .model.signature import Arguments
-from .model.step import device_of, gradient_bytes, wanted_bytes
+from .model.step import apart, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
-from .modules.backend import ModuleStep
-from .planned import Planned
-from .planning import EARLIER, PlanningResult, PlanOptions, Step
-from .trace.op_seconds import op_times, while_training
-
-
-def planned_for_both(
-    planning: PlanOptions, model: torch.nn.Module, given: Arguments
-) -> PlanningResult:
-    """Plan for gradients that are there; and within the same bytes for none, which is faster.
-
-    The step for none is `made.first`; it is None where only the other is to be had.
-    """
-    with sharing(planning.time_limit_s), op_times(device_of(inner_model(model))):
-        return _for_both(planning, model, given)
-
-
-def _for_both(planning: PlanOptions, model: torch.nn.Module, given: Arguments) -> PlanningResult:
-    made = planning.made(model, given)
-    if not planning.accumulate or isinstance(planning.planner, Plan):
-        return made
-    budget_bytes = parse_bytes(planning.budget, whole=made.step.plan.baseline_peak_bytes)
-    alone = replace(planning, accumulate=False, budget=budget_bytes, after_first=made.after_first)
-    try:
-        return replace(made, first=alone.like(made.step, model, given))
-    except BudgetError:
-        # A search may miss it; the plan for gradients that are there holds no more without them.
-        return made
+from .planned import PlanRecord
+from .planning import PlanOptions
+from .step import Step
+from .trace.op_seconds import while_training
+from .trace.trace import resident_storages
 
 
 def fitting(
@@ -66,33 +42,27 @@ def fitting(
 ) -> Step:
     """Return the step to run in place of one that was planned: another where gradients are there.
 
-    Parameters
-    ----------
-    model
-        The planned model; what is planned now is kept in its record.
-    step
-        The step planned for its input.
-    given
-        The input, as the sample was written.
-    parameters
-        The model's.
+    model : the planned model; what is planned now is kept in its record
+    step : the step planned for its input
+    given : the input, as the sample was written
+    parameters : the model's
     """
-    record: Planned = model.__dict__[RECORD]
+    record: PlanRecord = model.__dict__[RECORD]
     # Where all of the state is planned, gradients that are there lie on the host, or are counted.
     # Those of functional_call need be no leaves, and then have none.
-    if record.planning.state is None and any(
-        it.is_leaf and it.grad is not None for it in parameters
+    if record.state is None and any(
+        param.is_leaf and param.grad is not None for param in parameters
     ):
         step = _with_gradients(model, record, step, given)
-    if not record.told_of_several:
-        every = {*record.steps.values(), *record.later.values()}
-        waiting = {it: it.waiting for it in every if isinstance(it, Replay) and it.waiting}
-        if waiting:
-            record.told_of_several = _several(model, record.budget_bytes, step, waiting)
+    inputs = record.inputs
+    if "several" not in inputs.warned:
+        waiting = {step: step.waiting for step in inputs.every if step.waiting}
+        if waiting and _several(model, record.budget_bytes, step, waiting):
+            inputs.warned.add("several")
     return step
 
 
-def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Replay, int]) -> int:
+def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Any, int]) -> int:
     """Return the most that a step takes while forward passes wait for their backward passes.
 
     waiting : of each plan, how many
@@ -101,79 +71,104 @@ def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Replay,
     beside the gradients of those before, as autograd hands a gradient over when it has come from
     all; it may add two of them into a third.
     """
-    held = sum(count * it.waiting_bytes[0] for it, count in waiting.items())
+    held = sum(count * step.waiting_bytes[0] for step, count in waiting.items())
     # The caller may hold inputs and outputs longer.
-    less = min(every - callers for every, callers in (it.waiting_bytes for it in waiting))
-    adding = max(it.adding_peak_bytes for it in waiting)
-    largest = max((it.nbytes for it in model.parameters() if it.requires_grad), default=0)
+    less = min(every - callers for every, callers in (step.waiting_bytes for step in waiting))
+    adding = max(step.adding_peak_bytes for step in waiting)
+    largest = max((param.nbytes for param in model.parameters() if param.requires_grad), default=0)
     later = adding + held - less + wanted_bytes(model) + largest
     return max(step.plan.peak_bytes + held, later)
 
 
 def _several(
-    model: torch.nn.Module, budget_bytes: int, step: Step, waiting: Mapping[Replay, int]
+    model: torch.nn.Module, budget_bytes: int, step: Step, waiting: Mapping[Any, int]
 ) -> bool:
     """Warn if forward passes that wait break the budget; whether they do."""
     need = peak_of_several(model, step, waiting)
     if need <= budget_bytes:
         return False
     room = budget_bytes - (need - step.plan.peak_bytes)
-    _warn(
-        f"{sum(waiting.values()) + 1} forward passes of {plain_class(type(model)).__name__} "
-        f"come before their backward passes: together they take up to {show_bytes(need)}, and the "
-        f"budget is {show_bytes(budget_bytes)}. Call backward after each forward pass, or plan for "
-        f"so much less, if that can be had: sn_memory.torch.plan(model, sample, {max(room, 0)}).",
-        depth=2,
+    warn(
+        f"{sum(waiting.values()) + 1} forward passes of {plain_class(type(model)).__name__} come "
+        f"before their backward passes: together they take up to {show_bytes(need)}, and the "
+        f"budget is {show_bytes(budget_bytes)}. Call backward after each forward pass, or plan "
+        "with a budget smaller by that, if it can be kept: sn_memory.torch.plan(model, sample, "
+        f"{max(room, 0)})."
     )
     return True
 
 
-def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: Arguments) -> Step:
+def _with_gradients(
+    model: torch.nn.Module, record: PlanRecord, step: Step, given: Arguments
+) -> Step:
     """Return the step for gradients that are there; plan it if the budget has no room for them."""
-    if step in record.later:
-        return record.later[step]
+    inputs = record.inputs
+    if step in inputs.later:
+        return inputs.later[step]
     held, budget_bytes = gradient_bytes(model), record.budget_bytes
-    if _counts_them(step) or step.plan.peak_bytes + held <= budget_bytes:
+    if step.counts_gradients or step.plan.peak_bytes + held <= budget_bytes:
         return step
-    planning, made = record.planning, step
+    planning, plain = record.planning(), inner_model(model)
+    replanned: Step
     least: BudgetError | None = None
-    if isinstance(step, ModuleStep):
-        need, line = step.plan.peak_bytes + held, "budget"
+    if step.covers_smaller:
+        from .regions.step import RegionStep
+
+        if isinstance(step, RegionStep):
+            replanned = step.beside(held)
+        else:
+            # To measure anew is collectives, and other ranks may have no reason for it.
+            replanned = step if is_sharded(model) else _modules_beside(planning, plain, given, held)
+        need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     else:
-        if any(record.steps[it] is step for it in record.planned_online):
+        if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
             # As it was planned itself: nothing is timed, and the search is short.
             speeds = None if step.trace is None else step.trace.graph.device
             planning = planning.at_once(budget_bytes, speeds)
+        # Modes that the caller has on would see, and might change, what is traced.
         with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
-            made, least = _planned_with(planning, budget_bytes, step, inner_model(model), given)
-        need = made.plan.peak_bytes
-        line = repr(planning.share) if planning.share else str(least and least.peak_bytes)
+            replanned, least = _planned_with(planning, budget_bytes, step, plain, given)
+        need = replanned.plan.peak_bytes
     if need > budget_bytes:
         smallest = f" The smallest peak found is {show_bytes(least.peak_bytes)}." if least else ""
         text = (
             f"a training step of {plain_class(type(model)).__name__} finds gradients of "
             f"{show_bytes(held)}, of an earlier micro-batch, or of the step before where they are "
             "dropped after the forward pass, as by Lightning: with them it takes "
-            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{smallest} Plan for "
-            f"them: sn_memory.torch.plan(model, sample, {line}, accumulate=True)."
+            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{smallest} Raise "
+            f"the budget: sn_memory.torch.plan(model, sample, {need})."
         )
         if record.strict:
             peak_bytes, op = (least.peak_bytes, least.op) if least else (need, "")
             raise BudgetError(
                 f"strict: {text}", peak_bytes=peak_bytes, budget_bytes=budget_bytes, op=op
             )
-        _warn(text, depth=2)
-    record.later[step] = made
-    return made
+        warn(text)
+    inputs.later[step] = replanned
+    return replanned
 
 
-def _counts_them(step: Step) -> bool:
-    """Whether a step was planned with gradients in place."""
-    if isinstance(step, Replay):
-        return bool(step.captured.earlier)
-    if isinstance(step, ModuleStep | CompiledStep):
-        return step.accumulate
-    return step.trace is not None and EARLIER in step.trace.graph.storage_index
+def _modules_beside(
+    planning: PlanOptions, plain: torch.nn.Module, given: Arguments, held: int
+) -> Step:
+    """Return a choice of modules for a step beside gradients of so many bytes.
+
+    They are there while it is measured, so they are not made a second time: what is measured is a
+    step that finds none, which holds each new gradient beside its own to the end, and thus no less.
+    """
+    from .modules.backend import ModuleStep
+
+    args, kwargs = apart(given)
+    resident = sum(storage.bytes for storage in resident_storages(plain, planning.optimizer))
+    return ModuleStep(
+        plain,
+        args,
+        kwargs,
+        planning.budget,
+        resident_bytes=resident,
+        earlier_bytes=held,
+        safely=True,
+    )
 
 
 def _planned_with(
@@ -188,6 +183,7 @@ def _planned_with(
     Then it is planned for the same percentage, where one was asked for, of its own unplanned peak;
     else at the smallest peak that is found.
     """
+    # A plan that was passed in is of a step that finds no gradients.
     name = "auto" if isinstance(planning.planner, Plan) else planning.planner
     anew = replace(planning, accumulate=True, planner=name)
     least: BudgetError | None = None
@@ -195,16 +191,12 @@ def _planned_with(
         if budget == "":
             continue
         try:
-            return replace(anew, budget=budget).like(step, plain, given), least
+            return step.replan(replace(anew, budget=budget), plain, given), least
         except BudgetError as error:
+            # That of the bytes asked for; the second attempt is at the percentage.
             least = least or error
     assert least is not None
     if least.plan is None:
         return step, least
     smallest = replace(anew, planner=least.plan, budget=least.peak_bytes)
-    return smallest.like(step, plain, given), least
-
-
-def _warn(text: str, *, depth: int) -> None:
-    """Warn where the model was called; `depth` is how many functions of this file are between."""
-    warnings.warn(text, PlanWarning, stacklevel=depth + 7)
+    return step.replan(smallest, plain, given), least

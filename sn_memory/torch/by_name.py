@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "adafactor": "Adafactor",
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Heads that take labels, so that the loss is part of the step.
 _HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM")
 
 
@@ -33,8 +34,8 @@ def optimizer_of(name: str) -> type[torch.optim.Optimizer]:
     kind = getattr(torch.optim, OPTIMIZERS.get(name, ""), None)
     if kind is None:
         raise PlanError(f"got optimizer {name!r}, expected one of {', '.join(OPTIMIZERS)}.")
-    found: type[torch.optim.Optimizer] = kind
-    return found
+    cls: type[torch.optim.Optimizer] = kind
+    return cls
 
 
 def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
@@ -49,8 +50,8 @@ def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
         raise PlanError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
         raise PlanError(
-            f"{path} has no model_type, so it is no configuration of a Hugging Face model. A graph "
-            "is planned with `sn memory plan`."
+            f"{path} has no model_type, so it is not the configuration of a Hugging Face model. A "
+            "graph is planned with `sn memory plan`."
         )
     if util.find_spec("transformers") is None:
         raise PlanError(
@@ -58,18 +59,20 @@ def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
             "transformers"
         )
     library = import_module("transformers")
-    settings = {key: it for key, it in data.items() if key != "model_type"}
+    settings = {key: value for key, value in data.items() if key != "model_type"}
     try:
         config = library.AutoConfig.for_model(data["model_type"], **settings)
     except ValueError as error:
         raise PlanError(f"{path}: {str(error).splitlines()[0]}") from error
+    # For generating; in training the keys and values of all layers would only be held.
     config.use_cache = False
     named = str(next(iter(data.get("architectures") or ()), ""))
+    # Of a model that reads images as well, the part that reads words.
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(words, "vocab_size", None) is None:
         raise PlanError(
-            f"{path} is of a {data['model_type']}, which reads no words; name a function that "
-            "returns (model, sample) in its place."
+            f"{path} is a {data['model_type']}, which takes no token ids; pass a function that "
+            "returns (model, sample) instead."
         )
 
     def make(batch: int = 1, sequence: int = 1024) -> tuple[torch.nn.Module, Any]:

@@ -74,4 +74,4 @@ def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> i
 
 
 def _named(target: Any, args: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip((it.name for it in target._schema.arguments), args, strict=True))
+    return dict(zip((arg.name for arg in target._schema.arguments), args, strict=True))

@@ -40,18 +40,19 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
     if isinstance(where, TracebackType):
         frames = list(traceback.walk_tb(where))
     else:
+        # `walk_stack` begins with the innermost frame, `walk_tb` with the outermost.
         frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
-    return next((it for it in reversed(lines) if "/torch/" not in it), "place unknown")
+    return next((line for line in reversed(lines) if "/torch/" not in line), "place unknown")
 
 
 def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return what a model was given, in words: shapes and types of tensors, types of the rest."""
 
-    def said(it: Any) -> str:
-        if not isinstance(it, torch.Tensor):
-            return f"a {type(it).__name__}"
-        return f"{list(it.shape)} {str(it.dtype).removeprefix('torch.')}"
+    def said(error: Any) -> str:
+        if not isinstance(error, torch.Tensor):
+            return f"a {type(error).__name__}"
+        return f"{list(error.shape)} {str(error.dtype).removeprefix('torch.')}"
 
     return ", ".join(map(said, tree_leaves((args, kwargs)))) or "no arguments"
 
@@ -63,8 +64,7 @@ def fails_on_sample(
     return SampleError(
         f"{name} does not run on the sample, {sample_line(args, kwargs)}: "
         f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that the model "
-        "takes, of the shapes, types and values it is trained on; or, for one that only has the "
-        "shapes and types, trial=False."
+        "takes, of the shapes, types and values it is trained on."
     )
 
 

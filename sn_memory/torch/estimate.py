@@ -21,7 +21,7 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .errors import TraceError
-from .model.known_values import MOST_KNOWN
+from .model.signature import MOST_KNOWN
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
 from .target.capacity import allocator_settings
@@ -149,6 +149,7 @@ def _traced(
 def _peak_op(traced: Trace | None, measured: Measured) -> str:
     if traced is not None:
         highest = peak(traced.graph)
+        # The trace names the module as well, but its peak may be at another op than the step's.
         if highest.bytes == measured.peak_bytes:
             return traced.graph.ops[highest.op].name
     return measured.peak_op
@@ -158,13 +159,13 @@ def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
     """Bytes by role without a trace; all parameters that want a gradient get one."""
 
     def total(held: Iterable[torch.Tensor]) -> int:
-        return sum({id(it): it.nbytes for it in held}.values())
+        return sum({id(tensor): tensor.nbytes for tensor in held}.values())
 
     return {
         "parameter": total(model.parameters()),
         "state": total(model.buffers()),
         "input": total(tensors(call_arguments(sample))),
-        "gradient": total(it for it in model.parameters() if it.requires_grad),
+        "gradient": total(param for param in model.parameters() if param.requires_grad),
     }
 
 
@@ -197,22 +198,23 @@ def _logits(traced: Trace) -> int:
     """Bytes at the loss of storages as large as the input of the last logarithm of a softmax."""
     recording, boundary = traced.captured.recording, traced.captured.boundary
     calls = recording.calls[:boundary]
-    last = next((it for it in reversed(calls) if it.name == "_log_softmax"), None)
+    last = next((call for call in reversed(calls) if call.name == "_log_softmax"), None)
     if last is None:
         return 0
-    count = math.prod(next(it.size for it in last.flat if isinstance(it, View)))
-    graph, found = traced.graph, 0
+    count = math.prod(next(arg.size for arg in last.flat if isinstance(arg, View)))
+    graph, logit_bytes = traced.graph, 0
     names = {number: name for name, number in traced.named.storage_of.items()}
-    readers = {it for call in recording.calls[boundary:] for it in call.reads}
-    outputs = {it.storage for it in traced.captured.outputs if isinstance(it, View)}
+    # A storage that only the forward pass reads is gone when the loss is there.
+    readers = {read for call in recording.calls[boundary:] for read in call.reads}
+    outputs = {output.storage for output in traced.captured.outputs if isinstance(output, View)}
     for call in calls:
         for view in call.outputs:
             if view is None or view.storage not in call.makes or math.prod(view.size) != count:
                 continue
             if view.storage in readers | outputs:
                 place = graph.storage_index[names[view.storage]]
-                found += int(graph.arrays.bytes[place])
-    return found
+                logit_bytes += int(graph.arrays.bytes[place])
+    return logit_bytes
 
 
 def _sums(traced: Trace) -> dict[str, int]:
@@ -230,18 +232,18 @@ def _sums(traced: Trace) -> dict[str, int]:
 def _left(traced: Trace) -> int:
     """Bytes that are live at the loss and neither resident nor the loss's gradients."""
     graph, boundary = traced.graph, traced.captured.boundary
-    made = sum(graph.arrays.bytes[number] for number in graph.arrays.outputs[boundary])
-    return int(live_bytes(graph)[boundary] - graph.base_bytes - made)
+    output_bytes = sum(graph.arrays.bytes[number] for number in graph.arrays.outputs[boundary])
+    return int(live_bytes(graph)[boundary] - graph.base_bytes - output_bytes)
 
 
 def _batch(sample: Any) -> int | None:
-    sizes = {it.shape[0] if it.dim() else None for it in tensors(sample)}
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors(sample)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(sample: Any, batch: int) -> Any:
     """Return a sample of another batch: the first dimension of each of its tensors."""
-    return tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
+    return tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, batch), sample)
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
@@ -252,5 +254,5 @@ def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     size = (batch, *tensor.shape[1:])
     if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):
         return tensor[torch.arange(batch) % len(tensor)]
-    made = torch.empty(size, dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+    resized = torch.empty(size, dtype=tensor.dtype, device="meta")
+    return resized.requires_grad_(tensor.requires_grad)

@@ -1,7 +1,11 @@
 """How large a batch fits a device of the table, in each way to train, and how fast it would be.
 
 Plain steps are run without values at each batch that is looked at. Plans are made on the graph of
-the step at that batch, which follows from two traces (`graph/batches.py`). Nothing is measured.
+the step at that batch, which follows from two traces (`run/estimate.py`). Nothing is measured.
+
+With all of the state on the host, and with the parameters there as well, the host makes the updates
+beside the device (ZeRO-Offload, Ren et al. 2021), or the device does with state that is brought and
+sent back, whichever ends first. That is predicted, and was not run on a GPU.
 """
 
 from __future__ import annotations
@@ -12,19 +16,30 @@ from typing import Any
 
 import torch
 
-from ..base.errors import GraphError
+from ..base.errors import GraphError, PlanError
 from ..base.progress import report_progress
-from ..check.replay import check_plan
+from ..check import check_plan
 from ..cost.devices import named
-from ..graph.batches import Batches
 from ..graph.graph import Graph
+from ..graph.hosted import Unit
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
-from ..run.estimate import Estimate
-from ..run.fit import PLAIN, Fit, Held, Units, Way, categories, largest, on_cards
+from ..plan.state import Planner, StatePlan, planned_with
+from ..run.estimate import (
+    PLAIN,
+    Batches,
+    Estimate,
+    Fit,
+    Held,
+    Units,
+    Way,
+    categories,
+    largest,
+    on_cards,
+)
 from .errors import TraceError
 from .estimate import estimate
-from .fit_state import HOST_BYTES_PER_S, OnHost
+from .state.optimizer import StateUnits
 from .target.capacity import units_of
 from .target.gpu import Gpu
 from .trace.fake_step import fake_step_on
@@ -32,8 +47,12 @@ from .trace.trace import Trace, call_arguments, trace
 
 # Of a batch and a length (None: the sample's own), a model and its sample.
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
+NAMES = {"state": "state on the host", "host": "parameters and state on the host"}
+# Of a server: eight channels or more. An assumption, which the answer states.
+HOST_BYTES_PER_S = 100e9
+# Sizes are a straight line in the batch, so two traces do for all of them (decision 64).
 _TRACED = (2, 4)
-_EXCHANGE = "what cards exchange takes no time here, so seconds are the least"
+_EXCHANGE = "the exchange between cards is counted as no time, so seconds are a lower bound"
 _ALLOCATED = (
     "plain fits by what torch's allocator reserves; plans and cards by what is allocated, to which "
     "it may add some per cent"
@@ -89,7 +108,7 @@ def fit(
     """
     asked = _Asked(make, named(device).name, optimizer, length, amp, time_limit_s)
     host = host_bytes_per_s if state else None
-    return asked.answer(batches, sorted({it for it in cards if it > 1}), extra, host)
+    return asked.answer(batches, sorted({card for card in cards if card > 1}), extra, host)
 
 
 class _Asked:
@@ -128,14 +147,14 @@ class _Asked:
         try:
             self._batches = self._traced()
         except (TraceError, GraphError) as error:
-            notes.append(f"no plan is told: {error}")
+            notes.append(f"no plan was made: {error}")
         if self._batches is not None:
             ways += [self.planned(share, plain, batches, offload=False) for share in extra]
             if extra:
                 ways.append(self.planned(middle, plain, batches, offload=True))
         if host_bytes_per_s is not None and self._batches is not None:
-            found = self.on_host(host_bytes_per_s)
-            ways += found.ways(middle, batches, self._rates, self._say)
+            on_host = self.on_host(host_bytes_per_s)
+            ways += on_host.ways(middle, batches, self._rates, self._say)
         units = units_of(self.make(least, self.length)[0])
         for count in cards:
             self._say(f"{count} cards")
@@ -155,8 +174,8 @@ class _Asked:
 
     def fits(self, batch: int) -> bool:
         """Whether a plain step fits, by what torch's allocator would reserve for it."""
-        found = self.at(batch)
-        return max(found.peak_bytes, found.reserved_bytes) <= self.room
+        estimate = self.at(batch)
+        return max(estimate.peak_bytes, estimate.reserved_bytes) <= self.room
 
     def plain(self, batch: int) -> Way:
         if not batch:
@@ -164,17 +183,17 @@ class _Asked:
             return Way(
                 PLAIN, 0, allocated_bytes=short.peak_bytes, note="the least batch is too large"
             )
-        found = self.at(batch)
-        seconds = found.seconds
+        estimate = self.at(batch)
+        seconds = estimate.seconds
         return Way(
             PLAIN,
             batch,
             seconds=seconds,
             **self._rates(batch, seconds),
-            allocated_bytes=found.peak_bytes,
-            reserved_bytes=found.reserved_bytes,
+            allocated_bytes=estimate.peak_bytes,
+            reserved_bytes=estimate.reserved_bytes,
             pinned_bytes=0,
-            bytes=categories(found),
+            bytes=categories(estimate),
         )
 
     def planned(self, share: float, plain: int, batches: tuple[int, int], *, offload: bool) -> Way:
@@ -187,6 +206,7 @@ class _Asked:
             plan = self.plan(batch, offload)
             return plan is not None and plan.overhead <= share
 
+        # What fits as it is fits with a plan that does nothing.
         batch = largest(fits, least, most, plain)
         plan = self.plan(batch, offload) if batch else None
         if plan is None:
@@ -230,20 +250,21 @@ class _Asked:
         name = f"{count} cards, FSDP2"
 
         def held(batch: int) -> Held:
-            found = self.at(min(self._estimates))
+            # Parameters, gradients and state are the same at any batch.
+            estimate = self.at(min(self._estimates))
             return on_cards(
                 count,
-                parameters_bytes=found.parameters_bytes,
-                gradients_bytes=found.gradients_bytes,
-                optimizer_bytes=found.optimizer_bytes,
-                rest_bytes=self.rest(batch) + found.workspace_bytes,
+                parameters_bytes=estimate.parameters_bytes,
+                gradients_bytes=estimate.gradients_bytes,
+                optimizer_bytes=estimate.optimizer_bytes,
+                rest_bytes=self.rest(batch) + estimate.workspace_bytes,
                 units=units,
             )
 
-        batch = largest(lambda it: held(it).peak_bytes <= self.room, *batches)
+        batch = largest(lambda batch: held(batch).peak_bytes <= self.room, *batches)
         if not batch:
             return Way(name, 0, count, note="the least batch is too large")
-        it = held(batch)
+        estimate = held(batch)
         seconds = self._step_s(batch, count)
         return Way(
             name,
@@ -251,14 +272,14 @@ class _Asked:
             count,
             seconds=seconds,
             **self._rates(batch, seconds, count),
-            allocated_bytes=it.peak_bytes,
+            allocated_bytes=estimate.peak_bytes,
             pinned_bytes=0,
             bytes={
-                "parameters": it.parameters_bytes,
-                "gradients": it.gradients_bytes,
-                "optimizer": it.optimizer_bytes,
-                "gathered": it.gathered_bytes,
-                "all else at its peak": it.rest_bytes,
+                "parameters": estimate.parameters_bytes,
+                "gradients": estimate.gradients_bytes,
+                "optimizer": estimate.optimizer_bytes,
+                "gathered": estimate.gathered_bytes,
+                "all else at its peak": estimate.rest_bytes,
             },
         )
 
@@ -297,16 +318,19 @@ class _Asked:
 
     def _update_s(self) -> float:
         """Seconds of the optimizer's step: those of a whole step beyond its graph."""
-        found = self.at(max(self._estimates))
-        moved = 2 * (found.parameters_bytes + found.optimizer_bytes) + found.gradients_bytes
+        estimate = self.at(max(self._estimates))
+        moved = (
+            2 * (estimate.parameters_bytes + estimate.optimizer_bytes) + estimate.gradients_bytes
+        )
         rate = named(self.device).device().bytes_per_s
-        return moved / rate if rate and found.optimizer_bytes else 0.0
+        return moved / rate if rate and estimate.optimizer_bytes else 0.0
 
     def _step_s(self, batch: int, count: int) -> float | None:
         if self._batches is None:
             return None
         ways = self._batches.at(batch).arrays.seconds
-        return sum(it[0] for it in ways) + self._update_s() / count
+        # Each card updates its own shard only.
+        return sum(way[0] for way in ways) + self._update_s() / count
 
     def _rates(self, batch: int, seconds: float | None, cards: int = 1) -> dict[str, Any]:
         if not seconds:
@@ -323,3 +347,137 @@ class _Asked:
     def _say(self, what: str) -> None:
         of = "" if self.length is None else f"sequence {self.length}: "
         report_progress("fit", 0, 1, f"{of}{what}")
+
+
+class OnHost:
+    """The ways to train with state on the host.
+
+    make_optimizer : a class that takes parameters alone
+    traced : the step without an optimizer: a batch, the model, its trace; of two batches
+    room_bytes : of the device
+    planner : plans a graph within so many bytes
+    host_bytes_per_s : what the host's memory moves
+
+    Raises
+    ------
+    PlanError
+        If the optimizer does not update parameter by parameter.
+    """
+
+    def __init__(
+        self,
+        make_optimizer: Any,
+        traced: Sequence[tuple[int, torch.nn.Module, Trace]],
+        *,
+        room_bytes: int,
+        planner: Planner,
+        host_bytes_per_s: float,
+    ) -> None:
+        if make_optimizer is None:
+            raise PlanError(
+                "state on the host needs the optimizer whose state it is: pass its name."
+            )
+        (few, _, small), (many, model, large) = traced
+        self.batches = Batches((few, small.graph), (many, large.graph))
+        units = StateUnits(make_optimizer(model.parameters()))
+        self.units = units.of(model, large, host_bytes_per_s)
+        self.room, self.planner = room_bytes, planner
+        self.host_bytes_per_s = host_bytes_per_s
+        self._plans: dict[tuple[int, str], StatePlan | None] = {}
+
+    def ways(
+        self,
+        share: float,
+        batches: tuple[int, int],
+        rates: Callable[[int, float], dict[str, Any]],
+        begins: Callable[[str], None],
+    ) -> list[Way]:
+        """Return the largest batch of each way.
+
+        Parameters
+        ----------
+        share
+            Of a step's time that running ops again, and fetching parameters again, may take more.
+        batches
+            The least and the most.
+        rates
+            Of a batch and seconds: samples and tokens a second, by name.
+        begins
+            Hears the name of each way.
+        """
+        return [self.way(place, share, batches, rates, begins) for place in NAMES]
+
+    def way(
+        self,
+        place: str,
+        share: float,
+        batches: tuple[int, int],
+        rates: Callable[[int, float], dict[str, Any]],
+        begins: Callable[[str], None],
+    ) -> Way:
+        begins(NAMES[place])
+
+        def fits(batch: int) -> bool:
+            plan = self.plan(batch, place)
+            return plan is not None and plan.plan.overhead <= share
+
+        batch = largest(fits, *batches)
+        state_plan = self.plan(batch, place) if batch else None
+        if state_plan is None:
+            return Way(NAMES[place], 0, note="no plan fits in that time")
+        by_host = sum(updater == "host" for updater in state_plan.updaters.values())
+        seconds = state_plan.lanes.seconds
+        return Way(
+            NAMES[place],
+            batch,
+            seconds=seconds,
+            **rates(batch, seconds),
+            allocated_bytes=state_plan.plan.peak_bytes,
+            pinned_bytes=self.host_bytes(state_plan),
+            note=f"{by_host} of {len(state_plan.updaters)} parameters are updated by the host, "
+            f"whose memory is taken to move {self.host_bytes_per_s / 1e9:g} GB/s; "
+            f"{state_plan.lanes.hidden:.0%} of copies and its updates pass beside ops".replace(
+                "%", " %"
+            ),
+        )
+
+    def host_bytes(self, state_plan: StatePlan) -> int:
+        """Bytes of what lies on the host; with its updates a gradient and a parameter as well."""
+        # Parameters do not grow with the batch.
+        sizes = {storage.name: storage.bytes for storage in self.batches.at(1).storages}
+        total = 0
+        for unit in self.units:
+            place = state_plan.places[unit.parameter]
+            if place == "device":
+                continue
+            by_host = state_plan.updaters.get(unit.parameter) == "host"
+            copies = (place == "host" or by_host) + by_host
+            total += unit.state_bytes + copies * sizes[unit.parameter]
+        return total
+
+    def plan(self, batch: int, place: str) -> StatePlan | None:
+        """Return the plan at a batch that ends first; None if there is none."""
+        if (batch, place) not in self._plans:
+            graph = self.batches.at(batch)
+            plans = [
+                option for by in ("host", "device") if (option := self.planned(graph, place, by))
+            ]
+            best = min(plans, key=lambda option: option.lanes.seconds, default=None)
+            self._plans[batch, place] = best
+        return self._plans[batch, place]
+
+    def planned(self, graph: Graph, place: str, by: str) -> StatePlan | None:
+        places = {unit.parameter: place for unit in self.units if _moves(unit, place)}
+        updaters = dict.fromkeys(places, by)
+        try:
+            return planned_with(
+                graph, self.units, places, self.room, self.planner, updaters=updaters
+            )
+        except BudgetError:
+            return None
+
+
+def _moves(unit: Unit, place: str) -> bool:
+    return unit.movable and (
+        place == "host" or (unit.gradient is not None and unit.state_bytes > 0)
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..base.sizes import show_bytes
-from ..check.replay import carry_out
+from ..check import carry_out
 from ..graph.graph import Graph
 from ..plan.plan import Plan
 
@@ -35,7 +35,8 @@ def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return ()
     logits = _logits(graph)
-    sizes = {it: graph.storages[graph.storage_index[it]].bytes for it in logits}
+    sizes = {logit: graph.storages[graph.storage_index[logit]].bytes for logit in logits}
+    # Cheaper than the replay: all of them together would not be enough.
     if sum(sizes.values()) < _PART * plan.peak_bytes:
         return ()
     live = carry_out(graph, plan).live_bytes
@@ -44,10 +45,10 @@ def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
     for at, (kind, target, _) in enumerate(plan.actions):
         if kind == "run":
             there |= logits.intersection(graph.ops[graph.op_index[target]].outputs)
-        elif kind in ("prefetch", "decompress"):
+        elif kind == "prefetch":
             there |= logits & {target}
-        of_logits[at] = sum(sizes[it] for it in there)
-        if kind in ("free", "compress"):
+        of_logits[at] = sum(sizes[logit] for logit in there)
+        if kind == "free":
             there.discard(target)
     peak, without = int(live.max()), int((live - of_logits).max())
     if peak - without < _PART * peak:
@@ -66,15 +67,15 @@ def _logits(graph: Graph) -> set[str]:
     Empty where the logits are no product with a matrix.
     """
     makers = {name: op for op in graph.ops for name in op.outputs}
-    found: set[str] = set()
+    logits: set[str] = set()
     for loss in (op for op in graph.ops if op.kind == "_log_softmax"):
         name, chain = loss.inputs[0], {*loss.inputs, *loss.outputs}
         while (maker := makers.get(name)) is not None and maker.kind in _BETWEEN:
             name = maker.inputs[0]
             chain.add(name)
         if maker is not None and maker.kind in _PRODUCTS:
-            found |= chain
+            logits |= chain
     for op in graph.ops:
-        if op.kind in _GRADIENTS and found.intersection(op.inputs):
-            found.update(op.outputs)
-    return found
+        if op.kind in _GRADIENTS and logits.intersection(op.inputs):
+            logits.update(op.outputs)
+    return logits

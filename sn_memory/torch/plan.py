@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.errors import PlanWarning
+from .. import settings
+from ..base.errors import core
 from ..base.host import return_freed
-from ..base.native import core
-from ..base.progress import ProgressOption, progress_output
+from ..base.progress import progress_output, sharing
 from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
-from ..graph.hosted import UPDATES
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import Plan, check_techniques
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
-from ..run.process import LIMIT
-from .accumulation import planned_for_both
+from ..run.reserved import LIMIT
 from .errors import TraceError
-from .host.buffers import StateBuffers
 from .model.guards import GuardCache, signature_of
+from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp, register_fsdp_alias
 from .model.signature import Arguments, InputSignature
 from .model.step import device_of
@@ -46,24 +44,37 @@ from .model.wrapping import (
     planned_class,
     uninitialized,
 )
-from .modules.backend import ModuleStep
-from .planned import Planned, Sampled
+from .planned import KeptStep, PlanRecord, Sampled, StepCache
 from .planned_forward import PlannedForward
 from .planning import PlanningResult, PlanOptions, guarded
-from .state.model_state import ModelState, host_buffers_for
 from .target.capacity import limit_budget
 from .target.gpu import gpu_of
-from .trace.op_seconds import Measure
+from .trace.op_seconds import op_times
 from .trace.trace import call_arguments
+
+if TYPE_CHECKING:
+    from .host.buffers import StateBuffers
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "graph", "compile", "modules")
+BACKENDS = ("auto", "graph", "regions", "compile", "modules")
 # Keywords that were removed, and what to write instead.
 _REMOVED = {
+    "accumulate": "Leave it out: the first step that finds gradients is planned for them, within"
+    " the budget; with strict=True it raises where no plan keeps that",
     "loss_chunks": "Let the model's forward return torch.nn.functional.linear_cross_entropy(hidden,"
     " head.weight, labels, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256))",
+    "overlap": "Leave it out: where torch.distributed or Horovod is initialised with several ranks,"
+    " gradients are made as early as torch makes them, if the budget allows",
+    "trial": "Leave it out: a plan is tried on its sample, which the model has to take",
+    "update": "Write state=sn_memory.torch.HostState(update='backward') or state="
+    "sn_memory.torch.PinnedState('cuda', update='backward'), or for hooks of your own"
+    " state='hooks'",
+    "workspaces": "Write torch.backends.cudnn.benchmark = True for cuDNN's fastest convolutions",
+    **settings.OF_PROCESS,
 }
+# State that stays on the device and is updated by the caller's hooks.
+HOOKS = "hooks"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
@@ -78,16 +89,9 @@ def plan(
     profile: bool = True,
     device: Device | str | None = None,
     optimizer: Any = None,
-    time_limit_s: float = 60.0,
-    overlap: bool = False,
-    workspaces: bool | Measure = False,
-    trial: bool = True,
-    accumulate: bool = False,
     state: str | os.PathLike[str] | StateBuffers | None = None,
-    update: str = "step",
+    time_limit_s: float = 60.0,
     strict: bool = False,
-    deterministic: bool = False,
-    progress: ProgressOption = None,
     **removed: Any,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
@@ -119,57 +123,30 @@ def plan(
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile (Inductor), with the fastest of torch's own memory budgets that keeps this
-        one. `modules` runs chosen modules again in the backward pass; it takes any model. Both
-        measure, on a real sample. `auto` is `graph`, and `modules` with a warning for a model that
-        cannot be traced; a model that was compiled (`torch.compile(model)`, `model.compile()`)
-        stays compiled, or is planned as any other with a warning that says why.
+        one. `regions` plans the parts of a model that trace whole, each by its ops and all within
+        the budget, and runs what lies between them as it is written. `modules` runs chosen modules
+        again in the backward pass; it takes any model. These three measure, on a real sample.
+        `auto` is `graph`; for a model that cannot be traced `regions`, with a warning, and
+        `modules` where no part of it can be, or no plan of its parts keeps the budget; a model
+        that was compiled (`torch.compile(model)`, `model.compile()`) stays compiled, or is planned
+        as any other with a warning that says why.
     profile, device
         As in `trace`. With the name of a GPU, and a model that is not on one, the plan is on paper:
         it can be read and reported, and a training step raises ReplayError.
     optimizer
         An optimizer or its class; its state counts as well.
-    overlap
-        With `graph`: make no gradient of a parameter later than torch does, so that DDP or Horovod
-        exchanges each as early. Otherwise those larger than what they are made of come last, which
-        holds least. Each is handed over as soon as it is made either way.
-    workspaces
-        With `graph`: let the plan choose how each convolution runs, by the workspace it has room
-        for, as in `trace`. Other algorithms round otherwise, so bits may differ.
-    trial
-        Run the planned step once on the sample, and the model's own if memory allows, and compare.
-        The model is left as it was. For a sample that is no real input (token numbers beyond the
-        vocabulary), say False; one without memory is never tried, nor is `compile`.
-    accumulate
-        Plan for gradients of parameters that are there when a step begins, as in all micro-batches
-        but the first, or with `zero_grad(set_to_none=False)`. They count, a percentage is of the
-        unplanned peak with them, and steps that find none keep the same bytes. Otherwise that is
-        planned at the first step that finds some, if the budget has no room for them; a warning
-        says so if no plan keeps it.
     state
         Let parameters and the state of `optimizer`, an instance then, lie on the host, as far as
         the budget asks for it, in one plan with the activations: "host" or, of a model on
         the CPU, the path of a folder for a file. `HostState`, and `PinnedState` beside a GPU, have
-        docstrings of their own, for a model that is made there. With `graph`, `keep` and
-        `recompute` only.
-    update
-        When parameters are updated. `step`: by `optimizer.step()`, as ever; with `state` each
-        gradient is written to the host as soon as it is complete, one parameter is updated after
-        the other, and clipping, loss scalers and accumulation work on `.grad`. `backward`, with
-        `state`: each parameter in the backward pass, which moves less; what would use `.grad`
-        raises PlanError. `hooks`, without `state` and with `graph`: by hooks of the caller's own
-        (`register_post_accumulate_grad_hook`) that update a parameter when its gradient is complete
-        and let the gradient go; none is then held to the end of the step, and none is made last.
+        docstrings of their own: they say when parameters are updated, and are for a model that is
+        made there. With `graph`, `keep` and `recompute` only.
+        "hooks", with `graph`: all stays on the device, and hooks of the caller's own
+        (`register_post_accumulate_grad_hook`) update a parameter when its gradient is complete and
+        let the gradient go; none is then held to the end of the step, and none is made last.
     strict
         Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
         say that what runs is slower than a plan of its ops, or above the budget.
-    deterministic
-        Count work in place of seconds, as `plan_graph` does: the same plan on a slow and on a fast
-        machine, whatever its load. With `profile=False` and not with `modules`, whose seconds are
-        measured; `auto` does not fall back to them.
-    progress
-        None writes to standard error how far planning is, where that is a terminal: a bar if tqdm
-        is installed, else lines. True writes in any case, False never. A function takes a
-        `sn_memory.Progress` each time.
 
     Returns
     -------
@@ -180,8 +157,8 @@ def plan(
     Raises
     ------
     TraceError
-        For a model that cannot be traced, with another back end than `auto` and `modules`; the
-        message says where.
+        For a model that cannot be traced, with `graph` or `compile`; or of which no part can be,
+        with `regions`; the message says where.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
     PlanError
@@ -191,6 +168,16 @@ def plan(
 
     Notes
     -----
+    The planned step runs once on the sample, and the model's own if memory allows, and they are
+    compared; the model is left as it was. What has no memory is not tried, nor is `compile`.
+
+    What training does is seen. The first step that finds gradients of parameters (an earlier
+    micro-batch, `zero_grad(set_to_none=False)`) is planned once more within the budget where that
+    has no room for them; a warning says so if no plan keeps it. Where torch.distributed or Horovod
+    runs several ranks, no gradient of a parameter is made later than torch makes it, so that it is
+    exchanged as early, if the budget allows; on one rank those larger than what they are made of
+    come last, which holds least. `sn_memory.settings` has what holds for all plans of a process.
+
     Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
     kernels are deterministic; under inductor, to what inductor computes.
 
@@ -205,24 +192,17 @@ def plan(
     >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
-    for name in removed:
-        instead = f", which was removed. {_REMOVED[name]}" if name in _REMOVED else ""
-        raise TypeError(f"plan() got an unexpected keyword argument {name!r}{instead}.")
+    settings.refuse_keywords("plan", removed, _REMOVED)
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    if deterministic and (profile or backend == "modules"):
-        got = "profile=True" if profile else "backend='modules'"
-        raise ValueError(
-            f"got deterministic=True with {got}, which measures seconds: they differ from run to "
-            "run. Pass profile=False, a device whose speeds are to count, and another back end."
-        )
+    settings.check_profile(profile=profile, backend=backend, measuring="modules")
     check_techniques(techniques)
     core()  # without it there is no plan: said before anything is traced
     check_model(model)
     check_optimizer(optimizer)
     speeds(device)  # a name that is none is said before anything is done
     return_freed()
-    _check_update(update, state=state is not None, accumulate=accumulate, backend=backend)
+    hooks = state == HOOKS
     planning = PlanOptions(
         budget=budget,
         planner=planner,
@@ -232,13 +212,9 @@ def plan(
         device=device,
         optimizer=optimizer,
         time_limit_s=time_limit_s,
-        overlap=overlap,
-        workspaces=workspaces,
-        trial=trial,
         plan_graph=plan_graph,
-        accumulate=accumulate,
-        update=update,
-        deterministic=deterministic,
+        overlap=not hooks and exchanges_gradients(),
+        update=HOOKS if hooks else "step",
         share=budget if is_part(budget) else "",
     )
     if backend == "compile" and "offload" in techniques:
@@ -253,148 +229,139 @@ def plan(
             f"got a planner ({planner!r:.60}) with backend='compile', which measures torch's own "
             "partitions and searches no graph of ops. Leave planner out, or plan with 'graph'."
         )
-    if state is not None:
+    if hooks and backend in ("compile", "modules", "regions"):
+        raise ValueError(
+            f"got state='hooks' with backend={backend!r}: gradients freed one by one by hooks are "
+            "planned only by 'graph'. Leave one of them out."
+        )
+    if state is not None and not hooks:
         _check_state(planning)
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
         unlike = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
         planning = replace(planning, was_compiled=not unlike)
         if unlike:
-            warnings.warn(
+            warn(
                 f"{type(model).__name__} was compiled and is planned without torch.compile, "
                 f"because only a plan of its ops has {unlike}. Leave that out to keep it compiled.",
-                PlanWarning,
-                stacklevel=2,
             )
     _check_model(model)
     _check_device(device, model, backend)
-    before = model.__dict__.get(RECORD)
+    before: PlanRecord | None = model.__dict__.get(RECORD)
     if budget == LIMIT:
         budget = limit_budget(plain_model(model), sample, optimizer=optimizer, device=device)
+        # In bytes from here on, and no part of a peak.
         planning = replace(planning, share="")
     plain = plain_model(model)
     planning = replace(planning, budget=budget)
-    if state is not None:
-        buffers = host_buffers_for(plain_model(model), state)
-        held = ModelState(plain_model(model), optimizer, buffers, update)
-        planning = replace(planning, state=held)
+    if state is not None and not hooks:
+        from .state.model_state import ModelState, host_buffers_for
+
+        held = ModelState(plain, optimizer, host_buffers_for(plain, state))
+        planning = replace(planning, state=held, overlap=False)
     # The largest first: of several samples the budget is of it.
-    samples = sorted(_kinds(plain, sample), key=lambda it: -it[0].nbytes)
-    found: list[tuple[InputSignature, Arguments, PlanningResult]] = []
+    samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
+    results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
     for kind, given in samples:
-        with progress_output(progress), explained(given):
-            made = planned_for_both(planning, plain, given)
-        found.append((kind, given, made))
-        planning = replace(planning, after_first=made.after_first or planning.after_first)
-        planning = replace(planning, budget=_budget_bytes(planning, made))
-        if made.trial.different:
-            warnings.warn(
+        output = progress_output(settings.progress)
+        with output, explained(given), sharing(time_limit_s), op_times(device_of(plain)):
+            result = planning.planned_step(plain, given)
+        results.append((kind, given, result))
+        planning = replace(planning, after_first=result.after_first or planning.after_first)
+        # Percent are of the first sample's own step.
+        whole = result.step.plan.baseline_peak_bytes
+        planning = replace(planning, budget=parse_bytes(planning.budget, whole=whole))
+        if result.trial.different:
+            warn(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
-                f"{made.trial.remark}.",
-                PlanWarning,
-                stacklevel=2,
+                f"{result.trial.remark}.",
             )
-        what = f"{type(plain).__name__} planned by {made.backend}"
-        log.info("%s: %s", what, summary(made.step.plan))
+        what = f"{type(plain).__name__} planned by {result.backend}"
+        log.info("%s: %s", what, summary(result.step.plan))
     twin = uninitialized(planned_class(type(plain), PlannedForward))
+    # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
     register_fsdp_alias(twin, model)
-    twin.__dict__[RECORD] = record = _record(plain, planning, found, before, strict=strict)
-    record.sampled = Sampled.of(twin, found[0][1])
+    guards = GuardCache(before.guards if before else None)
+    earlier = before.inputs if before else None
+    twin.__dict__[RECORD] = PlanRecord(
+        inputs=_kept_inputs(plain, guards, results, earlier, int(planning.budget)),
+        options=planning,
+        strict=strict,
+        trial=results[0][2].trial,
+        sampled=Sampled.of(twin, results[0][1]),
+        guards=guards,
+    )
     return twin
+
+
+def exchanges_gradients() -> bool:
+    """Whether several ranks train together, under torch.distributed or Horovod."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size() > 1
+    # Who trains with Horovod has imported it.
+    horovod = sys.modules.get("horovod.torch")
+    return horovod is not None and bool(horovod.is_initialized() and horovod.size() > 1)
 
 
 def _check_device(device: Device | str | None, model: torch.nn.Module, backend: str) -> None:
     """Refuse to compile or to measure for a GPU that is not here."""
-    if backend in ("compile", "modules") and gpu_of(device, device_of(model)) is not None:
+    if (
+        backend in ("compile", "modules", "regions")
+        and gpu_of(device, device_of(model)) is not None
+    ):
         raise ValueError(
-            f"got device {device!r} with backend={backend!r}, which compiles or measures on the "
-            "machine that is here. Use 'graph', whose plan is made on paper, or plan there."
+            f"got device {device!r} with backend={backend!r}, which compiles or measures on this "
+            "machine. Use 'graph', which plans without the device, or plan on that machine."
         )
 
 
 def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
     """Return the samples, each with its kind; what its step reads is not known yet."""
-    found = []
+    kinds = []
     for each in sample if isinstance(sample, list) else [sample]:
         given = call_arguments(each)
         kind = signature_of(model, given, ())
         if kind is None:
             raise TraceError(
-                "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
-                "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
+                "an argument of the sample is neither a tensor nor hashable, so later inputs "
+                "cannot be compared with it. Pass tensors, numbers, strings or tuples."
             )
-        found.append((kind, given))
-    if not found:
+        kinds.append((kind, given))
+    if not kinds:
         raise ValueError("got an empty list of samples, expected at least one.")
-    return found
+    return kinds
 
 
-def _budget_bytes(planning: PlanOptions, made: PlanningResult) -> int:
-    """Return the budget in bytes: percent are of the first sample's own step."""
-    return parse_bytes(planning.budget, whole=made.step.plan.baseline_peak_bytes)
-
-
-def _record(
+def _kept_inputs(
     plain: torch.nn.Module,
-    planning: PlanOptions,
-    found: list[tuple[InputSignature, Arguments, PlanningResult]],
-    before: Planned | None,
-    *,
-    strict: bool,
-) -> Planned:
-    """Return what the planned model carries: what was planned now, and for other inputs before."""
-    first = found[0][2]
-    record = Planned(first.backend, {}, first.step, {}, first.trial, planning, strict)
+    guards: GuardCache,
+    results: list[tuple[InputSignature, Arguments, PlanningResult]],
+    before: StepCache | None,
+    budget_bytes: int,
+) -> StepCache:
+    """Return what the planned model keeps: what was planned now, and for other inputs before."""
+    cache = StepCache(results[0][2].step)
     if before is not None:
         # Those that came while training are planned again at sight: the budget may be another.
-        asked = [it for it in before.steps if it not in before.planned_online]
-        record.steps |= {it: before.steps[it] for it in asked}
-        asked_steps = set(record.steps.values())
-        record.written |= {it: before.written[it] for it in asked}
-        record.told |= {it: before.told[it] for it in asked}
-        record.later |= {it: made for it, made in before.later.items() if it in asked_steps}
-        record.laid_out_otherwise = before.laid_out_otherwise
-        record.guards = GuardCache(before.guards)
-    for sampled, given, made in found:
-        plan = made.step.plan
-        kind = guarded(record.guards, sampled, plain, given, made.step)
-        if isinstance(made.step, ModuleStep):
-            record.free |= made.step.sets
-            kind = kind.without(record.free)
-        record.steps[kind] = step = made.first or made.step
-        if planning.accumulate:
-            record.later[step] = made.step
-        record.written[kind] = (len(given[0]), tuple(given[1]))
-        record.told[kind] = PlannedKind(
-            kind.shapes(), "planned", plan.peak_bytes, record.budget_bytes
-        )
-        record.laid_out_otherwise |= made.laid_out_otherwise
-        if isinstance(made.step, ModuleStep):
-            record.safe.append((kind, made.step))
-    return record
-
-
-def _check_update(update: str, *, state: bool, accumulate: bool, backend: str) -> None:
-    """Raise ValueError for a time of updates that does not go with other settings."""
-    known = (*UPDATES, "hooks")
-    if update not in known:
-        raise ValueError(f"got update {update!r}, expected one of {', '.join(known)}.")
-    if update == "backward" and not state:
-        raise ValueError(
-            "got update='backward' without state: who updates parameters in the backward pass has "
-            "them on the host. Say state='host' as well, or update='hooks' for hooks of your own."
-        )
-    given = {
-        "state": state,
-        "accumulate=True": accumulate,
-        f"backend={backend!r}": backend in ("compile", "modules"),
-    }
-    for what in (it for it, is_given in given.items() if is_given and update == "hooks"):
-        raise ValueError(
-            f"got update='hooks' with {what}: gradients that hooks let go one by one are planned "
-            "by 'graph' alone, and none is there when the next step begins. Leave one of them out."
-        )
+        cache.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
+        asked = {kept.step for kept in cache.kept.values()}
+        cache.later |= {
+            step: replanned for step, replanned in before.later.items() if step in asked
+        }
+        cache.laid_out_otherwise = before.laid_out_otherwise
+    for sampled, given, replanned in results:
+        step = replanned.step
+        kind = guarded(guards, sampled, plain, given, step)
+        if step.covers_smaller:
+            cache.free |= step.sets
+            kind = kind.without(cache.free)
+            cache.measured.append((kind, step))
+        planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
+        cache.kept[kind] = KeptStep(step, (len(given[0]), tuple(given[1])), planned_kind)
+        cache.laid_out_otherwise |= replanned.laid_out_otherwise
+    return cache
 
 
 def _check_state(planning: PlanOptions) -> None:
@@ -403,7 +370,6 @@ def _check_state(planning: PlanOptions) -> None:
     refused = {
         f"backend={planning.backend!r}": planning.backend not in ("auto", "graph"),
         f"technique {', '.join(sorted(techniques))}": bool(techniques),
-        "accumulate=True": planning.accumulate,
         "a plan as planner": isinstance(planning.planner, Plan),
         "optimizer=None": planning.optimizer is None,
     }
@@ -411,8 +377,7 @@ def _check_state(planning: PlanOptions) -> None:
         if is_given:
             raise ValueError(
                 f"got state with {what}. State on the host needs an instance of an optimizer, "
-                "backend 'graph' or 'auto', and the techniques keep and recompute; gradients of "
-                "several micro-batches are added on the host with update='step' as it is."
+                "backend 'graph' or 'auto', and the techniques keep and recompute."
             )
 
 
@@ -435,5 +400,5 @@ def _check_model(model: torch.nn.Module) -> None:
             "the model's forward was replaced on the instance, so that of its class would not be "
             "the whole of it. Put the change into a subclass."
         )
-    if len({it.device for it in model.parameters()}) > 1:
+    if len({param.device for param in model.parameters()}) > 1:
         raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")

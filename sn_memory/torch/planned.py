@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import gt, or_
+from importlib import import_module
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,17 +18,14 @@ from torch.utils._pytree import tree_map_only
 from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
 from ..cost.devices import speeds
-from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
-from .eager.replay import Replay
+from ..run.unseen import TimeToPlan
 from .eager.trial import Trial
 from .model.guards import GuardCache
-from .model.known_values import is_ones, may_be_known
-from .model.signature import Arguments, CallLayout, InputSignature, Name
+from .model.signature import Arguments, CallLayout, InputSignature, Name, is_ones, may_be_known
 from .model.wrapping import plain_model
-from .modules.backend import ModuleStep
-from .planning import PlanOptions, StateOnHost, Step
-from .policy.policy import SelectivePolicy, checkpoint_policy
+from .planning import PlanOptions, StateOnHost
+from .step import Step
 from .target.allocator import StepPool
 from .trace.trace import Given, Trace
 
@@ -44,6 +42,7 @@ class Sampled:
     Of what it holds only a few integers: a model may look at them.
     """
 
+    # Weak, as the model holds the record that holds this.
     model: weakref.ref[torch.nn.Module]
     form: Any
 
@@ -72,9 +71,11 @@ class _Form:
         values: torch.Tensor | int = 0
         if may_be_known(tensor):
             if (span := _span(tensor.size(), tensor.stride())) <= _MOST_HELD:
+                # As it lies, gaps included: with its strides it is the same tensor again.
                 row = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
                 values = row.cpu().clone()
             else:
+                # Models look whether a mask is all ones (decision 80).
                 values = int(is_ones(tensor))
         form = (tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device)
         return cls(*form, tensor.requires_grad, values)
@@ -95,57 +96,144 @@ def _span(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((many - 1) * step for many, step in zip(size, stride, strict=True))
 
 
-@dataclass(repr=False)
-class Planned(PlannedRecord[Trace]):
-    """What a planned model carries as `model.sn_memory`.
+@dataclass
+class KeptStep:
+    """What is kept for a kind of input.
 
     Parameters
     ----------
-    backend
-        What carries the plan out: `graph`, `compile` or `modules`.
-    steps
-        What runs in place of the forward pass, per kind of input.
+    step
+        What runs in place of the forward pass.
+    call
+        How the arguments of its sample were written.
+    told
+        How it was planned.
+    used
+        If it was planned while training, the number of the last step; None for what `plan` made.
+    """
+
+    step: Step
+    call: CallLayout
+    told: PlannedKind
+    used: int | None = None
+
+
+@dataclass
+class StepCache:
+    """The steps of a planned model, and what training has shown by now.
+
+    Parameters
+    ----------
     latest
-        The one that `plan` made last; of several samples, for the largest.
-    written
-        Per kind of input, how the arguments of its sample were written.
-    trial
-        What the trial of the plan made last found.
-    planning
-        How the model was planned last, with the budget in bytes.
-    strict
-        Whether to raise where no plan of ops keeps the budget.
+        The step that `plan` made last; of several samples, for the largest.
+    ends
+        Where the backward pass begins, as in `trace`, if steps have shown it.
     laid_out_otherwise
         Whether kernels were seen to lay results out otherwise than traced.
-    told
-        Per kind of input, how it was planned; see `kinds`.
-    planned_online
-        Of the kinds, those that came while training, with the number of the last step of each.
-    safe
-        Choices of modules that were measured on an input, each with its kind.
-    time
-        What planning at first sight took, and may take.
-    count
-        Steps so far.
-    running
-        The step that ran last.
+    kept
+        Per kind of input.
     later
         Per step, the one that runs in its place where gradients of parameters are there already.
-    told_of_several
-        Whether a warning said that several forward passes before one backward break the budget.
-    warned
-        What a warning was given of, once.
-    told_of_hooks
-        Whether a warning said that hooks for saved tensors do not see what a plan keeps.
-    guards
-        What the steps depend on beside tensors; the kinds of the inputs that came last.
+    measured
+        Choices of modules that were measured on an input, each with its kind.
     changes
         Of attributes and arguments, for how many values at first sight a plan was made.
     free
         Those that change from step to step, whose values are left out; see
         `InputSignature.without`.
+    time
+        What planning at first sight took, and may take.
+    count, running
+        Steps so far, and the one that ran last.
+    warned
+        What a warning was given of, once.
+    """
+
+    latest: Step
+    ends: tuple[bool, ...] = ()
+    laid_out_otherwise: bool = False
+    kept: dict[InputSignature, KeptStep] = field(default_factory=dict)
+    later: dict[Step, Step] = field(default_factory=dict)
+    measured: list[tuple[InputSignature, Step]] = field(default_factory=list)
+    changes: Counter[Name] = field(default_factory=Counter)
+    free: set[Name] = field(default_factory=set)
+    time: TimeToPlan = field(default_factory=TimeToPlan)
+    count: int = 0
+    running: Step | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def known(self, kind: InputSignature | None) -> InputSignature | None:
+        """Return a kind as a step is kept for it; if none is, without the values that change."""
+        if kind is None or kind in self.kept:
+            return kind
+        free = kind.without(self.free)
+        accepts = (it for like in (kind, free) for it in self.kept if it.accepts(like))
+        return next(accepts, free)
+
+    def step(self, kind: InputSignature | None) -> Step | None:
+        """Return the step of a kind; None where it is to be planned, or planned once more."""
+        kept = None if kind is None else self.kept.get(kind)
+        return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
+
+    def begins_at(self, ends: Sequence[bool]) -> None:
+        """Plan from now on for gradients of these outputs, beside others that were asked for."""
+        if len(self.ends) == len(ends):
+            ends = [*map(or_, self.ends, ends)]
+        self.ends = tuple(ends)
+
+    @property
+    def every(self) -> list[Step]:
+        """All steps, those for gradients that are there among them."""
+        return [*dict.fromkeys((*(it.step for it in self.kept.values()), *self.later.values()))]
+
+    def constants_bytes(self, *, beside: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes of what steps hold beside the model's tensors, each storage once.
+
+        beside : tensors that do not count
+        """
+        known = {_key(it) for it in beside}
+        held = {_key(it): it for step in self.every for it in step.known}
+        return sum(it.untyped_storage().nbytes() for key, it in held.items() if key not in known)
+
+    def make_room(self, newest: InputSignature, budget_bytes: int) -> None:
+        """Let kinds go that were not used for longest: too many, or too much is held for them."""
+        while True:
+            # The kinds that `plan` was given have no `used`: they stay.
+            online = {it: kept.used for it, kept in self.kept.items() if kept.used is not None}
+            if len(online) <= 1 or (
+                len(online) <= KINDS and not self._is_held_too_much(budget_bytes)
+            ):
+                return
+            oldest = self.kept.pop(min(online.keys() - {newest}, key=online.__getitem__))
+            self.later.pop(oldest.step, None)
+
+    def _is_held_too_much(self, budget_bytes: int) -> bool:
+        """Whether what is held for other kinds takes one that keeps the budget above it."""
+        return any(
+            step.plan.peak_bytes <= budget_bytes
+            and step.plan.peak_bytes + self.constants_bytes(beside=step.known) > budget_bytes
+            for step in (it.step for it in self.kept.values())
+        )
+
+
+@dataclass(repr=False, frozen=True, eq=False)
+class PlanRecord(PlannedRecord[Trace]):
+    """What a planned model carries as `model.sn_memory`; made once, when it is planned.
+
+    Parameters
+    ----------
+    inputs
+        Its steps, per kind of input.
+    options
+        How the model was planned last, with the budget in bytes.
+    strict
+        Whether to raise where no plan of ops keeps the budget.
+    trial
+        What the trial of the plan made last found.
     sampled
         The model and the form of the sample that `plan` made last.
+    guards
+        What the steps depend on beside tensors; the kinds of the inputs that came last.
     pool
         Where the steps allocate, on a device that has such pools (CUDA).
     lock
@@ -153,55 +241,39 @@ class Planned(PlannedRecord[Trace]):
         turns, as both put other things in the place of what its modules have.
     """
 
-    backend: str
-    steps: dict[InputSignature, Step]
-    latest: Step
-    written: dict[InputSignature, CallLayout]
+    inputs: StepCache
+    options: PlanOptions
+    strict: bool
     trial: Trial
-    planning: PlanOptions
-    strict: bool = False
-    laid_out_otherwise: bool = False
-    told: dict[InputSignature, PlannedKind] = field(default_factory=dict)
-    planned_online: dict[InputSignature, int] = field(default_factory=dict)
-    safe: list[tuple[InputSignature, ModuleStep]] = field(default_factory=list)
-    time: TimeToPlan = field(default_factory=TimeToPlan)
-    count: int = 0
-    running: Step | None = None
-    later: dict[Step, Step] = field(default_factory=dict)
-    told_of_several: bool = False
-    warned: set[str] = field(default_factory=set, repr=False)
-    told_of_hooks: bool = False
-    guards: GuardCache = field(default_factory=GuardCache, repr=False)
-    changes: Counter[Name] = field(default_factory=Counter, repr=False)
-    free: set[Name] = field(default_factory=set, repr=False)
-    sampled: Sampled | None = field(default=None, repr=False)
-    pool: StepPool = field(default_factory=StepPool, repr=False, compare=False)
-    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
+    sampled: Sampled
+    guards: GuardCache
+    pool: StepPool = field(default_factory=StepPool)
+    lock: Any = field(default_factory=threading.RLock)
 
     def as_checkpoint_policy(
         self, blocks: Sequence[str | type | torch.nn.Module] | None = None
-    ) -> SelectivePolicy:
-        """Return a selective-checkpoint policy that keeps the same budget on the same sample.
+    ) -> Any:
+        """Return the SelectivePolicy that keeps the same budget on the same sample.
 
         For who wants no new executor: `policy.wrap(model)` of the plain model. It is made for
         torch's own checkpointing, which cannot do what a plan of ops does, so its peak and what
         it saves are its own; see `checkpoint_policy`, also for `blocks` and errors.
         """
-        model = None if self.sampled is None else self.sampled.model()
-        if self.sampled is None or model is None:
+        if (model := self.sampled.model()) is None:
             raise PlanError(
                 "the planned model of this record is gone. Keep it, or call "
                 "sn_memory.torch.checkpoint_policy with a model and a sample."
             )
-        planning = self.planning
-        return checkpoint_policy(
+        # No planned step needs it.
+        policy: Any = import_module(".policy.policy", __package__)
+        return policy.checkpoint_policy(
             plain_model(model),
             self.sampled.arguments(),
             self.budget_bytes,
             blocks=blocks,
-            profile=planning.profile,
-            device=speeds(planning.device),
-            optimizer=planning.optimizer,
+            profile=self.options.profile,
+            device=speeds(self.options.device),
+            optimizer=self.options.optimizer,
         )
 
     def release(self) -> None:
@@ -212,42 +284,34 @@ class Planned(PlannedRecord[Trace]):
         """
         self.pool.release()
 
-    def about_to_run(self, step: Step) -> None:
-        """Note that a step runs now, in the pool of this model."""
-        self.running = step
-        if isinstance(step, Replay):
-            step.pool = self.pool
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """What carries the plan made last out: `graph`, `regions`, `compile` or `modules`."""
+        return self.inputs.latest.backend
 
-    def begins_at(self, ends: Sequence[bool]) -> None:
-        """Plan from now on for gradients of these outputs, beside others that were asked for."""
-        before = self.planning.ends
-        if len(before) == len(ends):
-            ends = [*map(or_, before, ends)]
-        self.planning = replace(self.planning, ends=tuple(ends))
+    @property
+    def latest(self) -> Step:
+        """The step of the plan made last."""
+        return self.inputs.latest
 
-    def is_to_plan(self, step: Step | None) -> bool:
-        """Whether the step of a kind is to be planned, for the first time or once more.
+    @property
+    def steps(self) -> dict[InputSignature, Step]:
+        """What runs in place of the forward pass, per kind of input."""
+        return {kind: it.step for kind, it in self.inputs.kept.items()}
 
-        Once more where kernels lay out otherwise than traced, or gradients were asked for that it
-        does not have.
-        """
-        if not isinstance(step, Replay):
-            return step is None
-        ends, own = self.planning.ends, step.captured.ends
-        return bool(step.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
+    @property
+    def told(self) -> dict[InputSignature, PlannedKind]:  # type: ignore[override]
+        """Per kind of input, how it was planned; see `kinds`."""
+        return {kind: it.told for kind, it in self.inputs.kept.items()}
 
-    def known(self, kind: InputSignature | None) -> InputSignature | None:
-        """Return a kind as a step is kept for it; if none is, without the values that change."""
-        if kind is None or kind in self.steps:
-            return kind
-        free = kind.without(self.free)
-        accepts = (it for like in (kind, free) for it in self.steps if it.accepts(like))
-        return next(accepts, free)
+    def planning(self) -> PlanOptions:
+        """Return how to plan for inputs to come, with what training has shown."""
+        return replace(self.options, ends=self.inputs.ends)
 
     @property
     def state(self) -> StateOnHost | None:
         """All of the state, where it was planned: what lies where, and what that costs."""
-        return self.planning.state
+        return self.options.state
 
     def all_brought(self) -> AbstractContextManager[Any]:
         """Where the model's own forward runs: what rests on the host is brought for each op."""
@@ -255,7 +319,7 @@ class Planned(PlannedRecord[Trace]):
 
     @property
     def plan(self) -> Any:
-        """The plan made last: a Plan, or with `modules` a MeasuredPlan."""
+        """The plan made last: a Plan; by `regions` a RegionsPlan, by `modules` a MeasuredPlan."""
         return self.latest.plan
 
     @property
@@ -265,42 +329,7 @@ class Planned(PlannedRecord[Trace]):
     @property
     def budget_bytes(self) -> int:
         """The budget, for every kind of input."""
-        return parse_bytes(self.planning.budget, whole=self.latest.plan.baseline_peak_bytes)
-
-    def constants_bytes(self, *, beside: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of what steps hold beside the model's tensors, each storage once.
-
-        beside : tensors that do not count
-        """
-        known = {_key(it) for it in beside}
-        steps = (*self.steps.values(), *self.later.values())
-        held = {_key(it): it for step in steps for it in step.known}
-        return sum(it.untyped_storage().nbytes() for key, it in held.items() if key not in known)
-
-    def make_room(self, newest: InputSignature) -> None:
-        """Let kinds go that were not used for longest: too many, or too much is held for them."""
-        while len(self.planned_online) > 1 and (
-            len(self.planned_online) > KINDS or self._is_held_too_much()
-        ):
-            oldest = min(
-                (it for it in self.planned_online if it != newest),
-                key=lambda it: self.planned_online[it],
-            )
-            self.later.pop(self.steps[oldest], None)
-            del (
-                self.planned_online[oldest],
-                self.told[oldest],
-                self.steps[oldest],
-                self.written[oldest],
-            )
-
-    def _is_held_too_much(self) -> bool:
-        """Whether what is held for other kinds takes one that keeps the budget above it."""
-        return any(
-            step.plan.peak_bytes <= self.budget_bytes
-            and step.plan.peak_bytes + self.constants_bytes(beside=step.known) > self.budget_bytes
-            for step in self.steps.values()
-        )
+        return parse_bytes(self.options.budget, whole=self.latest.plan.baseline_peak_bytes)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -5,28 +5,27 @@ The planned model keeps it, so that it can be planned once more when an input of
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from ..base.errors import PlanWarning
+from .. import settings
+from ..base.errors import PlanError
 from ..base.host import return_freed
 from ..base.progress import report_progress
 from ..base.sizes import parse_bytes, show_bytes
-from ..check.replay import carry_out, check_plan
+from ..check import carry_out, check_plan
 from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device
 from ..plan.copies import WIDE, spread_copies
 from ..plan.plan import BudgetError, Plan
-from ..run.at_once import SEARCH_S, smallest, within
-from ..run.measured_choice import MeasuredPlan
 from ..run.reserved import within_reserved
-from .compile.backend import CompiledStep, Settings
+from ..run.unseen import SEARCH_S, smallest, within
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
 from .errors import (
@@ -34,89 +33,39 @@ from .errors import (
     SetsStateError,
     TraceError,
     fails_on_sample,
+    first_line,
 )
 from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
-from .model.modes import outside_saved_tensors_hooks
+from .model.modes import outside_saved_tensors_hooks, warn
+from .model.sharded import is_sharded
 from .model.signature import Arguments, InputSignature, changeable
 from .model.step import device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
-from .modules.backend import ModuleStep
-from .on_paper import EstimateOnlyStep
+from .step import EstimateOnlyStep, Step
 from .target.capacity import planned_settings
 from .target.gpu import gpu_of
 from .trace.fake_step import fake_step
-from .trace.op_seconds import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, resident_storages, trace
 
-# Gradients of parameters that are there when a step begins.
-EARLIER = "gradients of earlier micro-batches"
+log = logging.getLogger(__name__)
+
 # Searches of one step with its state, about as many as bisecting its parameters takes.
 STATE_SEARCHES = 8
 # Part by which what a budget's percent are of may be another than the plain step, without a word.
 _APART = 0.005
 
 
-class Step(Protocol):
-    """What carries the forward pass of a planned model out, for one kind of input."""
-
-    @property
-    def plan(self) -> Plan | MeasuredPlan:
-        """What was decided."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """The graph it was decided on; None where there is none."""
-
-    @property
-    def known(self) -> list[torch.Tensor]:
-        """Tensors it holds between steps, beside the model's; they count as live."""
-
-    @property
-    def ignored(self) -> list[torch.Tensor]:
-        """Tensors it holds that lie on the host."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """What is resident and no part of the step: the optimizer's state."""
-
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass; the rest of the plan happens in the backward pass."""
-
-
 class StateOnHost(Protocol):
-    """All of the state of a model, and how a step with it is planned; see state/model_state.py."""
+    """All of the state of a model, and how a step with it is planned: `state/model_state.py`."""
 
     @property
-    def places(self) -> Mapping[str, str]:
-        """Per parameter, where it lies: `device`, `state` or `host`."""
-
-    def replay(
-        self,
-        model: torch.nn.Module,
-        traced: Trace,
-        budget: float | str,
-        planner: Callable[[Graph, int], Plan],
-        *,
-        measured: bool,
-    ) -> Replay:
-        """Return what carries a traced step out, its updates included."""
-
-    def brought(self) -> AbstractContextManager[Any]:
-        """Let ops inside find on the device what rests on the host."""
-
-    def with_inputs(self, given: Arguments) -> Arguments:
-        """Return arguments with their tensors of the host on the device that the model works on."""
-
-    def dry_run(
-        self,
-        replay: Replay,
-        model: torch.nn.Module,
-        given: Arguments,
-        planned_with: Callable[[Layouts], Replay],
-    ) -> Replay:
-        """Return a step that runs on a sample as traced."""
+    def places(self) -> Mapping[str, str]: ...
+    def replay(self, *args: Any, **settings: Any) -> Replay: ...
+    def dry_run(self, *args: Any) -> Replay: ...
+    def brought(self) -> AbstractContextManager[Any]: ...
+    def with_inputs(self, arguments: Arguments) -> Arguments: ...
 
 
 @dataclass(frozen=True)
@@ -133,8 +82,6 @@ class PlanningResult:
         What its trial found.
     laid_out_otherwise
         Whether kernels laid results out otherwise than traced, so that it was traced again.
-    first
-        What runs in its place where no gradients are there, if it was planned for some.
     after_first
         Whether it was traced as it is after a first forward pass.
     """
@@ -143,16 +90,28 @@ class PlanningResult:
     backend: str
     trial: Trial
     laid_out_otherwise: bool = False
-    first: Step | None = None
     after_first: bool = False
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to plan a model for an input; the parameters are those of `plan`.
+    """How to plan a model for an input; the parameters are those of `plan`, and these.
 
-    `share` is the budget as it was asked for, if that was a percentage. `plan_graph` is the one of
-    `sn_memory`, handed in: what carries plans out need not know how they are found.
+    Parameters
+    ----------
+    plan_graph
+        That of `sn_memory`, handed in: what carries plans out need not know how they are found.
+    share
+        The budget as it was asked for, if that was a percentage.
+    overlap
+        Whether gradients of parameters are made no later than torch makes them, if a plan of that
+        keeps the budget: ranks exchange them.
+    update
+        `hooks`: the caller's own update each parameter when its gradient is complete.
+    accumulate
+        Whether gradients of parameters are there when the step begins.
+    trial
+        Whether the step is tried on its input.
     """
 
     budget: float | str
@@ -163,17 +122,15 @@ class PlanOptions:
     device: Device | str | None
     optimizer: Any
     time_limit_s: float
-    overlap: bool
-    workspaces: bool | Measure
-    trial: bool
     plan_graph: Callable[..., Plan]
-    accumulate: bool = False
-    deterministic: bool = False
     share: float | str = ""
+    overlap: bool = False
+    update: str = "step"
+    accumulate: bool = False
+    trial: bool = True
     from_sqrt_n: bool = True
     was_compiled: bool = False
     state: StateOnHost | None = None
-    update: str = "step"
     # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
     after_first: bool = False
     # Where the backward pass begins, as in `trace`, if steps have shown it.
@@ -191,24 +148,19 @@ class PlanOptions:
             profile=False,
             device=device,
             time_limit_s=SEARCH_S,
-            workspaces=False,
             trial=False,
             from_sqrt_n=False,
         )
 
-    def made(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
+    def planned_step(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Plan the plain model for an input; as `plan` tells."""
         if self.backend == "auto" and self.was_compiled:
             return self.made_compiled(model, given)
         name = "graph" if self.backend == "auto" else self.backend
-        backends: dict[str, Callable[..., Step]] = {
-            "graph": self.by_graph,
-            "compile": self.by_compiler,
-            "modules": self.by_modules,
-        }
         try:
             with restore_rng_state():
-                return self.in_trial(backends[name](model, given), name, model, given)
+                return self.in_trial(self.by_backend(name, model, given), name, model, given)
+        # Nothing that another back end would mend.
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
@@ -222,16 +174,52 @@ class PlanOptions:
                     # Where it sets the same in each step, that is the reason, as at first.
                     error = failure if isinstance(second, SetsStateError) else second
             # Modules are chosen by what was measured.
-            if self.backend != "auto" or self.deterministic or self.state:
+            if self.backend != "auto" or settings.deterministic or self.state:
                 if error is failure:
                     raise
                 raise error from failure
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
+        return self.made_by_parts(model, given, why)
+
+    def made_by_parts(self, model: torch.nn.Module, given: Arguments, why: str) -> PlanningResult:
+        """Plan a model that cannot be traced whole: by regions, or where there are none, modules.
+
+        why : it cannot be
+        """
+        # Regions are another concern than a plan of one graph, and loaded where they are wanted.
+        from .regions.step import RegionsBudgetError
+
         name = type(model).__name__
+        over: BudgetError | None = None
+        try:
+            with restore_rng_state():
+                found = self.by_regions(model, given, why)
+                made = self.in_trial(found, "regions", model, given)
+            warn(
+                f"{name} is planned by regions, with what lies between them as it is written, "
+                f"because {why}",
+            )
+            return made
+        except RegionsBudgetError as error:
+            over = error
+            # Modules run what lies between regions again as well. Where that is most, they may
+            # need less.
+            error.args = (f"{error} {name} is planned by regions because {why}",)
+            if 2 * error.outside_bytes < error.peak_bytes:
+                raise
+            regions = f"its regions need {show_bytes(error.peak_bytes)}"
+        except (SampleError, torch.OutOfMemoryError):
+            raise
+        # Modules take any model; where it fails itself on the sample, they say so.
+        except Exception as error:  # noqa: BLE001
+            regions = f"it has no plan by regions: {first_line(error)}"
+            log.info("%s: %s", name, regions)
         try:
             step = self.by_modules(model, given)
         except BudgetError as error:
+            if over is not None and over.peak_bytes <= error.peak_bytes:
+                raise over from None
             error.args = (f"{error} {name} is planned by modules because {why}",)
             raise
         except (TraceError, torch.OutOfMemoryError):
@@ -241,10 +229,9 @@ class PlanOptions:
                 raise
             # Most of all a sample that the model does not take.
             raise fails_on_sample(name, *given, error) from error
-        warnings.warn(
-            f"{name} is planned by modules, which saves less than a plan of its ops, because {why}",
-            PlanWarning,
-            stacklevel=3,
+        warn(
+            f"{name} is planned by modules, which saves less than a plan of its ops, because {why} "
+            f"By regions: {regions}",
         )
         return self.in_trial(step, "modules", model, given)
 
@@ -261,13 +248,13 @@ class PlanOptions:
         """
         later = replace(self, after_first=True)
         with restore_rng_state():
-            made = later.in_trial(later.by_graph(model, given), "graph", model, given)
-        if not made.trial.compared:
+            result = later.in_trial(later.by_graph(model, given), "graph", model, given)
+        if not result.trial.compared:
             raise TraceError(
                 "the forward pass sets attributes in its first run, and no trial could compare "
-                f"that run with a plan of the others ({made.trial.remark}). Run one step first."
+                f"that run with a plan of the others ({result.trial.remark}). Run one step first."
             )
-        return replace(made, after_first=True)
+        return replace(result, after_first=True)
 
     def made_compiled(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
@@ -275,22 +262,21 @@ class PlanOptions:
             with restore_rng_state():
                 return self.in_trial(self.by_compiler(model, given), "compile", model, given)
         except (BudgetError, TraceError) as error:
-            warnings.warn(
+            warn(
                 f"{type(model).__name__} was compiled and is planned without torch.compile, which "
                 f"is slower, because there is no plan of its compiled step: {error}",
-                PlanWarning,
-                stacklevel=4,
             )
-        return replace(self, was_compiled=False).made(model, given)
+        return replace(self, was_compiled=False).planned_step(model, given)
 
-    def like(self, step: Step, model: torch.nn.Module, given: Arguments) -> Step:
-        """Plan by the back end of a step that was tried; what its trial saw holds for this too."""
-        if isinstance(step, Replay):
-            seen = step.trace.layouts or {}
-            return self.replay(model, given, seen, self.planned_trace, self.profile)
-        if isinstance(step, CompiledStep):
-            return self.by_compiler(model, given)
-        return self.by_modules(model, given)
+    def by_backend(
+        self, name: str, model: torch.nn.Module, given: Arguments, layouts: Layouts | None = None
+    ) -> Step:
+        """Return a step of a back end; layouts : how kernels lay results out, where not traced."""
+        if name == "graph":
+            return self.by_graph(model, given, layouts)
+        if name == "regions":
+            return self.by_regions(model, given)
+        return (self.by_compiler if name == "compile" else self.by_modules)(model, given)
 
     def by_graph(
         self,
@@ -323,16 +309,20 @@ class PlanOptions:
         model: torch.nn.Module,
         given: Arguments,
         known: tuple[tuple[float, str], ...] = (),
-    ) -> CompiledStep:
+    ) -> Step:
         """Return a step that torch.compile made; `known`: what kept the budget for other inputs."""
+        from .compile.backend import CompiledStep, Settings
+
         check_memory(model, given, "compiling a model runs parts of it")
         # A plan that was carried over is not kept for later processes.
-        key = repr((self.techniques, self.time_limit_s, self.profile, self.deterministic))
-        settings = Settings(
+        key = repr((self.techniques, self.time_limit_s, self.profile, settings.deterministic))
+        measuring = Settings(
             self.budget,
-            timed=self.profile and not self.deterministic,
+            timed=self.profile and not settings.deterministic,
             recompute="recompute" in self.techniques,
-            resident_bytes=sum(it.bytes for it in resident_storages(model, self.optimizer)),
+            resident_bytes=sum(
+                storage.bytes for storage in resident_storages(model, self.optimizer)
+            ),
             # All that are new come at the end, when the graph returns, beside those.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
             known=known,
@@ -340,34 +330,63 @@ class PlanOptions:
         )
         with outside_saved_tensors_hooks():
             try:
-                return CompiledStep(model, *given, settings)
+                return CompiledStep(model, *given, measuring)
             except TraceError:
                 if self.trial:
                     # Where the model itself fails on the sample, that is what to say.
                     runs_on(model, given)
                 raise
 
-    def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
+    def by_modules(self, model: torch.nn.Module, given: Arguments) -> Step:
         """Return a step in which modules run again."""
+        from .modules.backend import ModuleStep
+
         check_memory(model, given, "planning by modules runs the model")
-        held = sum(it.bytes for it in resident_storages(model, self.optimizer))
-        step = ModuleStep(
-            model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
-        )
+        held = sum(storage.bytes for storage in resident_storages(model, self.optimizer))
+        step = ModuleStep(model, *given, self.budget, resident_bytes=held)
         if step.plan.courses > 1:
-            warnings.warn(
+            warn(
                 f"what {type(model).__name__} runs depends on random numbers. The budget holds for "
                 f"the largest of {step.plan.courses} steps that were tried; a step that is rarer "
                 "may hold more. Leave room for it.",
-                PlanWarning,
-                stacklevel=4,
             )
         return step
+
+    def by_regions(
+        self, model: torch.nn.Module, given: Arguments, why: str = "", *, safely: bool = False
+    ) -> Step:
+        """Return a step in which the parts of a model that trace whole are planned together.
+
+        why : the model is not planned whole; safely : as in RegionOptions
+        """
+        from .regions.search import RegionOptions, region_step
+
+        check_memory(model, given, "planning by regions runs the model")
+        if is_sharded(model):
+            raise TraceError("parameters are sharded, and regions compute with whole ones")
+        held = sum(storage.bytes for storage in resident_storages(model, self.optimizer))
+
+        def searched(graph: Graph, budget_bytes: int, seconds: float) -> Plan:
+            brief = replace(self, time_limit_s=seconds, planner="auto")
+            return brief.searched(graph, budget_bytes)
+
+        options = RegionOptions(
+            self.budget,
+            searched,
+            self.time_limit_s,
+            self.profile,
+            self.device,
+            held,
+            why,
+            safely=safely,
+        )
+        return region_step(model, given, options)
 
     def planned(self, graph: Graph, budget: float | str | None = None) -> Plan:
         """Return a plan of a graph, within this budget or another."""
         budget = self.budget if budget is None else budget
         if graph.allocator != "torch":
+            # Only torch's caching allocator reserves more than is live.
             return self.searched(graph, budget)
         allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
 
@@ -384,35 +403,36 @@ class PlanOptions:
         """Return a plan of a graph whose live bytes keep a budget."""
         if isinstance(self.planner, Plan):
             return within(graph, self.planner, budget)
-        made = self.plan_graph(
+        plan = self.plan_graph(
             graph,
             budget,
             planner=self.planner,
             techniques=self.techniques,
             time_limit_s=self.time_limit_s,
-            deterministic=self.deterministic,
+            deterministic=settings.deterministic,
             from_sqrt_n=self.from_sqrt_n,
         )
-        if made.decided("offload"):
+        if plan.decided("offload"):
             room = parse_bytes(budget, whole=unplanned_bytes(graph))
-            actions = spread_copies(graph, made.actions, room, times=WIDE)
-            found = carry_out(graph, replace(made, actions=actions))
-            made = replace(
-                made, actions=actions, peak_bytes=found.peak_bytes, seconds=found.seconds
+            # Moved copies let other ops wait, so peak and seconds are those of a replay.
+            actions = spread_copies(graph, plan.actions, room, times=WIDE)
+            replayed = carry_out(graph, replace(plan, actions=actions))
+            plan = replace(
+                plan, actions=actions, peak_bytes=replayed.peak_bytes, seconds=replayed.seconds
             )
-        check_plan(graph, made)
-        return made
+        check_plan(graph, plan)
+        return plan
 
     def planned_trace(self, traced: Trace) -> Plan:
         """Return a plan of what was traced."""
         try:
-            made = self.planned(traced.graph)
+            plan = self.planned(traced.graph)
         except BudgetError as error:
             if error.plan is not None:
                 error.args = (" ".join((str(error), *logits_note(traced.graph, error.plan))),)
             raise
-        notes = (*made.notes, *traced.notes, *logits_note(traced.graph, made))
-        return replace(made, notes=notes)
+        notes = (*plan.notes, *traced.notes, *logits_note(traced.graph, plan))
+        return replace(plan, notes=notes)
 
     def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
         """Return a plan of a step with its updates; one of several searches."""
@@ -428,6 +448,21 @@ class PlanOptions:
         profile: bool,
     ) -> Replay:
         """Return a step that replays what is traced with such layouts, planned so."""
+        if self.overlap:
+            # A plan that was passed in may be of either order.
+            # Gradients made as early as torch makes them may take more than the budget.
+            with suppress(BudgetError, PlanError):
+                return self._replay(model, given, layouts, planned, profile)
+        return replace(self, overlap=False)._replay(model, given, layouts, planned, profile)
+
+    def _replay(
+        self,
+        model: torch.nn.Module,
+        given: Arguments,
+        layouts: Layouts,
+        planned: Callable[[Trace], Plan],
+        profile: bool,
+    ) -> Replay:
         report_progress("trace", 0, 1)
 
         def traced_now() -> Trace:
@@ -436,8 +471,8 @@ class PlanOptions:
                 Given(*given),
                 profile=profile,
                 device=self.device,
+                # Its state is part of the plan then, and not resident.
                 optimizer=None if self.state else self.optimizer,
-                workspaces=self.workspaces,
                 overlap=self.overlap,
                 layouts=layouts,
                 accumulate=self.accumulate,
@@ -458,16 +493,17 @@ class PlanOptions:
             return self.state.replay(
                 model, traced, self.budget, self.planned_state, measured=measured
             )
-        made = planned(traced)
-        return Replay(traced, made)
+        plan = planned(traced)
+        return Replay(traced, plan)
 
     def in_trial(
         self, step: Step, backend: str, model: torch.nn.Module, given: Arguments
     ) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
-        if device_of(model).type == "cpu" and not isinstance(step, EstimateOnlyStep):
+        if device_of(model).type == "cpu" and step.runs_here:
+            # malloc may still hold what tracing freed, near the limit of this process.
             return_freed(step.plan.peak_bytes)
-        if self.trial and self.state is not None and isinstance(step, Replay):
+        if self.trial and self.state is not None:
             report_progress("trial", 0, 1)
             before = step
             step = self.state.dry_run(
@@ -480,20 +516,27 @@ class PlanOptions:
             return PlanningResult(
                 step, backend, Trial(False, {}, remark=remark), step is not before
             )
-        if self.trial and isinstance(step, CompiledStep):
+        if self.trial and step.runs_here and not step.rounds_alike:
             runs_on(model, given)
-        if not self.trial or isinstance(step, CompiledStep | EstimateOnlyStep):
-            remark = "no trial was asked for, or compiled, or planned for another device"
+        if not (self.trial and step.runs_here and step.rounds_alike):
+            remark = "planned while training, or compiled, or planned for another device"
             return PlanningResult(step, backend, Trial(False, {}, remark=remark))
 
-        def found() -> Trial:
+        if self.update == "hooks":
+            # In a trial no hook lets a gradient go, so that it would hold all of them.
+            own = step.plan.peak_bytes + wanted_bytes(model)
+            if own > parse_bytes(self.budget, whole=step.plan.baseline_peak_bytes):
+                remark = "the budget has no room for all gradients, which a trial holds"
+                return PlanningResult(step, backend, Trial(False, {}, remark=remark))
+
+        def trial_of_step() -> Trial:
             report_progress("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
             # Beside an optimizer's state and earlier gradients the step itself is not all of it.
             counted = self.profile and self.optimizer is None and not self.accumulate
             return tried(step, model, given, plain_bytes=need, counted=counted)
 
-        result = found()
+        result = trial_of_step()
         otherwise = bool(result.layouts)
         if otherwise:
             seen = layouts_seen(
@@ -503,12 +546,12 @@ class PlanOptions:
                 lambda known: self.replay(model, given, known, smallest_of_trace, False),
             )
             step = self.replay(model, given, seen, self.planned_trace, self.profile)
-            result = found()
+            result = trial_of_step()
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
             raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
         note = _apart(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
-        if note and isinstance(step, Replay):
+        if note and step.trace is not None:
             step.plan = replace(step.plan, notes=(*step.plan.notes, note))
         return PlanningResult(step, backend, result, otherwise)
 
@@ -528,8 +571,7 @@ def guarded(
     guards: GuardCache, kind: InputSignature, model: torch.nn.Module, given: Arguments, step: Step
 ) -> InputSignature:
     """Return the kind that a step is for, by what its forward pass read as it was planned."""
-    captured = step.trace and step.trace.captured
-    reads = step.reads if isinstance(step, ModuleStep) else captured and captured.reads
+    reads = step.reads
     if not reads:
         # torch.compile follows a forward without running it: a step without values is recorded.
         with recorded_reads(model) as seen:
@@ -538,7 +580,7 @@ def guarded(
                 reads = seen()
             except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
                 reads = every_read(model)
-    return guards.add(kind, model, given, reads, captured.looked if captured else ())
+    return guards.add(kind, model, given, reads, step.looked)
 
 
 def smallest_of_trace(traced: Trace) -> Plan:

@@ -11,10 +11,10 @@ from ..run.planned import Verification
 from .model.results import differences
 from .model.sharded import here
 from .model.signature import Arguments, InputSignature
-from .model.step import Loss, Measured, device_of, restore_step, run_step
+from .model.step import Loss, Measured, device_of, restore_step, run_step, wanted_bytes
 from .model.wrapping import RECORD, plain_model
-from .planned import Planned
-from .planning import Step
+from .planned import PlanRecord
+from .step import Step
 from .trace.trace import call_arguments
 
 
@@ -46,7 +46,7 @@ def verify(
         If the model is not planned, or not for this input; or if a step of it updates parameters:
         with its state on the host, where the one without the plan has no room, or by hooks.
     """
-    record: Planned | None = model.__dict__.get(RECORD)
+    record: PlanRecord | None = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
     step = None if record is None else _step_of(record, model, arguments)
     if record is None or step is None:
@@ -55,26 +55,25 @@ def verify(
             f"the model has no plan for this sample{why}; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
         )
-    if record.planning.state is not None:
+    if record.options.state is not None:
         raise PlanError(
             "verify runs a training step, and one of a model with its state on the host updates "
             "parameters. Compare losses of a few steps with those of a copy that is not planned."
         )
-    if record.planning.update == "hooks":
+    if record.options.update == "hooks":
         raise PlanError(
-            "the model was planned with update='hooks', and verify trains nothing: no hook lets "
+            "the model was planned with state='hooks', and verify trains nothing: no hook lets "
             "gradients go in it, so they would all be held. Compare some steps of your own, inside "
             "a StorageTracker for the peak."
         )
-    if accumulate:
-        step = record.later.get(step, step)
+    running: Step = step
     plain = plain_model(model)
 
     parameters = list(model.named_parameters())
-    compiled = getattr(step, "by_allocator", False)
+    compiled = running.by_allocator
     # The allocator does not tell what lies on the host from what would lie on a device. Arenas for
     # copies are made in the first step.
-    copies = bool(step.ignored or step.plan.decided("offload"))
+    copies = bool(running.ignored or running.plan.decided("offload"))
     kernels = device_of(model).type == "cpu" and not copies
     # Known by the plain step, which runs first.
     written: list[torch.Tensor] | None = None
@@ -82,12 +81,12 @@ def verify(
     def measured(run: Any, *, count: bool) -> Measured:
         nonlocal written
         with restore_step(model, sample, written=written) as watched:
-            found = run_step(
+            step = run_step(
                 run,
                 model,
                 arguments,
-                known=step.known,
-                ignored=step.ignored,
+                known=running.known,
+                ignored=running.ignored,
                 count=count,
                 loss=loss,
                 accumulate=accumulate,
@@ -96,24 +95,32 @@ def verify(
             )
             if written is None:
                 written = watched.weights()
-            ours = {id(it) for it in written}
-            found.results.update(
-                (f"parameter {name}", here(it).detach().clone())
-                for name, it in parameters
-                if id(it) in ours
+            ours = {id(param) for param in written}
+            step.results.update(
+                (f"parameter {name}", here(param).detach().clone())
+                for name, param in parameters
+                if id(param) in ours
             )
-            return found
+            return step
 
-    expected, got = measured(plain, count=True), measured(model, count=True)
+    expected = measured(plain, count=True)
+    earlier_bytes = 0
+    if accumulate:
+        # Its plan is made in the first such step, if it needs one of its own.
+        measured(model, count=False)
+        running = record.inputs.later.get(running, running)
+        earlier_bytes = 0 if running.counts_gradients else wanted_bytes(model)
+    got = measured(model, count=True)
     different = differences(expected.results, got.results)
+    # Not counted, as that takes time itself; of two the shorter, as other work only adds.
     planned_s = min(measured(model, count=False).seconds for _ in range(2))
     plain_s = min(measured(plain, count=False).seconds for _ in range(2))
     return Verification(
-        predicted_peak_bytes=step.plan.peak_bytes,
-        measured_peak_bytes=got.peak_bytes + step.resident_bytes,
-        unplanned_peak_bytes=expected.peak_bytes + step.resident_bytes,
+        predicted_peak_bytes=running.plan.peak_bytes + earlier_bytes,
+        measured_peak_bytes=got.peak_bytes + running.resident_bytes,
+        unplanned_peak_bytes=expected.peak_bytes + running.resident_bytes,
         peak_op=got.peak_op,
-        predicted_s=step.plan.seconds,
+        predicted_s=running.plan.seconds,
         measured_s=planned_s,
         unplanned_s=plain_s,
         different=tuple(different),
@@ -123,21 +130,21 @@ def verify(
 
 
 def _kind_of(
-    record: Planned, model: torch.nn.Module, arguments: Arguments
+    record: PlanRecord, model: torch.nn.Module, arguments: Arguments
 ) -> InputSignature | None:
-    return record.known(record.guards.signature_of(model, arguments))
+    return record.inputs.known(record.guards.signature_of(model, arguments))
 
 
-def _step_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Step | None:
+def _step_of(record: PlanRecord, model: torch.nn.Module, arguments: Arguments) -> Step | None:
     kind = _kind_of(record, model, arguments)
     return None if kind is None else record.steps.get(kind)
 
 
-def _unlike(record: Planned, model: torch.nn.Module, arguments: Arguments) -> str:
+def _unlike(record: PlanRecord, model: torch.nn.Module, arguments: Arguments) -> str:
     """Say what is otherwise than in the nearest sample that has a plan."""
     kind = _kind_of(record, model, arguments)
     if kind is None:
         return ""
     paths = [path for path, _ in model.named_modules()]
-    nearest = min((kind.unlike(it, paths) for it in record.steps), key=len)
+    nearest = min((kind.unlike(step, paths) for step in record.steps), key=len)
     return f": {'; '.join(nearest)}"

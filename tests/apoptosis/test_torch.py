@@ -338,7 +338,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
     resumed = apoptosis(again, torch.optim.Adam(again.parameters()), schedule="adaptive", every=2)
     resumed.load_state_dict(shrink.state_dict())
     assert (resumed.steps, resumed.schedule) == (shrink.steps, shrink.schedule)
-    with pytest.raises(ValueError, match="only one of the model"):
+    with pytest.raises(ValueError, match="only in one of the model"):
         rebuild(Residual(), tmp_path / "model.pt")
 
 

@@ -103,7 +103,7 @@ def test_no_is_an_answer_and_no_mistake(files, capsys):
         (["memory", "estimate", "none.py:f"], "no file none.py"),
         (["memory", "estimate", "none.such:f"], "no file and no module none.such"),
         (["memory", "estimate", "none.json"], "cannot be read as JSON"),
-        (["memory", "plan", "alexnet"], "no --budget and no --device"),
+        (["memory", "plan", "alexnet"], "neither --budget nor --device"),
         (["memory", "plan", "alexnet", "--device", "h10"], "Did you mean 'h100'?"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
@@ -136,7 +136,11 @@ def test_usage_is_two(capsys, words):
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("nowhere/p.json", "no folder nowhere"), (".", "is a folder"), ("p/", "is a folder")],
+    [
+        ("nowhere/p.json", "the folder nowhere does not exist"),
+        (".", "is a folder"),
+        ("p/", "is a folder"),
+    ],
 )
 def test_where_results_go_is_looked_at_before_the_work(files, capsys, monkeypatch, path, said):
     def worked(*_, **__):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sn_memory.torch import compress_activations
+from sn_memory.torch.activations import packing
 
 
 def net(device):
@@ -30,6 +31,24 @@ def test_gradients_are_near_and_where_they_belong(device, bits):
         assert off <= 6 * 2.0**-bits, (name, float(off))
     # The last layer's bias is a sum of what was not compressed.
     assert torch.allclose(model[-1].bias.grad, plain[-1].bias.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_have_the_bits_of_the_host(device, dtype):
+    """Triton's kernels on a device against the array code on the host, which tests hold to C++."""
+    if device.type != "cuda":
+        pytest.skip("Triton compiles for a GPU only; elsewhere its interpreter is tested")
+    assert packing.kernels(device) is not None
+    torch.manual_seed(0)
+    for n in (1, 255, 257, 2**20 + 1):
+        values = torch.randn(n).relu().to(dtype)
+        for bits in (1, 2, 4, 8):
+            host = packing.pack(values, bits, (1, 2))
+            made = packing.pack(values.to(device), bits, (1, 2))
+            for part in ("bases", "steps", "codes"):
+                assert torch.equal(getattr(made, part).cpu(), getattr(host, part)), (n, bits, part)
+            back = packing.unpack(made, n, bits, dtype).cpu()
+            assert torch.equal(back, packing.unpack(host, n, bits, dtype)), (n, bits)
 
 
 def test_a_budget_is_kept(device):

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
-from sn_compress.ops.words.digits import Digits
-from sn_compress.ops.words.word_sum import word_sum
+from sn_compress.ops.fixed_point import Digits, word_sum
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 CLASSES = {

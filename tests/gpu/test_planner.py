@@ -38,7 +38,6 @@ def late(device):
 
 BACKENDS = {
     "graph": {"backend": "graph"},
-    "graph, overlap": {"backend": "graph", "overlap": True},
     "compile": {"backend": "compile"},
     "modules": {"backend": "modules"},
 }

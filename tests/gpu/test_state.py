@@ -9,6 +9,8 @@ from torch import nn
 from sn_memory import Device
 from sn_memory.torch import HostState, PinnedState, plan
 
+pytestmark = pytest.mark.usefixtures("counted_work")
+
 LINK = Device("link", 5e10, 2e10, 1e11, 1e11, 0.0, launch_s=1e-5)
 
 
@@ -48,14 +50,21 @@ def taught_by(mine, plain):
     return optimizer, other
 
 
+def state_on(device, update):
+    """State beside a device, updated at this time."""
+    if device.type == "cpu":
+        return HostState(update=update)
+    return PinnedState(device, update=update)
+
+
 def both(device, budget, update, make=torch.optim.AdamW, **how):
     """Train a plain model and a planned one; return both, what each did, and the sample."""
     plain, sample = blocks(device), torch.randn(8, 16, 64, device=device)
     model = copy.deepcopy(plain)
     optimizer = make(model.parameters(), lr=1e-2)
     mine = plan(
-        model, sample, budget, optimizer=optimizer, state="host", update=update, device=LINK,
-        profile=False, time_limit_s=0.5, deterministic=True,
+        model, sample, budget, optimizer=optimizer, state=state_on(device, update), device=LINK,
+        profile=False, time_limit_s=0.5,
     )  # fmt: skip
     assert set(mine.sn_memory.state.places.values()) & {"host", "state"}
     other = make(plain.parameters(), lr=1e-2)
@@ -100,7 +109,7 @@ def test_a_model_is_evaluated_and_saved_as_ever(device):
 def test_a_model_is_made_on_the_host(device):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))
-    held = HostState() if device.type == "cpu" else PinnedState(device)
+    held = state_on(device, "backward")
     held.hold(model)
     assert {it.device.type for it in model.buffers()} == {device.type}
     for layer in model:
@@ -109,8 +118,8 @@ def test_a_model_is_made_on_the_host(device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sample = torch.randn(8, 64, device=device)
     mine = plan(
-        model, sample, "60%", optimizer=optimizer, state=held, update="backward", device=LINK,
-        profile=False, time_limit_s=0.5, deterministic=True,
+        model, sample, "60%", optimizer=optimizer, state=held, device=LINK,
+        profile=False, time_limit_s=0.5,
     )  # fmt: skip
     other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     expected, found = trained(plain, other, sample), trained(mine, optimizer, sample)
@@ -149,8 +158,8 @@ def test_a_language_model_trains_and_writes(device):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     mine = plan(
-        model, {"input_ids": ids, "labels": ids}, "40%", optimizer=optimizer, state="host",
-        update="backward", device=LINK, profile=False, time_limit_s=0.5, deterministic=True,
+        model, {"input_ids": ids, "labels": ids}, "40%", optimizer=optimizer,
+        state=state_on(device, "backward"), device=LINK, profile=False, time_limit_s=0.5,
     )  # fmt: skip
     for step in range(3):
         losses = []

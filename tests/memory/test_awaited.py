@@ -12,13 +12,11 @@ from random_graphs import random_graph
 
 from sn_memory import BudgetError, Device, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT, lane_seconds, windows
-from sn_memory.graph.holes import holes
-from sn_memory.graph.liveness import peak
+from sn_memory.graph.liveness import holes, peak
 from sn_memory.plan.bound import smallest_peak
-from sn_memory.plan.emit import emit
 from sn_memory.plan.search.candidates import all_moved, carried
-from sn_memory.plan.search.widen import widen
-from sn_memory.plan.simulate import simulate_moved
+from sn_memory.plan.search.improve import widen
+from sn_memory.plan.simulate import emit, simulate_moved
 
 OFFLOAD = ("keep", "offload")
 

@@ -11,13 +11,10 @@ from graphs import resnet
 from random_graphs import random_graph
 
 from sn_memory import Device, Graph
-from sn_memory.base import native
-from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
-from sn_memory.cost.schedule import Impossible
-from sn_memory.graph.holes import KEEP, holes
-from sn_memory.graph.liveness import peak
-from sn_memory.plan.search.candidates import all_moved, carried
-from sn_memory.plan.search.fit import fit, trim
+from sn_memory.base import errors
+from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT, Impossible
+from sn_memory.graph.liveness import KEEP, holes, peak
+from sn_memory.plan.search.candidates import all_moved, carried, fit, trim
 from sn_memory.plan.search.improve import Rules, anneal
 from sn_memory.plan.simulate import compiled, simulate
 
@@ -111,7 +108,7 @@ def test_a_deadline_ends_both():
 
 
 def test_what_does_not_suit_is_refused():
-    core, shape = native.core(), holes(random_graph(3))
+    core, shape = errors.core(), holes(random_graph(3))
     loops = compiled(shape)
     for wrong in ([KEEP] * (shape.count + 1), [len(shape.graph.ops) + 1] * shape.count):
         with pytest.raises(ValueError, match="choices"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sn_memory import BudgetError, Device, Graph, Op, Storage, plan_graph
-from sn_memory.check.replay import carry_out
+from sn_memory.check import carry_out
 from sn_memory.plan.copies import WIDE, spread_copies
 
 

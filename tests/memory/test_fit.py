@@ -3,11 +3,10 @@
 import pytest
 
 from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
-from sn_memory.graph.batches import Batches
-from sn_memory.run.fit import Fit, Units, Way, largest, on_cards
+from sn_memory.run.estimate import Batches, Fit, Units, Way, largest, on_cards
 
 
-def step(batch, ops=2, device=None):
+def step(batch, ops=2, device=None, measured=False):
     storages = [Storage("w", 1000, "parameter"), Storage("x", 8 * batch, "input")]
     storages += [Storage(f"h{it}", 16 * batch + 4) for it in range(ops)]
     before = ["x", *(f"h{it}" for it in range(ops))]
@@ -18,7 +17,9 @@ def step(batch, ops=2, device=None):
             (f"h{it}",),
             flops=10.0 * batch,
             dtype="bf16",
-            workspaces=(Workspace(3 * batch),),
+            workspaces=(Workspace(3 * batch, 0.5 * batch if measured else None),),
+            seconds=1.0 * batch if measured else None,
+            traffic_bytes=32 * batch + 8 if measured else None,
         )
         for it in range(ops)
     ]
@@ -31,8 +32,18 @@ def test_a_graph_at_another_batch_is_the_one_traced_there():
         assert batches.at(batch) == step(batch)
 
 
+def test_what_was_measured_of_ops_follows_the_batch():
+    batches = Batches((2, step(2, measured=True)), (4, step(4, measured=True)))
+    for batch in (1, 2, 3, 4, 100):
+        assert batches.at(batch) == step(batch, measured=True)
+    # No line goes through one of the two.
+    once = Batches((2, step(2)), (4, step(4, measured=True))).at(8)
+    assert [op.seconds for op in once.ops] == [4.0, 4.0]
+    assert [op.traffic_bytes for op in once.ops] == [32 * 4 + 8] * 2
+
+
 def test_steps_that_differ_are_refused():
-    with pytest.raises(GraphError, match="another than at 4: it differs in f2"):
+    with pytest.raises(GraphError, match="not the one at 4: it differs in f2"):
         Batches((2, step(2)), (4, step(4, ops=3)))
     with pytest.raises(GraphError, match="a larger second"):
         Batches((4, step(4)), (4, step(4)))

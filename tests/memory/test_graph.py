@@ -65,7 +65,7 @@ def change(path, value):
         (["storages", 0, "bytes"], -4, "storages[0] (x).bytes"),
         (["storages", 0, "bytes"], True, "storages[0].bytes"),
         (["storages", 0, "role"], "weight", "storages[0] (x).role"),
-        (["storages", 1, "name"], "x", "'x' is there twice"),
+        (["storages", 1, "name"], "x", "'x' is used twice"),
         (["storages", 1, "kep"], True, "storages[1]: unknown key 'kep'"),
         (["device"], {"flops_per_s_by_dtype": {"bf16": -1.0}}, "flops_per_s_by_dtype.bf16"),
         (["device"], {"flops_per_s_by_dtype": {"bf16": "1"}}, "flops_per_s_by_dtype.bf16"),

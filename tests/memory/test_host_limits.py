@@ -10,7 +10,7 @@ from sn_memory import PlanError
 from sn_memory.base import host
 from sn_memory.base.errors import PlanWarning
 from sn_memory.base.host import Limit, limits
-from sn_memory.run import process
+from sn_memory.run import reserved
 
 NONE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 MIB = 1 << 20
@@ -85,21 +85,21 @@ def test_cgroups_of_version_1_in_a_container_whose_path_is_the_hosts(tmp_path):
 
 
 def test_a_budget_is_what_the_smallest_limit_leaves_and_what_is_there(monkeypatch):
-    monkeypatch.setattr(process, "smallest_limit", lambda: Limit("RLIMIT_DATA", 3200 * MIB))
-    assert process.host_budget(7) == 3100 * MIB - process.process_bytes(None) + 7
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("RLIMIT_DATA", 3200 * MIB))
+    assert reserved.host_budget(7) == 3100 * MIB - reserved.process_bytes(None) + 7
 
 
 def test_where_no_limit_is_known_the_error_names_those_that_were_read(monkeypatch):
     monkeypatch.setattr(host, "limits", list)
-    monkeypatch.setattr(process, "smallest_limit", host.smallest_limit)
+    monkeypatch.setattr(reserved, "smallest_limit", host.smallest_limit)
     with pytest.raises(PlanError, match=r"RLIMIT_DATA.*memory.max.*MemAvailable.*Pass budget="):
-        process.host_budget(0)
+        reserved.host_budget(0)
 
 
 def test_a_limit_that_leaves_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(process, "smallest_limit", lambda: Limit("memory.max of /a", 5))
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("memory.max of /a", 5))
     with pytest.raises(PlanError, match=r"the smallest limit, memory.max of /a, leaves 5 B"):
-        process.host_budget(0)
+        reserved.host_budget(0)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from random_graphs import training_chain
 
 from sn_memory import Device, Graph, Op, Storage, check_plan, plan_graph
-from sn_memory.graph.holes import holes
-from sn_memory.graph.liveness import peak
+from sn_memory.graph.liveness import holes, peak
 from sn_memory.plan.policies import policy
 from sn_memory.plan.search import search
 from sn_memory.plan.search.chain import Chain

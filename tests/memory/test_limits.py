@@ -26,11 +26,11 @@ from sn_memory import (
     plan_graph,
 )
 from sn_memory.base.sizes import is_part, parse_bytes
-from sn_memory.check.packing import check_packing
+from sn_memory.check import check_packing
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import policy
-from sn_memory.pool.csv import read_csv
 from sn_memory.pool.pack import arrange
+from sn_memory.pool.problem import read_csv
 
 MOST = 2**62
 
@@ -221,7 +221,7 @@ def test_files_that_are_no_text_and_paths_that_are_none(read, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,0,1,4\na,1,2,4\n", "line 3: the id .a. is there twice, in line 2 first"),
+        ("a,0,1,4\na,1,2,4\n", "line 3: the id .a. is used twice, first in line 2"),
         ("a,0,1,%s\n" % ("9" * 5000), "line 2: got a,0,1,999"),
         ('"%s",0,1,4\n' % ("x" * 200_000), "field larger"),
         ("a,0,1,\0\n", "line 2"),

@@ -146,9 +146,9 @@ def test_while_it_is_recorded_a_step_holds_little_more_than_is_live(memory):
 def test_bad_pointers_are_refused_and_counted(memory):
     address = memory.allocate(1000)
     memory.release(address)
-    with pytest.raises(ValueError, match="freed twice"):
+    with pytest.raises(ValueError, match="freed already"):
         memory.release(address)
-    with pytest.raises(ValueError, match="somebody else"):
+    with pytest.raises(ValueError, match="not allocated here"):
         memory.release(id(memory))
     assert memory.statistics().bad_frees == 2
 

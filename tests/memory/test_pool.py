@@ -13,11 +13,9 @@ from pool_search_oracle import Lists, PythonSearch
 
 from sn_cli.main import main
 from sn_memory import CapacityError, PackError, pack
-from sn_memory.check.packing import check_packing
-from sn_memory.pool.csv import read_csv, write_csv
-from sn_memory.pool.pack import arrange
-from sn_memory.pool.problem import read_problem
-from sn_memory.pool.search import RULES, UNIT, Rule, Searcher, Verdict, first_fit, order_by
+from sn_memory.check import check_packing
+from sn_memory.pool.pack import RULES, UNIT, Rule, Searcher, Verdict, arrange, first_fit, order_by
+from sn_memory.pool.problem import read_csv, read_problem, write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))

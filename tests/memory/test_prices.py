@@ -6,16 +6,12 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
-from sn_memory.cost.offload import BESIDE, lane_seconds, windows
-from sn_memory.cost.schedule import equip
-from sn_memory.graph.holes import KEEP, holes
-from sn_memory.graph.liveness import peak
-from sn_memory.plan.emit import emit
-from sn_memory.plan.search.candidates import carried
+from sn_memory.cost.offload import BESIDE, equip, lane_seconds, windows
+from sn_memory.graph.liveness import KEEP, holes, peak
+from sn_memory.plan.search.candidates import carried, fit, trim
 from sn_memory.plan.search.chain import Chain
-from sn_memory.plan.search.fit import fit, trim
 from sn_memory.plan.search.improve import Rules, anneal, refine
-from sn_memory.plan.simulate import simulate, simulate_moved
+from sn_memory.plan.simulate import emit, simulate, simulate_moved
 
 
 def accepted(shape, schedule):

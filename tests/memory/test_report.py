@@ -26,8 +26,7 @@ from sn_memory import (
 )
 from sn_memory.base.sizes import show_seconds
 from sn_memory.plan import policies
-from sn_memory.report.curves import LAYERS, owner_groups, top_owners
-from sn_memory.report.figure import figure
+from sn_memory.report.figure import LAYERS, figure, owner_groups, top_owners
 from sn_memory.report.report import report
 
 from .random_graphs import random_graph

@@ -6,8 +6,8 @@ from sn_memory import BudgetError, Graph, Op, Plan, Storage, plan_graph
 from sn_memory.cost.bfc import BFCSettings
 from sn_memory.cost.caching import AllocatorSettings
 from sn_memory.plan.policies import policy
-from sn_memory.run.at_once import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, plan_at_once
 from sn_memory.run.reserved import LEAST_BYTES, reserved, within_reserved
+from sn_memory.run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, plan_at_once
 
 MIB = 1 << 20
 EXPANDABLE = AllocatorSettings(expandable=True)

@@ -17,12 +17,11 @@ from sn_memory import (
     check_plan,
     plan_graph,
 )
-from sn_memory.check.replay import carry_out
-from sn_memory.cost.state_lanes import lane_seconds
+from sn_memory.check import carry_out
 from sn_memory.graph.hosted import PLACES, UPDATE, Unit, with_state
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.buffers import live_bytes
-from sn_memory.plan.copies import spread_copies
+from sn_memory.plan.copies import lane_seconds, spread_copies
 from sn_memory.plan.plan import Action
 from sn_memory.plan.state import moves_of, plan_state, planned_with, step_peak
 

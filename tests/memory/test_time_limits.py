@@ -19,15 +19,13 @@ from pool_search_oracle import Lists, PythonSearch
 from random_graphs import training_chain
 
 from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
-from sn_memory.base import clock, native
-from sn_memory.graph.holes import holes
-from sn_memory.graph.liveness import peak
+from sn_memory.base import errors, progress
+from sn_memory.graph.liveness import holes, peak
+from sn_memory.plan.search.candidates import fit
 from sn_memory.plan.search.exact import solve
-from sn_memory.plan.search.fit import fit
 from sn_memory.plan.simulate import compiled
-from sn_memory.pool.pack import arrange
+from sn_memory.pool.pack import UNIT, Rule, Searcher, Verdict, arrange
 from sn_memory.pool.problem import read_problem
-from sn_memory.pool.search import UNIT, Rule, Searcher, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two buffers rest on each other here, so that their bounds rise byte by byte to 5e11.
@@ -44,7 +42,7 @@ def test_bounds_that_creep_do_not_hang(capacity):
         "import time\n"
         "from sn_memory import CapacityError\n"
         "from sn_memory.pool.pack import arrange\n"
-        "from sn_memory.check.packing import check_packing\n"
+        "from sn_memory.check import check_packing\n"
         f"rows = {CREEPING}\n"
         "try:\n"
         f"    packing = arrange(rows, {capacity}, time_limit_s=0.3)\n"
@@ -121,7 +119,7 @@ def test_other_threads_run_while_the_packer_searches():
     assert ticks.seen > 3
     problem = search._handle
     with pytest.raises(RuntimeError, match="another thread"):
-        both_at_once(lambda: native.core().run(problem, 10**9, 100_000_000))
+        both_at_once(lambda: errors.core().run(problem, 10**9, 100_000_000))
 
 
 def both_at_once(call):
@@ -141,6 +139,9 @@ def both_at_once(call):
     raise errors[0]
 
 
+NO_LANES = (0.0, np.zeros(0), np.zeros(0), -1)
+
+
 def test_other_threads_run_while_the_planner_anneals():
     shape = holes(resnet(2, 50).graph(), lean=True)
     base = shape.graph.base_bytes
@@ -148,7 +149,7 @@ def test_other_threads_run_while_the_planner_anneals():
     with Ticks() as ticks:
         # `bool` is no Python code: asked, it gives no other thread a turn.
         compiled(shape).anneal(
-            shape.natural(), [False] * shape.count, budget, bool, (0.0, 0.0, 0.0, -1),
+            shape.natural(), [False] * shape.count, budget, bool, NO_LANES,
             (0.003, 1e-5), tries=20_000, seed=0, recompute=True, wait=False,
         )  # fmt: skip
     assert ticks.seen > 3
@@ -167,7 +168,7 @@ def test_counted_work_in_cpp_can_be_interrupted():
     try:
         with pytest.raises(KeyboardInterrupt):
             compiled(shape).anneal(
-                shape.natural(), [False] * shape.count, budget, 2**60, (0.0, 0.0, 0.0, -1),
+                shape.natural(), [False] * shape.count, budget, 2**60, NO_LANES,
                 (0.003, 1e-5), tries=2**40, seed=0, recompute=True, wait=False,
             )  # fmt: skip
     finally:
@@ -221,12 +222,12 @@ def test_fitting_ends_within_a_round():
     budget = base + (peak(shape.graph).bytes - base) // 3
 
     def units(deadline):
-        with clock.counting(True):
+        with progress.counting(True):
             assert fit(shape, shape.natural(), budget, deadline=deadline, rounds=1) is None
-            return clock.now() * clock.UNITS_PER_S
+            return progress.now() * progress.UNITS_PER_S
 
     # 10,000 units of some 80,000 that a round takes.
-    assert units(10_000 / clock.UNITS_PER_S) < units(math.inf) / 4
+    assert units(10_000 / progress.UNITS_PER_S) < units(math.inf) / 4
 
 
 # What it takes beside the search: looks at the clock that are far apart, and the plan written down.
@@ -286,7 +287,7 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
 
     first = planned(0.1)
     real, done = time.perf_counter, threading.Event()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 50 * real())
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 50 * real())
     thread = threading.Thread(target=burnt, args=(done,))
     thread.start()
     try:
@@ -304,8 +305,8 @@ def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
     graph = resnet(4, 50).graph()
     (budget,) = shares(graph, 0.4)
     real, began = time.perf_counter, time.perf_counter()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 10_000_000 * real())
-    with pytest.raises(BudgetError, match="found in 600 s, when the search was cut"):
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 10_000_000 * real())
+    with pytest.raises(BudgetError, match="found in 600 s, when the search was stopped"):
         plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=600)
     assert real() - began < 3
 
@@ -326,6 +327,6 @@ def test_the_packer_finds_the_same_in_counted_work(monkeypatch):
         rows.append((lower, lower + draw.randrange(1, 30), draw.randrange(1, 1000)))
     first = arrange(rows, time_limit_s=0.03, deterministic=True)
     real = time.perf_counter
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 50 * real())
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 50 * real())
     assert arrange(rows, time_limit_s=0.03, deterministic=True) == first
     assert first.seconds >= 0.03

@@ -126,7 +126,7 @@ def test_a_lock_that_is_never_given_back_is_not_waited_for(folder, monkeypatch, 
         TimesFile(NAME, is_seconds).add({"a": 1.0})
     finally:
         os.close(handle)
-    assert "held" in caplog.text
+    assert "locked" in caplog.text
     assert os.listdir(folder) == []
 
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sn_memory import BudgetError, PlanError
-from sn_memory.run.at_once import PlanAtOnce, TimeToPlan
-from sn_memory.run.unseen import UnseenInput
+from sn_memory.run.unseen import PlanAtOnce, TimeToPlan, UnseenInput
 
 
 def step(peak_bytes):
@@ -30,7 +29,7 @@ class Unseen(UnseenInput):
     def first_line(error):
         return str(error)
 
-    def told(self):
+    def described(self):
         return "x=float32[3]"
 
     def refusal(self):

@@ -63,7 +63,7 @@ def test_what_plans_nothing_works():
     code = (
         GRAPH
         + "from sn_memory.graph.liveness import peak\n"
-        + "from sn_memory.check.packing import check_packing\n"
+        + "from sn_memory.check import check_packing\n"
         + "assert Graph.from_json(graph.to_json()) == graph\n"
         + "print(peak(graph).bytes, check_packing([(0, 2, 4), (1, 3, 4)], [0, 4]))\n"
     )

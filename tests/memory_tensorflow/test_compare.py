@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sn_memory.tensorflow.compare import relative_error
+from sn_memory.tensorflow.model import relative_error
 
 UNIT = 2.0**-23
 PLAIN = np.linspace(1.0, 2.0, 64, dtype=np.float32)

@@ -50,7 +50,7 @@ def check(found, right):
 def test_by_layers(by, cut):
     """The second run took weights from reads that the outer tape had not seen."""
     model = made()
-    planned = rim.plan(model, rows(), "1GiB", backend="layers", progress=False)
+    planned = rim.plan(model, rows(), "1GiB", backend="layers")
     (chain,) = chains_of(model)
     planned.sn_memory.layers.sections = tuple(Section(chain, chain.items[a:b]) for a, b in cut)
     check(penalized(planned, by=by), penalized(made(), by=by))

@@ -7,8 +7,8 @@ import tensorflow as tf
 import sn_memory.tensorflow
 from sn_memory import PlanError
 from sn_memory.base.host import Limit
-from sn_memory.run import process
-from sn_memory.run.process import process_bytes
+from sn_memory.run import reserved
+from sn_memory.run.reserved import process_bytes
 
 FREE = process_bytes(None) + (320 << 20)
 
@@ -19,11 +19,11 @@ def small():
 
 
 def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):
-    monkeypatch.setattr(process, "smallest_limit", lambda: Limit("memory.max", FREE))
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("memory.max", FREE))
     model, sample = small()
     planned = sn_memory.tensorflow.plan(model, sample, profile=False)
     held = 4 * (3 * (32 * 32 + 32) + 16 * 32)
-    room = FREE - process_bytes(None) - int(process.SHARE * FREE)
+    room = FREE - process_bytes(None) - int(reserved.SHARE * FREE)
     assert planned.sn_memory.budget_bytes == room + held
     assert not planned.sn_memory.plan.overhead
     both = sn_memory.tensorflow.plan(model, [sample, sample[:4]], "limit", profile=False)
@@ -32,6 +32,6 @@ def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):
 
 
 def test_where_nothing_is_known_the_error_asks_for_a_budget(monkeypatch):
-    monkeypatch.setattr(process, "smallest_limit", lambda: None)
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: None)
     with pytest.raises(PlanError, match=r"RLIMIT_DATA.*Pass budget="):
         sn_memory.tensorflow.plan(*small(), profile=False)

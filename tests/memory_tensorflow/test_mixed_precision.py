@@ -57,7 +57,7 @@ def made(door):
 
 def planned_by(backend, model):
     # Timed, as products of float16 ask for room inside, where the processor has none of its own.
-    return rim.plan(model, rows(), BUDGETS[backend], backend=backend, progress=False)
+    return rim.plan(model, rows(), BUDGETS[backend], backend=backend)
 
 
 def rows():

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, PlanError
-from sn_memory.run import at_once
+from sn_memory.run import unseen
 from sn_memory.tensorflow import planned as records
 
 SETTINGS = {"profile": False, "time_limit_s": 1.0, "backend": "graph"}
@@ -63,7 +63,7 @@ def vectors(length, seed=0):
 @pytest.fixture(autouse=True)
 def _time_enough(monkeypatch):
     """A machine that stands still for a while does not count."""
-    monkeypatch.setattr(at_once, "ALLOWED_S", 1e6)
+    monkeypatch.setattr(unseen, "ALLOWED_S", 1e6)
 
 
 @pytest.fixture
@@ -300,12 +300,12 @@ def test_where_nothing_counts_the_finest_cut_runs_again(monkeypatch):
 @pytest.fixture
 def untraceable(monkeypatch):
     """Models are planned; new inputs of theirs cannot be traced."""
-    from sn_memory.tensorflow import new_inputs
+    from sn_memory.tensorflow import planned_call
 
     def broken(*_):
         raise KeyError("an op nobody has seen")
 
-    monkeypatch.setattr(new_inputs, "trace_like", broken)
+    monkeypatch.setattr(planned_call, "trace_like", broken)
 
 
 def test_what_cannot_be_traced_runs_layers_again(untraceable):
@@ -366,11 +366,11 @@ def test_kinds_that_were_not_used_for_long_go(quiet, monkeypatch):
 
 
 def test_beyond_a_share_of_time_layers_run_again(monkeypatch):
-    monkeypatch.setattr(at_once, "ALLOWED_S", -100.0)
+    monkeypatch.setattr(unseen, "ALLOWED_S", -100.0)
     budgeted = rim.plan(mlp(), rows(4096), "80%", **SETTINGS)
     with pytest.warns(rim.PlanWarning, match=r"layers run again.*planning new kinds .* has taken"):
         step_of(budgeted)(rows(4000))
-    monkeypatch.setattr(at_once, "ALLOWED_S", 1e6)
+    monkeypatch.setattr(unseen, "ALLOWED_S", 1e6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step_of(budgeted)(rows(4000))

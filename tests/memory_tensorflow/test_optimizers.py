@@ -42,7 +42,7 @@ class Own(keras.optimizers.SGD):
 
 def test_one_that_cannot_be_told_is_said_with_its_reason():
     model = network()
-    with pytest.warns(PlanWarning, match="Own cannot be told"):
+    with pytest.warns(PlanWarning, match="Own are unknown before its first step"):
         found = estimate(model, SAMPLE, optimizer=Own(model))
     assert found.optimizer_bytes == 0
 

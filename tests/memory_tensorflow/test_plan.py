@@ -119,6 +119,7 @@ def test_a_custom_loop_with_a_planned_model_uses_less():
     assert planned_bytes < 0.7 * plain_bytes
 
 
+@pytest.mark.usefixtures("counted_work")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_rebuilds_add_no_error_to_what_tensorflow_does_with_the_same_ops(policy):
@@ -133,7 +134,7 @@ def test_rebuilds_add_no_error_to_what_tensorflow_does_with_the_same_ops(policy)
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
     step, x = step_of(model, built(optimizer, model)), images()
     whole = rim.plan_step(step, x, "100%", profile=False)
-    small = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2, deterministic=True)
+    small = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2)
     assert reruns(small.sn_memory) > 0
     before = [it.numpy() for it in model.variables]
     after = []
@@ -151,6 +152,7 @@ def test_rebuilds_add_no_error_to_what_tensorflow_does_with_the_same_ops(policy)
     np.testing.assert_allclose(step(x)["loss"], after[0][0], rtol=rtol)
 
 
+@pytest.mark.usefixtures("counted_work")
 def test_stateful_random_ops_are_never_run_twice():
     weights = [tf.Variable(tf.eye(256)) for _ in range(5)]
 
@@ -163,9 +165,7 @@ def test_stateful_random_ops_are_never_run_twice():
             loss = tf.reduce_sum(h)
         return tape.gradient(loss, weights)
 
-    planned = rim.plan_step(
-        step, tf.ones((512, 256)), "85%", profile=False, time_limit_s=2, deterministic=True
-    )
+    planned = rim.plan_step(step, tf.ones((512, 256)), "85%", profile=False, time_limit_s=2)
     ops = {op.name: op for op in planned.sn_memory.trace.graph.ops}
     runs = [it.target for it in planned.sn_memory.plan.actions if it.kind == "run"]
     drawing = [name for name in runs if ops[name].random]
@@ -218,6 +218,7 @@ def test_estimate_says_what_fits():
     assert "activations" in str(found)
 
 
+@pytest.mark.usefixtures("counted_work")
 @pytest.mark.parametrize("wrapped", ["tape", "optimizer"])
 def test_horovods_tape_and_our_keras_optimizer(wrapped):
     hvd = pytest.importorskip("horovod.tensorflow")
@@ -243,16 +244,17 @@ def test_horovods_tape_and_our_keras_optimizer(wrapped):
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-    planned = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2, deterministic=True)
+    planned = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2)
     assert reruns(planned.sn_memory) > 0
     assert rim.verify(planned, x).equal
 
 
+@pytest.mark.usefixtures("counted_work")
 def test_a_budget_too_small_says_what_is_needed_and_changes_nothing():
     model = network()
     before = [it.numpy() for it in model.variables]
     with pytest.raises(BudgetError, match="smallest peak") as error:
-        rim.plan(model, images(), "1MiB", profile=False, time_limit_s=2, deterministic=True)
+        rim.plan(model, images(), "1MiB", profile=False, time_limit_s=2)
     assert error.value.peak_bytes > 2**20
     assert type(model) is keras.Sequential
     assert not hasattr(model, "sn_memory")

@@ -6,9 +6,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+import sn_memory
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
-from sn_memory.base import clock
+from sn_memory.base import progress
 
 
 def network():
@@ -32,9 +33,10 @@ def step_of(width=32):
     return step
 
 
-def test_a_planned_model_tells_what_it_does(tmp_path):
+def test_a_planned_model_tells_what_it_does(tmp_path, monkeypatch):
     told = []
-    model = rim.plan(network(), tf.zeros((64, 32)), "90%", profile=False, progress=told.append)
+    monkeypatch.setattr(sn_memory.settings, "progress", told.append)
+    model = rim.plan(network(), tf.zeros((64, 32)), "90%", profile=False)
     record = model.sn_memory
     lines = repr(record).splitlines()
     assert len(lines) == 5
@@ -73,18 +75,27 @@ def test_a_refusal_names_where_and_what_can_be_had():
     assert model.sn_memory.plan.peak_bytes <= error.peak_bytes * 1.02
 
 
-def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch):
-    settings = {"profile": False, "deterministic": True, "time_limit_s": 0.02}
+def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, counted_work):
+    settings = {"profile": False, "time_limit_s": 0.02}
     step, sample = step_of(), tf.ones((64, 32))
     first = rim.plan_step(step, sample, "75%", **settings).sn_memory.plan
     real = time.perf_counter
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 1000 * real())
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 1000 * real())
     assert rim.plan_step(step, sample, "75%", **settings).sn_memory.plan.actions == first.actions
 
 
-def test_what_is_measured_cannot_be_the_same_everywhere():
+def test_what_is_measured_cannot_be_the_same_everywhere(counted_work):
     for settings in ({}, {"profile": False, "backend": "layers"}):
-        with pytest.raises(ValueError, match="which measures seconds"):
-            rim.plan(network(), tf.zeros((64, 32)), "90%", deterministic=True, **settings)
-    with pytest.raises(ValueError, match="which measures seconds"):
-        rim.plan_step(step_of(), tf.ones((64, 32)), "90%", deterministic=True)
+        with pytest.raises(ValueError, match="measured seconds differ"):
+            rim.plan(network(), tf.zeros((64, 32)), "90%", **settings)
+    with pytest.raises(ValueError, match="measured seconds differ"):
+        rim.plan_step(step_of(), tf.ones((64, 32)), "90%")
+
+
+@pytest.mark.parametrize("name", ["deterministic", "progress"])
+def test_what_was_a_keyword_is_refused_with_what_to_write(name):
+    match = rf"'{name}', which was removed.*sn_memory\.settings\.{name} = "
+    with pytest.raises(TypeError, match=match):
+        rim.plan(network(), tf.zeros((64, 32)), "90%", **{name: True})
+    with pytest.raises(TypeError, match=match):
+        rim.plan_step(step_of(), tf.ones((64, 32)), "90%", **{name: True})

@@ -4,6 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+import sn_memory
 import sn_memory.tensorflow as rim
 
 
@@ -30,9 +31,9 @@ def planned():
             variable.value.assign_sub(1e-4 * gradient)
         return loss
 
-    return rim.plan_step(
-        step, sample, "50%", profile=False, time_limit_s=2, deterministic=True
-    ), sample
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sn_memory.settings, "deterministic", True)
+        return rim.plan_step(step, sample, "50%", profile=False, time_limit_s=2), sample
 
 
 def test_the_peak_is_the_predicted_one(planned):
@@ -74,6 +75,7 @@ def test_loops_get_inputs_that_are_traced_after_them(kind):
     assert found.equal or found.difference < 1e-6, str(found)
 
 
+@pytest.mark.usefixtures("counted_work")
 @pytest.mark.slow
 def test_what_passes_several_buffers_on_needs_only_the_one_that_is_read():
     """SiLU's gradient is told to TensorFlow by an IdentityN of its result and its input."""
@@ -83,9 +85,7 @@ def test_what_passes_several_buffers_on_needs_only_the_one_that_is_read():
         layers += [keras.layers.Activation("silu")]
     model = keras.Sequential([keras.Input((128,)), *layers])
     sample = tf.random.stateless_normal((1024, 128), (1, 2))
-    planned = rim.plan(
-        model, sample, "45%", backend="graph", profile=False, time_limit_s=2, deterministic=True
-    )
+    planned = rim.plan(model, sample, "45%", backend="graph", profile=False, time_limit_s=2)
     assert planned.sn_memory.plan.decided("recompute")
     assert rim.verify(planned, sample).difference < 1e-5
 

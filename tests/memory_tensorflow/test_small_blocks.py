@@ -68,7 +68,7 @@ def test_an_error_names_what_a_small_model_needs():
     model(sample)
     step = model_step(model).get_concrete_function(sample)
     with pytest.raises(BudgetError, match="with layers run again") as refusal:
-        rim.plan(model, sample, "70%", backend="layers", progress=False)
+        rim.plan(model, sample, "70%", backend="layers")
     # Each pass of a layer keeps four gates and two states at least.
     collected = 2 * 12 * 6 * 16 * 16 * 4
     assert refusal.value.peak_bytes > small_bytes(step.graph, "CPU:0") > collected
@@ -77,7 +77,7 @@ def test_an_error_names_what_a_small_model_needs():
 def test_verify_counts_small_blocks():
     layers = [keras.layers.Dense(64, "gelu") for _ in range(4)]
     model, sample = keras.Sequential([keras.Input((64,)), *layers]), tf.ones((256, 64))
-    planned = rim.plan(model, sample, "100%", backend="layers", progress=False)
+    planned = rim.plan(model, sample, "100%", backend="layers")
     found = rim.verify(planned, sample)
     resident = sum(it.numpy().nbytes for it in model.variables) + 256 * 64 * 4
     # What enters each layer is kept, and what enters its GELU.
@@ -119,7 +119,7 @@ def test_a_choice_takes_the_worst_of_many_steps_and_a_margin(monkeypatch):
         return [it + (0 if at % 4 else 2**20) for at, it in enumerate(peaks)], op
 
     monkeypatch.setattr(backend._Search, "counted", counted)
-    planned = rim.plan(model, sample, "80%", backend="layers", progress=False)
+    planned = rim.plan(model, sample, "80%", backend="layers")
     made = planned.sn_memory.plan
     assert made.decided("recompute")
     assert sum(runs[:2]) >= backend._LEAST_STEPS

@@ -76,7 +76,7 @@ def check(planned, right):
 
 def in_section(model, begin, end):
     """A model planned by layers in which these items run again together, and nothing else."""
-    planned = rim.plan(model, rows(), "1GiB", backend="layers", progress=False)
+    planned = rim.plan(model, rows(), "1GiB", backend="layers")
     (chain,) = chains_of(model)
     planned.sn_memory.layers.sections = (Section(chain, chain.items[begin:end]),)
     return planned

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sn_memory import check_plan
-from sn_memory.check.replay import carry_out
+from sn_memory.check import carry_out
 from sn_memory.plan.plan import Action, Plan
 from sn_memory.torch.trace.record import View
 

@@ -56,7 +56,7 @@ class Link:
 
 
 class LinkLanes:
-    """Lanes over a modelled link; see `Lanes` in `sn_memory/torch/device/streams.py`.
+    """Lanes over a modelled link; see `Lanes` in `sn_memory/torch/target/accelerator.py`.
 
     Parameters
     ----------

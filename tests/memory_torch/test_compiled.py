@@ -22,10 +22,10 @@ from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import TraceError, plan, verify
 from sn_memory.torch.compile import backend as back_end
-from sn_memory.torch.model.allocations import AllocationTracker
+from sn_memory.torch.model.tracker import AllocationTracker
 
 floors, partitioner, searches = (
-    Late(f"sn_memory.torch.compile.{name}") for name in ("floor", "partitioner", "search")
+    Late(f"sn_memory.torch.compile.{name}") for name in ("measure", "partitioner", "search")
 )
 SETTINGS = {"profile": False, "backend": "compile"}
 FLOAT = 4
@@ -131,7 +131,7 @@ def test_what_computes_something_else_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr("sn_memory.torch.compile.search.compile_step", wrong)
     with caplog.at_level(logging.WARNING, "sn_memory"):
         planned = plan(copy.deepcopy(model), sample, "80%", **SETTINGS)
-    assert "computes something else" in caplog.text
+    assert "gives other results" in caplog.text
     assert planned.sn_memory.plan.setting[0] != 0.5
 
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_compiled_whole_says_so(more):
     """Nor is what asks for a planner of ops."""
     given = torch.compile(mlp(4) if more else Asking())
     with pytest.warns(PlanWarning, match=r"was compiled and is planned without torch\.compile"):
-        planned = plan(given, torch.randn(64, 32), "80%", profile=False, trial=False, **more)
+        planned = plan(given, torch.randn(64, 32), "80%", profile=False, **more)
     assert planned.sn_memory.backend in ("graph", "modules")
 
 

@@ -1,14 +1,8 @@
 """Planned models inside DistributedDataParallel on two ranks: bits, peaks, what DDP sees when."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from two_ranks import run_two_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 RANK = """
 import importlib.util, json, os, sys, time, torch
@@ -33,14 +27,14 @@ class WithLoss(nn.Module):
     def forward(self, x):
         return self.blocks(x).square().mean()
 
-def trained(backend=None, overlap=False, **settings):
+def trained(backend=None, **settings):
     torch.manual_seed(0)
     # Without being told of it, DDP waits for the gradient of one that is not used.
     model, arrived, buckets = WithLoss("find_unused_parameters" in settings), [], []
     if backend:
         given = {"profile": False, "backend": backend}
         if backend == "graph":
-            given |= {"overlap": overlap, "planner": "sqrt_n"}
+            given["planner"] = "sqrt_n"
         model = plan(model, rows(rank), "80%", **given)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.004, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -87,7 +81,6 @@ found = {}
 for name, settings in variants.items():
     found[name] = {"plain": trained(**settings), "graph": trained("graph", **settings)}
     if name == "default":
-        found[name]["overlap"] = trained("graph", overlap=True, **settings)
         # Views of DDP's buckets as gradients.
         found[name]["views"] = trained("graph", gradient_as_bucket_view=True)
     else:
@@ -125,25 +118,10 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(store), str(STEPS)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    ended = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    return run_two_ranks(RANK, tmp_path_factory.mktemp("ranks") / "store", STEPS)
 
 
-CASES = [("default", it) for it in ("graph", "overlap", "views")]
+CASES = [("default", it) for it in ("graph", "views")]
 CASES += [(way, it) for way in ("static graph", "unused") for it in ("graph", "modules")]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sn_memory.torch import plan, trace
-from sn_memory.torch.eager import codegen
+from sn_memory.torch.eager import instructions
 from sn_memory.torch.model.guards import every_read, signature_of
 
 WIDTH = 32
@@ -107,12 +107,12 @@ def test_what_a_trace_keeps_of_a_call():
 def test_a_row_compiled_in_parts_does_the_same(monkeypatch):
     sample = torch.randn(64, WIDTH)
     model = deep(8)
-    settings = {"profile": False, "planner": "sqrt_n", "trial": False}
+    settings = {"profile": False, "planner": "sqrt_n"}
     whole = plan(model, sample, "70%", **settings)
     in_parts = plan(model, sample, "70%", **settings)
     results = []
     for planned, part in ((whole, 1000), (in_parts, 3)):
-        monkeypatch.setattr(codegen, "PART", part)
+        monkeypatch.setattr(instructions, "PART", part)
         for _ in range(3):  # the third runs what was compiled
             model.zero_grad()
             out = planned(sample)
@@ -153,7 +153,7 @@ def test_tracing_leaves_the_attributes_of_modules_as_compact_as_they_were():
 def test_what_a_written_step_keeps_and_takes_to_write():
     """A thousand lines compiled at once took 8 MB, at the peak of the step."""
     sample = torch.randn(64, WIDTH)
-    settings = {"profile": False, "planner": "sqrt_n", "trial": False}
+    settings = {"profile": False, "planner": "sqrt_n"}
 
     def step(planned):
         planned.zero_grad()

@@ -11,9 +11,9 @@ from torch import nn
 
 from sn_memory import BudgetError, PlanError
 from sn_memory.torch import plan, trace, verify
-from sn_memory.torch.model.allocations import AllocationTracker
+from sn_memory.torch.model.tracker import AllocationTracker
 
-SETTINGS = {"profile": False, "planner": "sqrt_n", "trial": False}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 
 
 def wide(layers=8, width=128):
@@ -82,7 +82,7 @@ def test_trains_as_torch_does_at_the_predicted_peak(net, budget):
     model, sample = make(), torch.randn(shape)
     expected = updating(copy.deepcopy(model))
     mine = updating(copy.deepcopy(model))
-    planned = plan(mine, sample, budget, update="hooks", **SETTINGS)
+    planned = plan(mine, sample, budget, state="hooks", **SETTINGS)
     step = planned.sn_memory.latest
     for _ in range(3):
         peak, out = trained(planned, sample, step.known)
@@ -101,7 +101,7 @@ def test_keeps_a_budget_that_has_no_room_for_all_gradients():
     budget = held + held // 2
     with pytest.raises(BudgetError):
         plan(model, sample, budget, **SETTINGS)
-    planned = plan(updating(model), sample, budget, update="hooks", **SETTINGS)
+    planned = plan(updating(model), sample, budget, state="hooks", **SETTINGS)
     step = planned.sn_memory.latest
     assert trained(planned, sample, step.known)[0] == step.plan.peak_bytes <= budget
 
@@ -116,14 +116,15 @@ def test_an_update_is_an_op_that_writes_its_parameter():
     assert not next(it for it in graph.storages if it.name == gradient).keep
 
 
-@pytest.mark.parametrize("other", [{"accumulate": True}, {"backend": "modules"}])
-def test_says_with_what_it_does_not_go(other):
-    with pytest.raises(ValueError, match="update='hooks' with"):
-        plan(wide(2), torch.randn(4, 128), "100%", update="hooks", **{**SETTINGS, **other})
+@pytest.mark.parametrize("backend", ["compile", "modules"])
+def test_says_with_what_it_does_not_go(backend):
+    settings = {"profile": False, "backend": backend}
+    with pytest.raises(ValueError, match="state='hooks' with"):
+        plan(wide(2), torch.randn(4, 128), "100%", state="hooks", **settings)
 
 
 def test_verify_says_that_no_hook_runs_in_it():
     sample = torch.randn(4, 128)
-    planned = plan(wide(2), sample, "100%", update="hooks", **SETTINGS)
-    with pytest.raises(PlanError, match="update='hooks'"):
+    planned = plan(wide(2), sample, "100%", state="hooks", **SETTINGS)
+    with pytest.raises(PlanError, match="state='hooks'"):
         verify(planned, sample)

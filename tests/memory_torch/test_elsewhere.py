@@ -12,9 +12,8 @@ from sn_memory.cost.devices import DEVICES
 from sn_memory.graph.hosted import Unit
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
-from sn_memory.torch.fit_state import OnHost
-from sn_memory.torch.target.backward import Walk
-from sn_memory.torch.target.gpu import attention_kernel, gpu_of
+from sn_memory.torch.fit import OnHost
+from sn_memory.torch.target.gpu import Walk, attention_kernel, gpu_of
 from sn_memory.torch.trace.fake_step import fake_step_on
 from sn_memory.torch.trace.trace import trace_unplanned
 

@@ -49,7 +49,7 @@ def mean_of_squares(out):
 @pytest.mark.parametrize("backend", ["graph", "compile"])
 def test_another_layout_is_said_once(backend):
     model, ours, sample = planned(False, backend)
-    with pytest.warns(PlanWarning, match=r"comes with strides \(2048, 256, 16, 1\)") as warned:
+    with pytest.warns(PlanWarning, match=r"has strides \(2048, 256, 16, 1\)") as warned:
         found = gradients(ours, sample, mean_of_squares)
     assert len(warned) == 1
     assert warned[0].filename == __file__

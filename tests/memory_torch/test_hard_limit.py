@@ -13,8 +13,8 @@ from torch import nn
 import sn_memory.torch
 from sn_memory.base.host import Limit
 from sn_memory.cost.devices import named
-from sn_memory.run import process
-from sn_memory.run.process import CALL_BYTES, CONVOLUTION_BYTES, FIXED_BYTES, process_bytes
+from sn_memory.run import reserved
+from sn_memory.run.reserved import CALL_BYTES, CONVOLUTION_BYTES, FIXED_BYTES, process_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -26,7 +26,8 @@ from torch import nn
 import sn_memory.torch
 
 torch.set_num_threads(1)
-settings = {"profile": False, "deterministic": True, "progress": False, "time_limit_s": 2.0}
+sn_memory.settings.deterministic = True
+settings = {"profile": False, "time_limit_s": 2.0}
 
 def net(width, depth):
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
@@ -64,7 +65,7 @@ def test_a_plan_without_a_budget_trains_under_a_limit_that_refuses_plain():
     assert planned.stdout.split() == ["True"]
 
 
-SETTINGS = {"profile": False, "progress": False, "trial": False}
+SETTINGS = {"profile": False}
 
 
 def small():
@@ -73,9 +74,9 @@ def small():
 
 def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):
     free = process_bytes(None) + 320 * MIB
-    monkeypatch.setattr(process, "smallest_limit", lambda: Limit("memory.max", free))
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("memory.max", free))
     model, sample = small()
-    room = free - process_bytes(None) - int(process.SHARE * free)
+    room = free - process_bytes(None) - int(reserved.SHARE * free)
     held = sum(it.nbytes for it in model.parameters())
     for given in (sample, [sample[:4].clone(), sample]):
         planned = sn_memory.torch.plan(model, given, **SETTINGS)
@@ -87,8 +88,6 @@ def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):
     planned = sn_memory.torch.plan(model, sample, "limit", optimizer=optimizer, **SETTINGS)
     # Gradients, and the momentum.
     assert planned.sn_memory.budget_bytes == room + 3 * held + sample.nbytes
-    later = sn_memory.torch.plan(model, sample, accumulate=True, **SETTINGS)
-    assert later.sn_memory.budget_bytes == room + 2 * held + sample.nbytes
 
 
 def test_for_a_device_that_is_not_here_the_budget_is_its_room():
@@ -98,7 +97,7 @@ def test_for_a_device_that_is_not_here_the_budget_is_its_room():
 
 
 def test_where_nothing_is_known_the_error_asks_for_a_budget(monkeypatch):
-    monkeypatch.setattr(process, "smallest_limit", lambda: None)
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: None)
     with pytest.raises(sn_memory.PlanError, match=r"RLIMIT_DATA.*Pass budget="):
         sn_memory.torch.plan(*small(), **SETTINGS)
     model, sample = small()

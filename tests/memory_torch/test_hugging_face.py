@@ -78,8 +78,8 @@ def test_the_trainer_trains_by_the_plan(tmp_path):
     planned = plan(gpt2(use_cache=False), sample, "80%", **SETTINGS)
     assert planned.sn_memory.plan.decided("recompute")
     step, ran = planned.sn_memory.latest, []
-    own = step.run_on
-    step.run_on = lambda *given: ran.append(1) or own(*given)
+    own = step.run
+    step.run = lambda *given: ran.append(1) or own(*given)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         losses, mine = trained(planned, tmp_path / "planned")

@@ -9,8 +9,8 @@ from sn_memory import BudgetError
 from sn_memory.torch import estimate, plan, trace
 from sn_memory.torch.chunked_loss import chunked_scratch
 from sn_memory.torch.large_logits import logits_note
-from sn_memory.torch.model.allocations import measured_bytes
 from sn_memory.torch.model.step import run_step
+from sn_memory.torch.model.tracker import measured_bytes
 
 if not hasattr(nn, "LinearCrossEntropyOptions"):
     pytest.skip("this torch has no linear_cross_entropy in chunks", allow_module_level=True)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, dropout, scaled_dot_product_attention
 
 from sn_memory import Device, PlanError, plan_graph
-from sn_memory.check.replay import carry_out
+from sn_memory.check import carry_out
 from sn_memory.plan.plan import Action
 from sn_memory.torch import plan, trace, verify
-from sn_memory.torch.eager.codegen import Names, Row
+from sn_memory.torch.eager.instructions import Names, Row
 from sn_memory.torch.eager.replay import Replay
 from sn_memory.torch.host import copies
 from sn_memory.torch.host.copies import CopyEngine, HostCopy, OffloadBuffers

@@ -13,10 +13,9 @@ import torch
 from loop_seconds import rows_of
 from small_models import Everything, images, mlp
 
-from sn_memory.base.errors import PlanWarning
-from sn_memory.base.native import core
+from sn_memory.base.errors import PlanWarning, core
 from sn_memory.torch import plan
-from sn_memory.torch.eager import codegen
+from sn_memory.torch.eager import instructions
 from sn_memory.torch.errors import ReplayError
 from sn_memory.torch.model import guards
 
@@ -232,8 +231,8 @@ def test_written_out_is_as_checked():
 
 def test_threads_write_a_row_at_a_time(monkeypatch):
     """Each begins before another has written all of it, and does all of it."""
-    monkeypatch.setattr(codegen, "PART", 3)
-    names = codegen.Names()
+    monkeypatch.setattr(instructions, "PART", 3)
+    names = instructions.Names()
     ran = {}
 
     def note(number):
@@ -248,7 +247,7 @@ def test_threads_write_a_row_at_a_time(monkeypatch):
         start.wait()
         row.run(SimpleNamespace(held=[]))
 
-    row = codegen.Row([note(number) for number in range(50)], names)
+    row = instructions.Row([note(number) for number in range(50)], names)
     row.is_checked = True
     start = threading.Barrier(6)
     threads = [threading.Thread(target=run) for _ in range(6)]

@@ -151,7 +151,7 @@ def test_messages(case):
 def test_an_input_made_in_inference_mode_is_run_by_a_plan():
     model = planned()
     step(model, of_inference())
-    assert model.sn_memory.count
+    assert model.sn_memory.inputs.count
 
 
 def test_what_is_exported_instead():

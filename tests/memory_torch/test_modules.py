@@ -2,6 +2,7 @@
 
 import logging
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -63,12 +64,12 @@ def early():
 
 def test_auto_falls_back_and_says_why(early, caplog):
     with (
-        pytest.warns(PlanWarning, match=r"by modules.*test_modules\.py:\d+"),
+        pytest.warns(PlanWarning, match=r"by regions.*test_modules\.py:\d+"),
         caplog.at_level(logging.INFO, "sn_memory.torch"),
     ):
         planned = plan(early, SAMPLE, "60%")
-    assert planned.sn_memory.backend == "modules"
-    assert "planned by modules" in caplog.text
+    assert planned.sn_memory.backend == "regions"
+    assert "planned by regions" in caplog.text
     with pytest.raises(TraceError, match="values"):
         plan(early, SAMPLE, "60%", backend="graph")
     with pytest.raises(PlanError, match="cannot be traced"):
@@ -125,7 +126,7 @@ def test_another_input_is_planned_as_well(early):
     first = planned.sn_memory.latest
     planned(other)
     # As planned, no input of its kind is larger: the same choice, and nothing is measured.
-    assert planned.sn_memory.running is first
+    assert planned.sn_memory.inputs.running is first
     planned.eval()
     with torch.no_grad():
         assert not planned(other).requires_grad
@@ -197,7 +198,7 @@ def test_a_model_that_changes_its_input_is_tried_on_the_sample_as_it_was():
     before = sample.clone()
     with pytest.warns(PlanWarning, match="changes an input in place"):
         planned = plan(model, sample, "100%", profile=False)
-    assert planned.sn_memory.backend == "modules"
+    assert planned.sn_memory.backend == "regions"
     assert torch.equal(sample, before)
     found = verify(planned, sample)
     assert found.equal
@@ -258,22 +259,26 @@ def test_a_sample_without_memory():
         plan(mlp(2), torch.empty(4, 32, device="meta"), "90%", backend="modules")
 
 
-def test_sparse_gradients():
+@pytest.mark.parametrize("backend", ["regions", "modules"])
+def test_sparse_gradients(backend):
     """Every back end refused them: `Cannot access storage of SparseTensorImpl`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), mlp(6))
     sample = torch.randint(0, 50, (256,))
-    with pytest.warns(PlanWarning, match="sparse"):
-        planned = plan(model, sample, "80%", profile=False)
-    assert planned.sn_memory.backend == "modules"
+    said = pytest.warns(PlanWarning, match="sparse") if backend == "regions" else nullcontext()
+    with said:
+        asked = "auto" if backend == "regions" else backend
+        planned = plan(model, sample, "80%", profile=False, backend=asked)
+    assert planned.sn_memory.backend == backend
     assert planned.sn_memory.plan.decided("recompute")
     found = verify(planned, sample)
     assert found.equal
     assert found.measured_peak_bytes == planned.sn_memory.plan.peak_bytes
     planned(sample).sum().backward()
     assert model[0].weight.grad.is_sparse
-    # A second step finds gradients, whose bytes are counted.
-    with pytest.warns(PlanWarning, match=r"finds gradients of [\d.]+ KiB"):
+    # A second step finds gradients, whose bytes are counted; regions have plans for that.
+    found_some = pytest.warns(PlanWarning, match=r"finds gradients of [\d.]+ KiB")
+    with found_some if backend == "modules" else nullcontext():
         planned(sample).sum().backward()
     assert model[0].weight.grad.is_sparse
 

@@ -78,5 +78,5 @@ def test_a_parameter_of_another_size_is_named():
     model, x = Sliced(), torch.randn(32, 16)
     planned = plan(model, x, "100%", backend="graph", **SETTINGS)
     planned.waves.data = torch.randn(1, 2)
-    with pytest.raises(ReplayError, match=r"size \(1, 2\).*planned were \(16, 2\)"):
+    with pytest.raises(ReplayError, match=r"size \(1, 2\).*the plan expects \(16, 2\)"):
         planned(x)

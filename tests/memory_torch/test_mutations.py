@@ -19,7 +19,7 @@ from sn_memory.base.errors import PlanError, PlanWarning
 from sn_memory.torch import plan
 from sn_memory.torch.errors import ReplayError, TraceError
 
-SETTINGS = {"profile": False, "planner": "sqrt_n", "trial": False}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
 REFUSALS = (PlanError, ReplayError, TraceError)
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError, Device, PlanError
-from sn_memory.run import at_once
+from sn_memory.run import unseen
 from sn_memory.torch import PlanWarning, StorageTracker, plan, planned, planning, trace, verify
 
 SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
@@ -295,14 +295,14 @@ def test_what_cannot_be_traced_runs_modules_again(looking):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kept(model, budgeted, rows(80))
-        first = budgeted.sn_memory.running
+        first = budgeted.sn_memory.inputs.running
         # No larger than what was measured: nothing is measured.
         assert kept(model, budgeted, rows(70))
-    assert budgeted.sn_memory.running is first
+    assert budgeted.sn_memory.inputs.running is first
     budgeted.zero_grad()
     with pytest.warns(PlanWarning, match=r"\(84, 32\)"):
         budgeted(rows(84))
-    assert budgeted.sn_memory.running is not first
+    assert budgeted.sn_memory.inputs.running is not first
     assert kept(model, budgeted, rows(84))
 
 
@@ -404,13 +404,13 @@ def test_larger_inputs_are_measured_again_by_modules(quiet):
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", backend="modules")
     assert not budgeted.sn_memory.plan.decided("recompute")
     assert kept(model, budgeted, rows(80))
-    assert budgeted.sn_memory.running.plan.decided("recompute")
+    assert budgeted.sn_memory.inputs.running.plan.decided("recompute")
 
 
 def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", **SEARCHED)
-    monkeypatch.setattr(at_once, "ALLOWED_S", -100.0)
+    monkeypatch.setattr(unseen, "ALLOWED_S", -100.0)
     with pytest.warns(PlanWarning, match="a tenth of the time"):
         budgeted(rows(66)).sum().backward()
     with warnings.catch_warnings():
@@ -430,7 +430,7 @@ def test_many_kinds_are_not_kept_for_ever(monkeypatch, quiet):
     for count in range(1, 10):
         budgeted(rows(count))
         budgeted(rows(1))
-        assert len(record.steps) == len(record.kinds) == len(record.written) <= 5
+        assert len(record.steps) == len(record.kinds) <= 5
     # The sample's, the one used all along, and the last three.
     counts = {1, 7, 8, 9, 64}
     assert {it.inputs for it in record.kinds} == {f"input ({it}, 32)" for it in counts}
@@ -470,7 +470,7 @@ def test_blocks_on_the_host_are_those_of_one_kind():
         budgeted.zero_grad()
         budgeted(rows(count)).sum().backward()
         with_blocks = [it for it in budgeted.sn_memory.steps.values() if it.program.free_buffers]
-        assert with_blocks == [budgeted.sn_memory.running]
+        assert with_blocks == [budgeted.sn_memory.inputs.running]
         found = verify(budgeted, rows(count))
         assert found.equal
         assert found.measured_peak_bytes <= budgeted.sn_memory.budget_bytes
@@ -518,10 +518,10 @@ def test_kernels_that_lay_out_otherwise(sampled):
         copy.deepcopy(model), torch.randn(sampled, 6, 10, 12), "200%", profile=False, time_limit_s=1
     )
     assert budgeted.sn_memory.backend == "graph"
-    assert budgeted.sn_memory.laid_out_otherwise == (sampled == 4)
+    assert budgeted.sn_memory.inputs.laid_out_otherwise == (sampled == 4)
     for batch in (2, 3, 6, 2):
         assert kept(model, budgeted, torch.randn(batch, 6, 10, 12))
-    assert budgeted.sn_memory.laid_out_otherwise
+    assert budgeted.sn_memory.inputs.laid_out_otherwise
     assert not any(it.layouts for it in budgeted.sn_memory.steps.values())
 
 

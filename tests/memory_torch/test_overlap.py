@@ -2,19 +2,23 @@
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from small_models import Everything, images, mlp
+from two_ranks import run_two_ranks
 
 from sn_memory.torch import plan, verify
 
-ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"profile": False, "planner": "sqrt_n", "overlap": True}
+SETTINGS = {"profile": False, "planner": "sqrt_n"}
+
+
+@pytest.fixture
+def among_ranks(monkeypatch):
+    """Plan as one of several ranks."""
+    monkeypatch.setattr(sys.modules[plan.__module__], "exchanges_gradients", lambda: True)
 
 
 def trained(model, steps=2):
@@ -27,13 +31,13 @@ def trained(model, steps=2):
     return list(model.state_dict().values())
 
 
-def test_bits_are_the_same():
+def test_bits_are_the_same(among_ranks):
     model = Everything()
     planned = plan(copy.deepcopy(model), images(), "75%", **SETTINGS)
     assert all(map(torch.equal, trained(planned), trained(model)))
 
 
-def test_gradients_become_ready_while_the_backward_pass_runs():
+def test_gradients_become_ready_while_the_backward_pass_runs(among_ranks):
     """Those of the last layer first, and long before the first layer's are computed."""
     model, sample = mlp(6), torch.randn(64, 32)
     order = []
@@ -51,8 +55,27 @@ def test_gradients_become_ready_while_the_backward_pass_runs():
     assert [ready for _, ready in order][:2] == [1, 2]
 
 
+def test_an_order_that_holds_less_where_the_budget_asks_for_it(monkeypatch):
+    """On ranks gradients are made early if a plan of that keeps the budget, and late if none."""
+    model = torch.nn.Sequential(
+        *(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(8)),
+        *(torch.nn.Flatten(), torch.nn.Linear(512, 1024), torch.nn.ReLU()),
+        torch.nn.Linear(1024, 10),
+    )
+    sample, settings = torch.randn(2, 3, 64, 64), {"profile": False, "time_limit_s": 2}
+    least = plan(copy.deepcopy(model), sample, "100%", **settings).sn_memory.plan.peak_bytes
+    monkeypatch.setattr(sys.modules[plan.__module__], "exchanges_gradients", lambda: True)
+    early = plan(copy.deepcopy(model), sample, "120%", **settings)
+    tight = plan(copy.deepcopy(model), sample, least, **settings)
+    assert tight.sn_memory.plan.peak_bytes <= least
+    orders = [[op.kind for op in it.sn_memory.trace.graph.ops] for it in (early, tight)]
+    assert orders[0] != orders[1]
+    assert orders[1][-1] != orders[0][-1]
+    assert verify(tight, sample).equal
+
+
 @pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
-def test_peak_and_accumulation():
+def test_peak_and_accumulation(among_ranks):
     model, sample = mlp(6), torch.randn(64, 32)
     planned = plan(copy.deepcopy(model), sample, "80%", **SETTINGS)
     found = verify(planned, sample)
@@ -66,7 +89,7 @@ def test_peak_and_accumulation():
         assert torch.equal(mine.grad, plain.grad)
 
 
-def test_gradients_of_inputs_come_as_ever():
+def test_gradients_of_inputs_come_as_ever(among_ranks):
     model, sample = mlp(3), torch.randn(8, 32, requires_grad=True)
     planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
     gradients = []
@@ -87,7 +110,9 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank
 torch.manual_seed(0)
 model = mlp(6)
 sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-planned = plan(model, sample, "80%", profile=False, planner="sqrt_n", overlap=overlap)
+if not overlap:
+    sys.modules[plan.__module__].exchanges_gradients = lambda: False
+planned = plan(model, sample, "80%", profile=False, planner="sqrt_n")
 sent = []
 def hook(state, bucket):
     ready = sum(it.grad is not None for it in model.parameters())
@@ -115,21 +140,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["overlap", "together"])
 def test_two_ranks_of_ddp(tmp_path, overlap):
-    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), overlap],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    ended = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    first, second = run_two_ranks(RANK, tmp_path / "store", overlap)
     assert first["gradients"] == second["gradients"]
     expected = [torch.zeros(()) for _ in first["gradients"]]
     torch.manual_seed(0)
@@ -146,7 +157,7 @@ def test_two_ranks_of_ddp(tmp_path, overlap):
     # Sums of up to 1024 float32 terms below 1e4, rounded once more by the mean over ranks.
     for mine, plain in zip(first["gradients"], expected, strict=True):
         assert abs(mine - plain.item()) <= 1024 * 1e4 * 2**-23
-    # A bucket is sent when its gradients are there: early with overlap, else when all are.
+    # A bucket is sent when its gradients are there: early as ranks plan, else when all are.
     assert len(first["sent"]) > 1
     if overlap == "overlap":
         assert first["sent"][0] < len(first["gradients"])
@@ -164,8 +175,9 @@ torch.manual_seed(0)
 model = mlp(4, 64)
 sample = torch.randn(64, 64, generator=torch.Generator().manual_seed(hvd.rank()))
 if sys.argv[1] != "plain":
-    settings = {"profile": False, "planner": "sqrt_n", "overlap": sys.argv[1] == "overlap"}
-    model = plan(model, sample, "85%", **settings)
+    if sys.argv[1] != "overlap":
+        sys.modules[plan.__module__].exchanges_gradients = lambda: False
+    model = plan(model, sample, "85%", profile=False, planner="sqrt_n")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), FFTCompression)
 losses = []

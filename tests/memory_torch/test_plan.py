@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, trace, verify
-from sn_memory.torch.model.allocations import AllocationTracker
+from sn_memory.torch.model.tracker import AllocationTracker
 
 # A planner that answers at once: what is tested is that plans are obeyed, not how good they are.
 SETTINGS = {"profile": False, "planner": "sqrt_n"}

@@ -1,5 +1,6 @@
 """What a planned torch model says of itself, and planning while it is at work; its time limit."""
 
+import inspect
 import sys
 import time
 
@@ -8,12 +9,12 @@ import torch
 
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
-from sn_memory.base import clock
+from sn_memory.base import progress
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import TraceError, plan
 from sn_memory.torch.trace import op_seconds
 
-QUIET = {"profile": False, "trial": False}
+QUIET = {"profile": False}
 
 
 def network(width=48, depth=5):
@@ -52,7 +53,7 @@ def test_other_inputs_are_told_too():
 
 
 def test_a_plan_by_modules_is_told_in_five_lines():
-    model = plan(network(), torch.zeros(64, 48), "200%", backend="modules", trial=False)
+    model = plan(network(), torch.zeros(64, 48), "200%", backend="modules")
     lines = repr(model.sn_memory).splitlines()
     assert len(lines) == 5
     assert lines[0] == "Plan by measured steps"
@@ -87,9 +88,10 @@ def test_a_report_without_a_path_is_returned(planned, tmp_path):
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
 
 
-def test_the_stages_are_told():
+def test_the_stages_are_told(monkeypatch):
     told = []
-    plan(network(), torch.zeros(64, 48), "80%", progress=told.append)
+    monkeypatch.setattr(sn_memory.settings, "progress", told.append)
+    plan(network(), torch.zeros(64, 48), "80%")
     stages = list(dict.fromkeys(it.stage for it in told))
     assert stages == ["trace", "time ops", "search", "trial"]
     timed = [it for it in told if it.stage == "time ops"]
@@ -108,20 +110,20 @@ def test_a_refusal_names_the_module_and_carries_what_can_be_had():
     assert again.sn_memory.plan.peak_bytes == error.peak_bytes
 
 
-def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch):
-    settings = {"backend": "graph", "deterministic": True, "time_limit_s": 0.02, **QUIET}
+def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, counted_work):
+    settings = {"backend": "graph", "time_limit_s": 0.02, **QUIET}
     first = plan(network(depth=8), torch.zeros(64, 48), "70%", **settings).sn_memory.plan
     real = time.perf_counter
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 1000 * real())
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 1000 * real())
     second = plan(network(depth=8), torch.zeros(64, 48), "70%", **settings).sn_memory.plan
     assert second.to_json() == first.to_json()
     assert first.solve_s >= 0.02 * (1 - 0.2)
 
 
-def test_what_is_measured_cannot_be_the_same_everywhere():
+def test_what_is_measured_cannot_be_the_same_everywhere(counted_work):
     for settings in ({}, {"profile": False, "backend": "modules"}):
-        with pytest.raises(ValueError, match="which measures seconds"):
-            plan(network(), torch.zeros(64, 48), "80%", deterministic=True, **settings)
+        with pytest.raises(ValueError, match="measured seconds differ"):
+            plan(network(), torch.zeros(64, 48), "80%", **settings)
 
     class Branches(torch.nn.Module):
         def __init__(self):
@@ -132,7 +134,7 @@ def test_what_is_measured_cannot_be_the_same_everywhere():
             return self.inner(x) if x.sum() > 0 else -self.inner(x)
 
     with pytest.raises(TraceError):
-        plan(Branches(), torch.zeros(4, 8), "80%", deterministic=True, **QUIET)
+        plan(Branches(), torch.zeros(4, 8), "80%", **QUIET)
 
 
 def test_timing_ops_and_searching_share_the_limit(monkeypatch):
@@ -148,9 +150,42 @@ def test_timing_ops_and_searching_share_the_limit(monkeypatch):
     sn_memory.torch.trace(model, sample, profile=False)
     began = time.perf_counter()
     with pytest.warns(PlanWarning, match="not timed within half of the time limit"):
-        made = plan(model, sample, "100%", time_limit_s=2.0, trial=False, backend="graph")
+        made = plan(model, sample, "100%", time_limit_s=2.0, backend="graph")
     # Recording comes on top, and what its devices can do.
     assert time.perf_counter() - began < 2.0 * 1.1 + 2
     sources = made.sn_memory.plan.seconds_sources
     assert sources["measured"] >= 3
     assert sources["roofline"] >= 10
+
+
+REMOVED = {
+    "accumulate": "the first step that finds gradients is planned for them",
+    "deterministic": r"sn_memory\.settings\.deterministic = True",
+    "overlap": "initialised with several ranks",
+    "progress": r"sn_memory\.settings\.progress = False",
+    "trial": "tried on its sample",
+    "update": r"state=sn_memory\.torch\.HostState\(update='backward'\)",
+    "workspaces": r"torch\.backends\.cudnn\.benchmark = True",
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_a_keyword_is_refused_with_what_to_write(name):
+    match = f"unexpected keyword argument '{name}', which was removed.*{REMOVED[name]}"
+    with pytest.raises(TypeError, match=match):
+        plan(network(), torch.zeros(64, 48), "80%", **{name: True})
+
+
+def test_the_keywords_are_nine():
+    kinds = inspect.signature(plan).parameters.values()
+    assert [it.name for it in kinds if it.kind is it.KEYWORD_ONLY] == [
+        *("planner", "techniques", "backend", "profile", "device", "optimizer", "state"),
+        *("time_limit_s", "strict"),
+    ]
+
+
+def test_settings_of_the_process_are_checked():
+    with pytest.raises(TypeError, match="expected True or False"):
+        sn_memory.settings.deterministic = 1
+    with pytest.raises(AttributeError, match="expected one of deterministic, progress"):
+        sn_memory.settings.determinstic = True

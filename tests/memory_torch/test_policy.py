@@ -1,12 +1,7 @@
 """Plans as selective-checkpoint policies: what is predicted is what torch's own executor holds."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +9,13 @@ from late_imports import Late
 from models import Gpt2, Llama, UNet, resnet
 from small_models import mlp
 from torch import nn
+from two_ranks import run_two_ranks
 
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
 from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
 from sn_memory.torch.model.step import run_step
-from sn_memory.torch.policy.contexts import Numbers
+from sn_memory.torch.policy.predict import Numbers
 
 backends, autograd, partitioners, dry_run = map(
     Late,
@@ -27,11 +23,10 @@ backends, autograd, partitioners, dry_run = map(
         "torch._dynamo.backends.common",
         "torch._functorch.aot_autograd",
         "torch._functorch.partitioners",
-        "sn_memory.torch.policy.dry_run",
+        "sn_memory.torch.policy.choose",
     ),
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 STATE = torch.get_rng_state().nbytes + 16  # kept by each checkpoint, and not counted
 WRAPPED = "_checkpoint_wrapped_module."
 NETWORKS = {
@@ -224,7 +219,7 @@ def test_its_key_is_of_what_it_says():
 
 def test_a_planned_model_gives_its_policy():
     model, sample = mlp(), torch.randn(256, 32)
-    planned = sn_memory.torch.plan(model, sample, "80%", profile=False, trial=False)
+    planned = sn_memory.torch.plan(model, sample, "80%", profile=False)
     policy = planned.sn_memory.as_checkpoint_policy()
     assert policy.budget_bytes == planned.sn_memory.budget_bytes >= policy.peak_bytes
     peak, _ = measured(policy.wrap(model), sample)
@@ -313,8 +308,7 @@ for _ in range(2):
     with tracker:
         model(sample).backward()
 grads = [float(it.grad.full_tensor().double().sum()) for it in model.parameters()]
-if rank == 0:
-    print(json.dumps([expected, tracker.peak_bytes, grads]))
+print(json.dumps([expected, tracker.peak_bytes, grads]))
 torch.distributed.destroy_process_group()
 """
 
@@ -323,19 +317,7 @@ torch.distributed.destroy_process_group()
 def test_under_fsdp2_on_two_ranks(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("no torch.distributed")
-    path = os.pathsep.join(
-        [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    out = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    expected, peak, grads = json.loads(out[0].splitlines()[-1])
+    (expected, peak, grads), _ = run_two_ranks(RANK, tmp_path / "store")
     assert abs(peak - expected) <= 0.1 * expected
     torch.manual_seed(0)
     model, sample = mlp(8, 64), torch.randn(1024, 64)

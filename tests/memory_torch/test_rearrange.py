@@ -49,7 +49,6 @@ def test_with_overlap_each_gradient_stays_where_torch_makes_it():
     early, late = (trace(model, sample, profile=False, overlap=it).graph for it in (True, False))
     assert [op.kind for op in backward(early)].index("threshold_backward") == 3
     assert [op.kind for op in backward(late)].index("threshold_backward") == 1
-    assert verify(plan(model, sample, "100%", profile=False, overlap=True), sample).equal
 
 
 def wide_head():

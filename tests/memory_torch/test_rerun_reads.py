@@ -246,7 +246,7 @@ class Momentum(nn.Module):
 def test_a_module_that_moves_its_parameters_runs_once():
     torch.manual_seed(0)
     plain = nn.Sequential(*(Momentum() for _ in range(3)))
-    planned = by_modules(copy.deepcopy(plain), "85%", trial=False)
+    planned = by_modules(copy.deepcopy(plain), "85%")
     assert not {it.name for it in planned.sn_memory.plan.choices} & {"0", "1", "2"}
     planned.load_state_dict(plain.state_dict())
     for model in (plain, planned):
@@ -276,7 +276,7 @@ class Leaky(nn.Module):
 def test_a_block_that_ends_in_rrelu():
     """Gradients were NaN: its second run ended before the noise was drawn."""
     torch.manual_seed(0)
-    planned = by_modules(Leaky(), "75%", trial=False)
+    planned = by_modules(Leaky(), "75%")
     assert verify(planned, SAMPLE).equal
 
 
@@ -299,7 +299,7 @@ class Attends(nn.Module):
 def test_a_tensor_that_is_given_twice_is_one_tensor_again(by_name):
     torch.manual_seed(0)
     model = Attends(by_name)
-    expected, planned = gradients(model), by_modules(model, trial=False)
+    expected, planned = gradients(model), by_modules(model)
 
     def run(x):
         # Hooks that give back another tensor than was saved.
@@ -314,7 +314,7 @@ def test_an_input_that_is_given_twice_and_frozen_in_between_is_one_tensor_again(
     model = Attends(by_name=False)
     # So little that the first layer, which is given the input itself, runs again as well.
     sample = SAMPLE.view(8, 64, 32)
-    planned = plan(model, sample, "60%", backend="modules", profile=False, trial=False)
+    planned = plan(model, sample, "60%", backend="modules", profile=False)
 
     def run(_):
         x = sample.clone().requires_grad_()

@@ -154,7 +154,7 @@ def test_what_cannot_be_copied_is_refused():
     model, sample = Returns(lambda model, h, out: Locked(out)), torch.randn(64, 32)
     with pytest.raises(TraceError, match="returns a Locked, which cannot be copied"):
         plan(model, sample, "100%", **SETTINGS)
-    with pytest.warns(PlanWarning, match="by modules"):
+    with pytest.warns(PlanWarning, match="by regions"):
         planned = plan(model, sample, "100%", profile=False)
     assert type(planned(sample).rows[0]) is torch.Tensor
 

@@ -56,7 +56,7 @@ def test_rows_of_a_jacobian_hold_no_more_each():
     model, sample = mlp(), torch.randn(16, 32)
     planned = plan(model, sample, "100%", backend="graph", **SETTINGS)
     first, last = next(planned.parameters()), list(planned.parameters())[-1]
-    planned.sn_memory.warned.add("retained")
+    planned.sn_memory.inputs.warned.add("retained")
     known = [*planned.parameters(), sample]
     out = planned(sample)
     held = []
@@ -71,7 +71,7 @@ def test_rows_of_a_jacobian_hold_no_more_each():
 
 def test_what_is_kept_goes_with_the_graph():
     planned = plan(mlp(), torch.randn(16, 32), "100%", backend="graph", **SETTINGS)
-    planned.sn_memory.warned.add("retained")
+    planned.sn_memory.inputs.warned.add("retained")
     sample = torch.randn(16, 32)
     out = planned(sample)
     out.sum().backward(retain_graph=True)
@@ -101,7 +101,7 @@ def test_a_warning_says_what_is_kept():
 def test_in_the_middle_an_exception_leaves_the_rest_for_another_pass():
     model, sample = mlp(), torch.randn(16, 32)
     planned = plan(copy.deepcopy(model), sample, "100%", backend="graph", **SETTINGS)
-    planned.sn_memory.warned.add("retained")
+    planned.sn_memory.inputs.warned.add("retained")
     out = planned(sample).sum()
 
     def fail(gradient):

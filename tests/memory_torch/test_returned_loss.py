@@ -125,7 +125,7 @@ def test_scalars_beside_the_first_may_be_part_of_the_loss():
     ],
 )
 def test_gradients_of_other_outputs_are_right_from_the_first_on(form, first, accumulate):
-    model, mine, planned, given = pair(form=form, accumulate=accumulate)
+    model, mine, planned, given = pair(form=form)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in (first, *LOSSES, "loss", "loss", "logits", first):
@@ -135,7 +135,7 @@ def test_gradients_of_other_outputs_are_right_from_the_first_on(form, first, acc
                 step(planned, given, name)
                 step(model, given, name)
                 assert same(mine, model)
-    words = [str(it.message) for it in caught if "beside the loss" in str(it.message)]
+    words = [str(it.message) for it in caught if "other than the loss" in str(it.message)]
     assert len(words) == 1
     assert "runs without its plan" in words[0]
     assert "the budget is" in words[0]
@@ -153,28 +153,28 @@ def test_the_loss_alone_runs_as_planned_and_warns_of_nothing():
             step(model, given, name)
             assert same(mine, model)
             assert gradients(mine)["other.weight"] is None
-    assert planned.sn_memory.running is planned_step
+    assert planned.sn_memory.inputs.running is planned_step
 
 
 def test_later_steps_are_planned_for_all_outputs():
     _, _, planned, given = pair()
     before = planned.sn_memory.latest
-    with pytest.warns(PlanWarning, match="planned for what was asked for"):
+    with pytest.warns(PlanWarning, match="planned for what was requested"):
         step(planned, given, "penalty")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(planned, given, "penalty")
-        now = planned.sn_memory.running
+        now = planned.sn_memory.inputs.running
         assert now is not before
         assert now.captured.ends == (True, False, True)
         step(planned, given, "loss")
-        assert planned.sn_memory.running is now
+        assert planned.sn_memory.inputs.running is now
         # Of another shape, too.
         step(planned, sample(8), "penalty")
-        assert planned.sn_memory.running.captured.ends == now.captured.ends
+        assert planned.sn_memory.inputs.running.captured.ends == now.captured.ends
         for name in ("all", "other"):
             step(planned, given, name)
-        assert planned.sn_memory.running.captured.ends == (True, True, True)
+        assert planned.sn_memory.inputs.running.captured.ends == (True, True, True)
 
 
 def test_logits_alone_take_what_the_plain_step_takes():
@@ -183,13 +183,13 @@ def test_logits_alone_take_what_the_plain_step_takes():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step(planned, given, "logits")
-        ends = planned.sn_memory.running.captured.ends
+        ends = planned.sn_memory.inputs.running.captured.ends
     assert ends == (True, False, False)
 
 
 def test_strict_raises_and_the_next_step_is_planned_so():
     model, mine, planned, given = pair(strict=True)
-    with pytest.raises(PlanError, match=r"strict: .* beside the loss"):
+    with pytest.raises(PlanError, match=r"strict: .* other than the loss"):
         step(planned, given, "penalty")
     mine.zero_grad()
     step(planned, given, "penalty")
@@ -292,7 +292,7 @@ def test_what_cannot_run_once_more_is_refused():
     model, given = Labelled(spectral=True), sample()
     planned = plan(model, given, 10**8, backend="graph", profile=False)
     step(planned, given, "loss")
-    with pytest.raises(ReplayError, match=r"output beside the loss .* writes over"):
+    with pytest.raises(ReplayError, match=r"output other than the loss .* writes over"):
         step(planned, given, "penalty")
     # Planned for both by now.
     step(planned, given, "penalty")
@@ -312,7 +312,7 @@ def test_state_on_the_host_refuses_other_gradients():
             it.step()
             it.zero_grad()
         assert all(map(torch.equal, mine.state_dict().values(), model.state_dict().values()))
-    with pytest.raises(ReplayError, match="beside its loss"):
+    with pytest.raises(ReplayError, match="an output other than the loss"):
         step(planned, given, "penalty")
 
 
@@ -349,7 +349,7 @@ def test_gpt2_in_micro_batches():
     given = {"input_ids": tokens, "labels": tokens}
     mine = copy.deepcopy(model)
     plain = run_step(model, model, ((), given), kernels=True).peak_bytes
-    planned = plan(mine, given, "80%", backend="graph", profile=False, accumulate=True)
+    planned = plan(mine, given, "80%", backend="graph", profile=False)
     whole = trace(model, given, profile=False).graph.unplanned_peak_bytes
     assert abs(whole / plain - 1) < 0.005
     assert abs(estimate(model, given).step_bytes / plain - 1) < 0.005

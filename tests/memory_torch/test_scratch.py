@@ -9,8 +9,8 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import estimate, plan, verify
-from sn_memory.torch.model.allocations import measured_bytes
 from sn_memory.torch.model.step import run_step
+from sn_memory.torch.model.tracker import measured_bytes
 from sn_memory.torch.target.scratch import cpu_scratch_bytes
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import nn
 from sn_memory.cost.devices import NOMINAL
 from sn_memory.cost.op_times import TimesFile
 from sn_memory.torch import PlanWarning, plan, trace
-from sn_memory.torch.model.allocations import AllocationTracker
+from sn_memory.torch.model.tracker import AllocationTracker
 from sn_memory.torch.trace import op_seconds
 from sn_memory.torch.trace.op_seconds import cached_costs, circumstances, rebuilt, timeable
 
@@ -287,6 +287,6 @@ def test_planning_while_training_measures_nothing(monkeypatch, backend):
         warnings.simplefilter("ignore", PlanWarning)
         for rows in (256, 256, 200):
             planned(torch.randn(rows, 32)).sum().backward()
-    assert planned.sn_memory.later
+    assert planned.sn_memory.inputs.later
     assert before == op_seconds._MEASURED
     assert planned.sn_memory.kinds[-1].how != "modules run again"

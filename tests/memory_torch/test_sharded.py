@@ -1,19 +1,15 @@
 """Planned models on two ranks: under FSDP2 in every order, under TP, and FSDP1 refused by name."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import run_two_ranks
 
 from sn_memory.torch import StorageTracker
 
 pytest.importorskip("torch.distributed.fsdp")
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 GRAPH, MODULES, AFTER = "planned first, graph", "planned first, modules", "sharded first, auto"
 CASES = {
@@ -167,22 +163,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(store), str(STEPS), json.dumps(CASES)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    ended = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    return run_two_ranks(RANK, tmp_path_factory.mktemp("ranks") / "store", STEPS, json.dumps(CASES))
 
 
 # Gloo's thread may hold a buffer for a moment longer: all parameters gathered, or the sum of a

@@ -36,16 +36,14 @@ def model():
 X = torch.randn(256, 32)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_percent_are_of_what_estimate_and_verify_tell(model, accumulate):
-    planned = plan(model, X, "95%", profile=False, accumulate=accumulate)
+def test_percent_are_of_what_estimate_and_verify_tell(model):
+    planned = plan(model, X, "95%", profile=False)
     found = planned.sn_memory.plan
     traced = trace(model, X, profile=False, unplanned=False).graph
     assert found.baseline_peak_bytes > plan_graph(traced, "100%").peak_bytes
     assert planned.sn_memory.budget_bytes == int(0.95 * found.baseline_peak_bytes)
-    if not accumulate:
-        whole = estimate(model, X).peak_bytes
-        assert found.baseline_peak_bytes == whole == verify(planned, X).unplanned_peak_bytes
+    whole = estimate(model, X).peak_bytes
+    assert found.baseline_peak_bytes == whole == verify(planned, X).unplanned_peak_bytes
 
 
 def test_an_optimizers_state_counts(model):

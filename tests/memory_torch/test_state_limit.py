@@ -20,6 +20,7 @@ import torch
 import sn_memory.torch
 
 torch.set_num_threads(1)
+sn_memory.settings.deterministic = True
 way, limit = sys.argv[1], int(sys.argv[2])
 
 def net(width, layers):
@@ -29,7 +30,7 @@ def net(width, layers):
 def train(width, layers, budget, steps):
     model, sample = net(width, layers), torch.ones(16, width)
     if way != "plain":
-        held = sn_memory.torch.HostState(sys.argv[3])
+        held = sn_memory.torch.HostState(sys.argv[3], update=way)
         held.hold(model)
     else:
         model.to_empty(device="cpu")
@@ -39,8 +40,8 @@ def train(width, layers, budget, steps):
     optimizer = torch.optim.AdamW(model.parameters())
     if way != "plain":
         model = sn_memory.torch.plan(
-            model, sample, budget, optimizer=optimizer, state=held, update=way,
-            profile=False, deterministic=True, time_limit_s=0.5,
+            model, sample, budget, optimizer=optimizer, state=held,
+            profile=False, time_limit_s=0.5,
         )
     losses = []
     for _ in range(steps):

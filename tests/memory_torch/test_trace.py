@@ -216,7 +216,7 @@ def own_chance(model, h, x):
         (looks, "depend on values"),
         (selects, "depend on values"),
         (counts, "sets count"),
-        (replaces, "in the place of seen"),
+        (replaces, "replaces seen"),
         (gambles, "draws from random"),
         (writes, "changes an input"),
         (checkpoints, "in the backward pass"),

@@ -10,7 +10,7 @@ import torch
 from small_models import mlp
 from torch import nn
 
-from sn_memory.run import at_once
+from sn_memory.run import unseen
 from sn_memory.torch import PlanWarning, StorageTracker, TraceError, plan
 
 STEPS, ROWS = 20, 64
@@ -34,10 +34,8 @@ def rows(seed=0, count=ROWS):
 def runs_of(planned):
     """Count the planned steps of a model from now on."""
     ran, step = [], planned.sn_memory.latest
-    # Of a replay, what has the parameters found already.
-    name = "run_on" if hasattr(step, "run_on") else "run"
-    own = getattr(step, name)
-    setattr(step, name, lambda *given: ran.append(1) or own(*given))
+    own = step.run
+    step.run = lambda *given: ran.append(1) or own(*given)
     return ran
 
 
@@ -128,13 +126,15 @@ def test_the_trainer(tmp_path, way, backend):
     assert planned.sn_memory.plan.decided("recompute")
     # Checkpointing changes no result. What it would save is not the plan's, so it is left out.
     losses, weights, most = by_trainer(gpt2(), tmp_path / "plain", **WAYS[way])
-    says = pytest.warns(PlanWarning, match="checkpointing was asked of a planned GPT2LMHeadModel")
+    says = pytest.warns(
+        PlanWarning, match="checkpointing was requested of a planned GPT2LMHeadModel"
+    )
     with says if way == "checkpointing" else no_warning():
         mine = by_trainer(planned, tmp_path / "planned", **WAYS[way])
     # All by the plan, and later micro-batches by that with the gradients of earlier ones.
-    assert planned.sn_memory.count == STEPS * count
+    assert planned.sn_memory.inputs.count == STEPS * count
     assert len(planned.sn_memory.kinds) == 1
-    assert len(planned.sn_memory.later) == (way == "accumulation")
+    assert len(planned.sn_memory.inputs.later) == (way == "accumulation")
     assert mine[0] == losses
     assert all(map(torch.equal, mine[1], weights))
     assert mine[2] <= planned.sn_memory.plan.budget_bytes
@@ -144,7 +144,7 @@ def test_the_trainer(tmp_path, way, backend):
 @RENAMED
 def test_checkpointing_of_a_copy_is_the_models_own():
     planned = plan(gpt2(), {"input_ids": tokens(4), "labels": tokens(4)}, "100%", **SETTINGS)
-    with pytest.warns(PlanWarning, match="left out"):
+    with pytest.warns(PlanWarning, match="ignored"):
         planned.gradient_checkpointing_enable()
     flags = [it.gradient_checkpointing for it in planned.modules() if "GPT2Block" in str(type(it))]
     assert flags == [False] * 3
@@ -374,7 +374,9 @@ def test_lightning(tmp_path, of, way, backend):
 
     def planned_of(it):
         with torch.autocast("cpu", torch.bfloat16) if way == "bf16" else nullcontext():
-            return plan(it, rows(), "80%", backend=backend, accumulate=True, **SETTINGS)
+            # By modules 80 % hold no step that finds gradients: see the next test for the warning.
+            share = "90%" if backend == "modules" else "80%"
+            return plan(it, rows(), share, backend=backend, **SETTINGS)
 
     module = made()
     plain = by_lightning(lightning, module, tmp_path, precision)
@@ -386,7 +388,7 @@ def test_lightning(tmp_path, of, way, backend):
     assert planned.sn_memory.plan.decided("recompute")
     with no_warning():
         found = by_lightning(lightning, mine, tmp_path, precision)
-    assert planned.sn_memory.count == STEPS
+    assert planned.sn_memory.inputs.count == STEPS
     assert found[0] == plain[0]
     assert all(map(torch.equal, found[1], plain[1]))
     if way == "manual":
@@ -451,7 +453,7 @@ def test_the_trainer_with_padded_batches(tmp_path, monkeypatch):
     """
     transformers = pytest.importorskip("transformers")
     # However slow the machine, all lengths are planned.
-    monkeypatch.setattr(at_once, "ALLOWED_S", 1e6)
+    monkeypatch.setattr(unseen, "ALLOWED_S", 1e6)
     lengths = (38, 36, 44, 39, 45, 47, 38, 38, 43, 40, 36, 46)
     drawn = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 64, (it,), generator=drawn).tolist() for it in lengths]

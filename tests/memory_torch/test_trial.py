@@ -1,6 +1,7 @@
 """The trial step of `plan`: what only a real step can tell, and that it leaves no mark."""
 
 import copy
+import math
 import resource
 
 import pytest
@@ -15,6 +16,7 @@ from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, planning, verify
 from sn_memory.torch.eager import trial
+from sn_memory.torch.model.results import differences
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
 
@@ -101,9 +103,9 @@ def test_a_step_with_other_results_is_not_used():
     model, sample = AsksForFakes(lambda x: 1.01 * x), torch.randn(64, 32)
     with pytest.raises(TraceError, match="not those of the model"):
         plan(model, sample, "80%", backend="graph", **SETTINGS)
-    with pytest.warns(PlanWarning, match="by modules.*not those of the model"):
+    with pytest.warns(PlanWarning, match="by regions.*not those of the model"):
         planned = plan(model, sample, "80%", **SETTINGS)
-    assert planned.sn_memory.backend == "modules"
+    assert planned.sn_memory.backend == "regions"
     assert same(model, planned, torch.randn(64, 32))
 
 
@@ -157,13 +159,6 @@ def test_planned_while_the_caller_profiles(profile, backend):
     assert len(seen.key_averages()) > 0
 
 
-def test_without_a_trial_nothing_runs():
-    model, sample = AsksForFakes(lambda x: 1.01 * x), torch.randn(64, 32)
-    planned = plan(model, sample, "80%", trial=False, **SETTINGS)
-    assert planned.sn_memory.backend == "graph"
-    assert not planned.sn_memory.trial.compared
-
-
 class RaisesUnderFakes(nn.Module):
     def __init__(self, error):
         super().__init__()
@@ -178,11 +173,11 @@ class RaisesUnderFakes(nn.Module):
 @pytest.mark.parametrize(
     "error", [RuntimeError("of BF16 type"), AttributeError("size"), KeyError("no"), ValueError("a")]
 )
-def test_any_failure_to_trace_leads_to_modules(error):
+def test_any_failure_to_trace_leads_to_regions(error):
     model, sample = RaisesUnderFakes(error), torch.randn(64, 32)
     with pytest.warns(PlanWarning, match=f"{type(error).__name__} under fake tensors .*test_trial"):
         planned = plan(model, sample, "80%", **SETTINGS)
-    assert planned.sn_memory.backend == "modules"
+    assert planned.sn_memory.backend == "regions"
     assert same(model, planned, sample)
     with pytest.raises(TraceError, match=type(error).__name__):
         plan(model, sample, "80%", backend="graph", **SETTINGS)
@@ -228,13 +223,7 @@ def test_a_sample_on_which_the_model_fails_is_refused_with_its_error(model, samp
         plan(model, sample, "100%", backend=backend, **SETTINGS)
     if backend != "modules":
         assert isinstance(refused.value, TraceError)
-        assert "trial=False" in str(refused.value)
-
-
-def test_a_sample_that_is_no_input_is_planned_untried_if_asked_for():
-    model = nn.Sequential(nn.Embedding(10, 32), *mlp(4))
-    planned = plan(model, torch.full((64,), 99), "80%", trial=False, **SETTINGS)
-    assert same(model, planned, torch.randint(0, 10, (64,)))
+        assert "Pass a sample that the model takes" in str(refused.value)
 
 
 @pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
@@ -348,7 +337,7 @@ def test_verify_follows_the_loss():
         return out["scores"].sum()
 
     # Planned is the loss that the model returns; the first step with another says so.
-    with pytest.warns(PlanWarning, match="an output beside the loss is asked for"):
+    with pytest.warns(PlanWarning, match="an output other than the loss is requested"):
         found = verify(planned, sample, loss=of_scores)
     assert found.equal
     assert len(seen) == 6
@@ -363,12 +352,12 @@ def test_verify_follows_the_loss():
 def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):
     """A plain step that ulimit -d forbids is not tried: it would end the planning of it."""
     cpu = torch.device("cpu")
-    assert trial._enough(1000, cpu)
+    assert trial.enough_memory(1000, cpu)
     for which in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         limits = {resource.RLIMIT_DATA: free, resource.RLIMIT_AS: free, which: (1, 1)}
         monkeypatch.setattr(resource, "getrlimit", limits.get)
-        assert not trial._enough(1000, cpu)
+        assert not trial.enough_memory(1000, cpu)
 
 
 @pytest.mark.parametrize(
@@ -424,16 +413,29 @@ def test_a_first_forward_that_computes_otherwise_is_none_of_the_others(then, why
         plan(SetsAtFirst(then), torch.randn(128, 32), "80%", backend="graph", **SETTINGS)
 
 
-def test_without_a_trial_nothing_can_tell_whether_it_does():
-    with pytest.raises(TraceError, match="run one step before planning"):
-        plan(SetsAtFirst(), torch.randn(128, 32), "80%", backend="graph", trial=False, **SETTINGS)
-
-
 def test_the_reason_against_a_plan_of_ops_is_in_the_refusal():
     class Counts(SetsAtFirst):
         def forward(self, x):
             self.noted = object()
             return self.inner(x)
 
-    with pytest.raises(BudgetError, match=r"by modules because it cannot be traced: .*sets noted"):
+    with pytest.raises(BudgetError, match=r"by regions because it cannot be traced: .*sets noted"):
         plan(Counts(), torch.randn(128, 32), "30%", **SETTINGS)
+
+
+@pytest.mark.parametrize("kind", ["imaginary part", "inf and NaN", "sign of inf", "beside inf"])
+def test_no_difference_is_lost_in_a_distance(kind):
+    """Of complex numbers the imaginary part counts, and what is not finite hides nothing."""
+    left = torch.tensor([1.0, 2.0, math.inf])
+    right = left.clone()
+    if kind == "imaginary part":
+        left, right = torch.complex(left[:2], left[:2]), torch.complex(left[:2], -left[:2])
+    elif kind == "inf and NaN":
+        right[2] = math.nan
+    elif kind == "sign of inf":
+        right[2] = -math.inf
+    else:
+        right[0] = 3.0
+    found = differences({"loss": left}, {"loss": right})
+    assert found["loss"] > 0.5
+    assert differences({"loss": left}, {"loss": left.clone()}) == {}

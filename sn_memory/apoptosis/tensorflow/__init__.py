@@ -6,8 +6,7 @@ from ...base.errors import need
 
 need("tensorflow", "sn_memory.apoptosis.tensorflow")
 
-from ..pace import Event, Merged
-from ..ranks import AgreementError
+from ..pace import AgreementError, Event, Merged
 from .shrink import Apoptosis, rebuild
 
 __all__ = ["AgreementError", "Apoptosis", "Event", "Merged", "rebuild"]

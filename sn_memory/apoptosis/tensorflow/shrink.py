@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,14 +15,122 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ..groups import Group, Site
+from ..groups import Group, Seen, Site, grid, offsets, same_padding
 from ..merge import Choice
-from ..pace import BaseApoptosis, Event
-from ..ranks import Alone, HorovodRanks, Ranks
-from ..samples import Seen
-from .groups import Walk, find_groups, graph_of
-from .statistics import measure
-from .surgery import Pruner, as_offsets, merge_group, resize, update_sizes
+from ..pace import Alone, BaseApoptosis, Event, HorovodRanks, Ranks
+from .surgery import (
+    Pruner,
+    Walk,
+    as_offsets,
+    calls_of,
+    find_groups,
+    graph_of,
+    kind_of,
+    merge_group,
+    resize,
+    update_sizes,
+)
+
+Floats = NDArray[np.float64]
+
+
+def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
+    """Add one batch: `seen` [rows, ..., places x n], what the reader put out [rows, ...]."""
+    n = len(own.fit) - 1
+    flat = tf.reshape(tf.cast(seen[0::2] if len(seen) > 1 else seen, tf.float64), [-1, n])
+    flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
+    own.fit += tf.matmul(flat, flat, transpose_a=True).numpy()
+    odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
+    inputs = np.asarray(seen[odd].numpy(), np.float32)
+    outputs = np.asarray(out[odd].numpy(), np.float64)
+    if kind_of(layer) == "Dense":
+        samples = inputs.reshape(-1, inputs.shape[-1] // n, n)
+        outputs = outputs.reshape(len(samples), -1)
+        some = slice(None, None, -(-len(samples) // share))
+        samples, outputs = samples[some], outputs[some]
+    else:
+        samples, outputs = _patches(layer, inputs, outputs, share)
+    own.samples.append(samples)
+    own.squares.append(np.square(outputs).sum(axis=1))
+
+
+def _patches(
+    layer: Any, seen: NDArray[np.float32], out: Floats, share: int
+) -> tuple[NDArray[np.float32], Floats]:
+    """Return inputs [samples, offsets, n] and outputs [samples, outputs] of a convolution.
+
+    Outputs are taken on a grid of positions, so that there are about `share` of them.
+    """
+    kernel, stride, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
+    sides = [(0, 0)] * len(kernel)
+    if layer.padding == "same":
+        sides = same_padding(kernel, stride, dilation, seen.shape[1:-1])
+    elif layer.padding == "causal":
+        sides = [(dilation[0] * (kernel[0] - 1), 0)]
+    padded = np.pad(seen, [(0, 0), *sides, (0, 0)])
+    positions = grid(out.shape[1:-1], max(1, share // len(out)))
+    rows = np.arange(len(out))
+    parts = []
+    for offset in offsets(kernel):
+        places = [
+            np.array(row) * step + o * spread
+            for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
+        ]
+        parts.append(padded[np.ix_(rows, *places)].reshape(-1, seen.shape[-1]))
+    outputs = out[np.ix_(rows, *map(np.array, positions))]
+    return np.stack(parts, 1), outputs.reshape(-1, out.shape[-1])
+
+
+def measure(
+    graph: Any, groups: Sequence[Group], batches: Sequence[Any], samples: int
+) -> list[list[Seen]]:
+    """Return what each reader of each group saw in batches of inputs.
+
+    The recorded calls are run once more on them, in training mode: dropout is left out, so that
+    chance is not taken for a difference, and moving averages are put back. Even rows of a batch are
+    fitted, odd rows show the change. A batch of one row is used for both.
+
+    About `samples` outputs of each reader are kept in all.
+    """
+    seen_by_group: list[list[Seen]] = []
+    sites: dict[str, Seen] = {}
+    share = math.ceil(samples / len(batches))
+    for group in groups:
+        row = [Seen(np.zeros((group.width + 1, group.width + 1))) for _ in group.sites]
+        sites |= {site.call: own for site, own in zip(group.sites, row, strict=True)}
+        seen_by_group.append(row)
+    for batch in batches:
+        values = {id(t): x for t, x in zip(graph.inputs, keras.tree.flatten(batch), strict=True)}
+        for node in calls_of(graph):
+            args, kwargs = node.arguments.fill_in(values)
+            result = _run(node.operation, args, kwargs, sites, share)
+            values |= {
+                id(t): x for t, x in zip(node.outputs, keras.tree.flatten(result), strict=True)
+            }
+    return seen_by_group
+
+
+def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: int) -> Any:
+    if kind_of(operation).endswith("Dropout"):
+        return args[0]
+    if kind_of(operation) == "BatchNormalization":
+        # In training it moves its averages, which are put back.
+        before = [held.numpy() for held in operation.non_trainable_variables]
+        output = operation(*args, **{**kwargs, "training": True})
+        for held, value in zip(operation.non_trainable_variables, before, strict=True):
+            held.assign(value)
+        return output
+    if operation.name not in sites:
+        return operation(*args, **kwargs)
+    activation = operation.activation
+    # What a reader puts out is looked at before its activation.
+    operation.activation = keras.activations.linear
+    try:
+        out = operation(*args, **kwargs)
+    finally:
+        operation.activation = activation
+    _add(sites[operation.name], operation, args[0], out, share)
+    return activation(out)
 
 
 def write(model: Any, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
@@ -59,9 +168,9 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
     values = keras.models.load_model(path, compile=False).variables
     if [len(held.shape) for held in values] != [len(held.shape) for held in model.variables]:
         raise ValueError(
-            f"rebuild: {Path(path).name} has {len(values)} variables, the model "
-            f"{len(model.variables)}, or of other ranks; expected the same. Make the model with "
-            "the code that was trained."
+            f"rebuild: {Path(path).name} has {len(values)} variables and the model "
+            f"{len(model.variables)}, or their ranks differ; expected the same. Make the model "
+            "with the code that was trained."
         )
     graph = graph_of(model)
     walk = find_groups(graph)
@@ -69,6 +178,7 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
         if tuple(held.shape) == tuple(value.shape):
             held.assign(value.numpy())
         else:
+            # `assign` refuses another shape.
             resize(held, np.asarray(value.numpy()))
     update_sizes(walk, Pruner(graph, None).layers)
     return model
@@ -193,6 +303,7 @@ class Apoptosis(BaseApoptosis):
         self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         pruner = Pruner(graph_of(self.model), self.optimizer)
+        # Before anything shrinks: they have the shapes of now.
         pruner.take_residuals()
         for group, choice in chosen:
             merge_group(pruner, group, choice)
@@ -217,6 +328,7 @@ class _Callback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]  
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.owner.is_near:
+            # `fit` does not tell which rows it took, so these are some of the same data.
             rows = np.arange(self.row, self.row + self.batch) % len(self.inputs[0])
             self.row = int(rows[-1]) + 1
             self.owner.observe([np.asarray(value)[rows] for value in self.inputs])

@@ -7,6 +7,8 @@ nobody has any more. So the old ones are emptied: such a function fails at once.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import keras
@@ -14,9 +16,210 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ..groups import Group, Site
+from ..groups import Group, Groups, Site, Slice, Tag
 from ..merge import Choice, add_up, fold, scales
-from .groups import Walk, calls_of
+
+# Activations that give one number for one number, by the names Keras gives the functions.
+_FUNCTIONS = frozenset(
+    {
+        "linear", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish",
+        "tanh", "sigmoid", "softplus", "softsign", "hard_sigmoid", "hard_silu", "hard_tanh",
+        "exponential"
+    }
+)  # fmt: skip
+# Layers, and calls of keras.ops, that do the same.
+_ELEMENTWISE = frozenset(
+    {
+        "ReLU", "LeakyReLU", "ELU", "Dropout", "Identity", "Relu", "Relu6", "LeakyRelu", "Elu",
+        "Selu", "Celu", "Gelu", "Silu", "Mish", "Tanh", "Sigmoid", "Softplus", "Softsign",
+        "HardSigmoid", "HardSilu", "HardTanh", "Square", "Abs", "Negative"
+    }
+)  # fmt: skip
+_TWO_SIDED = frozenset({"Add", "Subtract", "Multiply", "Maximum", "Minimum"})
+_POOLS = frozenset(f"{kind}Pooling{d}D" for kind in ("Max", "Average") for d in (1, 2, 3))
+_GLOBAL = frozenset(f"Global{kind}" for kind in _POOLS)
+
+
+class _Refusal(Exception):  # noqa: N818 - an answer, caught below, and no error
+    """A rule does not know what a call does to channels."""
+
+
+class Walk(Groups):
+    """The state of one walk: where the channels of each value lie, and the groups."""
+
+    def __init__(self, graph: Any) -> None:
+        super().__init__()
+        self.tags: dict[int, Tag] = {}
+        # Values are known by their ids, which stay theirs as long as they are held here.
+        self.tensors: dict[int, Any] = {}
+        # A layer that is called twice would have to shrink for both of its places.
+        calls = [id(node.operation) for node in calls_of(graph)]
+        self.shared = {call for call in calls if calls.count(call) > 1}
+
+    def tag(self, value: Any) -> Tag | None:
+        return self.tags.get(id(value))
+
+
+def graph_of(model: Any) -> Any:
+    """Return the recorded calls of a functional or built Sequential model."""
+    # A Sequential model keeps its graph in here.
+    graph = getattr(model, "_functional", model)
+    if not hasattr(graph, "_nodes_by_depth"):
+        raise ValueError(
+            f"Apoptosis: got a {type(model).__name__} without a graph of layers, expected a "
+            "functional model, or a Sequential one that is built. Start it with keras.Input."
+        )
+    return graph
+
+
+def calls_of(graph: Any) -> list[Any]:
+    """Return the calls of a graph in an order in which they can be run."""
+    # Keras counts depth from the outputs.
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    return [node for depth in depths for node in graph._nodes_by_depth[depth] if not node.is_input]
+
+
+def kind_of(operation: Any) -> str:
+    """Return the name of a class of Keras's own; "" for anybody else's, which may do anything."""
+    kind = type(operation)
+    return kind.__name__ if kind.__module__.startswith("keras.") else ""
+
+
+def find_groups(graph: Any) -> Walk:
+    """Return the walk with all groups of a model, those that cannot shrink included.
+
+    Keras 3 keeps the calls that made a functional or Sequential model. A walk over them gives each
+    value a tag; what a call does that is not named here is not guessed. Channels are always last.
+    """
+    walk = Walk(graph)
+    for node in calls_of(graph):
+        tag = _follow(walk, node)
+        for output in node.outputs:
+            if tag is not None:
+                walk.tags[id(output)], walk.tensors[id(output)] = tag, output
+    for out in graph.outputs:
+        if tag := walk.tag(out):
+            walk.group(tag).refuse("it is an output of the model")
+    for group in walk.roots():
+        if not group.sites:
+            group.refuse("no layer reads it")
+    return walk
+
+
+def _follow(walk: Walk, node: Any) -> Tag | None:
+    operation, kind = node.operation, kind_of(node.operation)
+    try:
+        rule = _RULES.get(kind)
+        # First: their rule is none of `_RULES`.
+        if kind in _ELEMENTWISE:
+            return walk.tag(node.input_tensors[0])
+        if rule is None:
+            raise _Refusal(f"{type(operation).__name__} is not understood")
+        return rule(walk, node)
+    except _Refusal as refusal:
+        for used in node.input_tensors:
+            if tag := walk.tag(used):
+                walk.group(tag).refuse(f"{refusal} (at {operation.name})")
+        return None
+
+
+def _activation(walk: Walk, node: Any) -> Tag | None:
+    name = getattr(node.operation.activation, "__name__", "")
+    if name not in _FUNCTIONS:
+        raise _Refusal(f"activation {name or node.operation.activation!r} is not understood")
+    return walk.tag(node.input_tensors[0])
+
+
+def _two_sided(walk: Walk, node: Any) -> Tag | None:
+    tags = [walk.tag(used) for used in node.input_tensors]
+    if not any(tags):
+        return None
+    # Broadcast channels would be one neuron on one side and all on the other.
+    if len({used.shape for used in node.input_tensors}) > 1 or len({_place(t) for t in tags}) > 1:
+        raise _Refusal(f"{kind_of(node.operation)} with a value of other channels")
+    first, *others = [tag for tag in tags if tag is not None]
+    for other in others:
+        walk.join(first, other)
+    return first
+
+
+def _place(tag: Tag | None) -> tuple[int, int] | None:
+    return None if tag is None else (tag.axis, tag.places)
+
+
+def _pool(walk: Walk, node: Any) -> Tag | None:
+    tag = walk.tag(node.input_tensors[0])
+    if tag and node.operation.data_format != "channels_last":
+        raise _Refusal("channels that are not last")
+    # A global pool drops the axes between, and channels stay last.
+    return Tag(tag.group, len(node.outputs[0].shape) - 1, tag.places) if tag else None
+
+
+def _flatten(walk: Walk, node: Any) -> Tag | None:
+    tag = walk.tag(node.input_tensors[0])
+    if tag is None:
+        return None
+    between = node.input_tensors[0].shape[1:-1]
+    if None in between or node.operation.data_format != "channels_last":
+        raise _Refusal("Flatten of an unknown size, or of channels that are not last")
+    # Channels are last, so the places of one channel are as many as positions.
+    return Tag(tag.group, 1, tag.places * math.prod(between))
+
+
+def _batch_norm(walk: Walk, node: Any) -> Tag | None:
+    layer, used = node.operation, node.input_tensors[0]
+    tag = walk.tag(used)
+    if tag is None:
+        return None
+    if layer.axis not in (-1, len(used.shape) - 1) or tag.places != 1 or id(layer) in walk.shared:
+        raise _Refusal("BatchNormalization of places, along another axis, or of a shared layer")
+    for held in layer.variables:
+        walk.group(tag).slices.append(Slice(f"{layer.name}/{held.name}", layer.name))
+    return tag
+
+
+def _layer(walk: Walk, node: Any) -> Tag | None:
+    """A layer that mixes what it reads and makes channels of its own."""
+    layer, used = node.operation, node.input_tensors[0]
+    convolution = kind_of(layer) != "Dense"
+    last = len(node.outputs[0].shape) - 1
+    # Quantized layers and LoRA have others, which would have to be cut as well.
+    plain = {held.name for held in layer.variables} <= {"kernel", "bias"}
+    known = getattr(layer.activation, "__name__", "") in _FUNCTIONS
+    if convolution:
+        plain = plain and layer.groups == 1 and layer.data_format == "channels_last"
+    tag = walk.tag(used)
+    if not plain or id(layer) in walk.shared:
+        reason = f"{kind_of(layer)} that is shared, quantized, grouped or not channels-last"
+        outputs_tag = walk.new_group(node.outputs[0].shape[last], f"{layer.name}/kernel")
+        walk.groups[outputs_tag].refuse(reason)
+        raise _Refusal(reason)
+    if tag:
+        if tag.axis != len(used.shape) - 1 or (convolution and tag.places != 1):
+            raise _Refusal(f"{kind_of(layer)} along another axis than the channels'")
+        bias = f"{layer.name}/bias" if layer.use_bias else None
+        # Padding sees zeros where a constant would be added, so no bias makes up for it.
+        constant = layer.use_bias and not (convolution and layer.padding != "valid")
+        site = Site(layer.name, f"{layer.name}/kernel", bias, tag.places, tag.axis, constant)
+        walk.group(tag).sites.append(site)
+    outputs_tag = walk.new_group(node.outputs[0].shape[last], f"{layer.name}/kernel")
+    names = ["kernel", "bias"] if layer.use_bias else ["kernel"]
+    walk.groups[outputs_tag].slices += [Slice(f"{layer.name}/{name}", layer.name) for name in names]
+    if not known:
+        walk.groups[outputs_tag].refuse(f"the activation of {layer.name} is not understood")
+    return Tag(outputs_tag, last)
+
+
+_RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
+    "Activation": _activation,
+    "BatchNormalization": _batch_norm,
+    "Dense": _layer,
+    "Flatten": _flatten,
+    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _layer),
+    **dict.fromkeys(_POOLS | _GLOBAL, _pool),
+    **dict.fromkeys(_TWO_SIDED, _two_sided),
+}
+
 
 Floats = NDArray[np.float64]
 # Gradients that are still to be applied, while neurons merge.
@@ -67,6 +270,7 @@ class Pruner:
 
     def state(self, variable: Any) -> list[tuple[str, Any]]:
         """Return (name of the list, variable) of all that the optimizer keeps of a variable."""
+        # What is yet to be sent is cut like all else the optimizer keeps.
         carried = self._carried.get(variable.path)
         left = [] if carried is None else [(_CARRIED, carried)]
         trained = getattr(self.optimizer, "_trainable_variables", [])
@@ -83,6 +287,7 @@ class Pruner:
     def _own(self, held: Any) -> set[str]:
         """Return the names under which the optimizer has a list of variables of its own."""
         mine = {id(variable) for variable in self.optimizer.variables}
+        # Lists of the same length that hold the model's own variables are no state.
         if not all(id(variable) in mine for variable in held):
             return set()
         return {name for name, value in vars(self.optimizer).items() if value is held}
@@ -106,6 +311,7 @@ class Pruner:
 def resize(variable: Any, value: Any) -> None:
     """Let a Keras variable hold a tensor of another shape."""
     old = variable.value
+    # Private, as Keras has no call that gives a variable another shape.
     variable._shape = tuple(np.shape(value))
     variable._initialize(tf.cast(value, old.dtype))
     nothing = tf.zeros([0], old.dtype)
@@ -115,8 +321,8 @@ def resize(variable: Any, value: Any) -> None:
 def as_offsets(kernel: Any, width: int) -> Floats:
     """Return a reader's kernel as [offsets, outputs, n]."""
     flat = np.asarray(kernel, np.float64)
-    found: Floats = flat.reshape(-1, width, flat.shape[-1]).transpose(0, 2, 1)
-    return found
+    offsets: Floats = flat.reshape(-1, width, flat.shape[-1]).transpose(0, 2, 1)
+    return offsets
 
 
 def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
@@ -136,6 +342,7 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
             for key, state in pruner.state(one):
                 if tuple(state.shape) != tuple(one.shape):
                     continue
+                # Copied: a view of what TensorFlow holds is not to be written.
                 value = np.moveaxis(state.numpy(), -1, 0).copy()
                 if key in _KINDS:
                     add_up(_KINDS[key], value, merges)

@@ -53,6 +53,7 @@ class Walk(Groups):
 
     def cut(self, tag: Tag, parts: int) -> None:
         """Make neurons at the same place of equal parts one; nothing else may read them whole."""
+        # Whoever reads all parts at once would need them side by side as before.
         whole = any(len(node.users) != 1 for node, _ in self._holders(tag))
         if whole or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")
@@ -96,6 +97,7 @@ def counts_of(model: torch.nn.Module, group: Group) -> Iterator[tuple[str, str, 
 
     Looked for in the modules that own the layers which make the heads.
     """
+    # From the weight to its layer, and from that to the module which has the layer.
     owners = {piece.name.rpartition(".")[0].rpartition(".")[0] for piece in group.slices}
     for owner in sorted(owners):
         for name, value in vars(model.get_submodule(owner)).items():
@@ -108,6 +110,7 @@ def counts_of(model: torch.nn.Module, group: Group) -> Iterator[tuple[str, str, 
 def is_one_for_all(value: fx.Node, tag: Tag, other: fx.Node) -> bool:
     """Say whether a value is the same number for every channel that `value` has."""
     rank, size = len(shape(value)), shape(other)
+    # Axes are counted from the back where shapes are broadcast.
     axis = tag.axis - rank + len(size)
     return len(size) <= rank and (axis < 0 or size[axis] == 1)
 
@@ -120,6 +123,7 @@ def _attention(walk: Walk, node: fx.Node) -> Tag | None:
     if not any(tags):
         return None
     first, *others = [tag for tag in tags if tag is not None]
+    # Heads lie before positions and features.
     axis = len(shape(node)) - 3
     same = len(others) == 2 and len({shape(part)[axis] for part in parts}) == 1
     if not same or any((tag.axis, tag.places) != (axis, 1) for tag in (first, *others)):
@@ -140,6 +144,7 @@ def _matmul(walk: Walk, node: fx.Node) -> Tag | None:
         return None
     ranks = {len(shape(part)) for part in (*arguments[:2], node)}
     same = left and right and (left.axis, left.places) == (right.axis, right.places)
+    # Not on the last two axes: those are multiplied, and mix.
     if left and right and same and len(ranks) == 1 and left.axis < min(ranks) - 2:
         walk.join(left, right)
         return left
@@ -268,6 +273,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _elementwise(walk: Walk, node: fx.Node) -> Tag | None:
+    # Such as the exponent of a power: the groups of both would depend on each other.
     if any(walk.tag(used) for used in node.all_input_nodes if used is not node.args[0]):
         raise Refusal(f"{_name(node)} by a value of a group is not understood")
     return walk.tag(node.args[0])
@@ -293,6 +299,7 @@ def _two_sided(walk: Walk, node: fx.Node) -> Tag | None:
 
 def _pool(walk: Walk, node: fx.Node) -> Tag | None:
     tag = walk.tag(node.args[0])
+    # The 2 of `max_pool2d`.
     spatial = int(_name(node)[-2])
     if tag and tag.axis >= len(shape(node)) - spatial:
         raise Refusal(f"{_name(node)} over the channels")
@@ -307,6 +314,7 @@ def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
     before, after = shape(source), shape(node)
     channels = before[tag.axis] // tag.places
     for axis, size in enumerate(after):
+        # Rows before the channels stay what they were, so the channels begin on this axis.
         lead = math.prod(after[:axis]) == math.prod(before[: tag.axis])
         if lead and size % channels == 0 and (size > 1 or channels == 1):
             return Tag(tag.group, axis, size // channels)
@@ -352,6 +360,7 @@ def _mean(walk: Walk, node: fx.Node) -> Tag | None:
     axes = {axis % rank for axis in (arguments[1] if len(arguments) > 1 else None) or range(rank)}
     if tag.axis in axes:
         raise Refusal(f"{_name(node)} over the channels")
+    # With keepdim the axes stay, as ones.
     keeps = len(shape(node)) == rank
     return Tag(tag.group, tag.axis - (0 if keeps else sum(a < tag.axis for a in axes)), tag.places)
 
@@ -380,6 +389,7 @@ def _linear(walk: Walk, node: fx.Node) -> Tag | None:
 def _convolution(walk: Walk, node: fx.Node) -> Tag | None:
     arguments: Any = node.args
     padding = arguments[4] if len(arguments) > 4 else 0
+    # Padding sees zeros where a constant would be added, so no bias makes up for it.
     padded = isinstance(padding, str) or any([padding] if isinstance(padding, int) else padding)
     groups = arguments[6] if len(arguments) > 6 else 1
     if len(shape(node)) != int(_name(node)[-2]) + 2:
@@ -406,20 +416,22 @@ def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
     bias = walk.parameter(arguments[2]) if has_bias else None
     if weight is None or (has_bias and bias is None):
         held = walk.names.get(arguments[1].name, node.name)
-        made = walk.new_group(shape(node)[axis], held)
-        walk.groups[made].refuse("its weight or bias is shared, or computed from others")
+        outputs_tag = walk.new_group(shape(node)[axis], held)
+        # A group all the same, so that the answer names it.
+        walk.groups[outputs_tag].refuse("its weight or bias is shared, or computed from others")
         raise Refusal(f"{_name(node)} with a shared or computed parameter")
     if tag := walk.tag(arguments[0]):
+        # Only a linear layer reads channels that lie flat with their places.
         flat = tag.places != 1 and _name(node) != "linear"
         if tag.axis != axis or flat:
             raise Refusal(f"{_name(node)} along another axis than the channels'")
         constant = has_bias and not padded
         site = Site(node.name, weight, bias, tag.places, axis, constant)
         walk.group(tag).sites.append(site)
-    made = walk.new_group(shape(node)[axis], weight)
+    outputs_tag = walk.new_group(shape(node)[axis], weight)
     names = [weight, bias] if bias else [weight]
-    walk.groups[made].slices += [Slice(name, node.name) for name in names]
-    return Tag(made, axis)
+    walk.groups[outputs_tag].slices += [Slice(name, node.name) for name in names]
+    return Tag(outputs_tag, axis)
 
 
 _RULES: dict[str, Callable[[Walk, fx.Node], Tag | None]] = {
@@ -456,7 +468,7 @@ def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
         elif node.op == "output":
             for used in node.all_input_nodes:
                 if tag := walk.tag(used):
-                    walk.group(tag).refuse("the model puts it out")
+                    walk.group(tag).refuse("it is an output of the model")
     groups = list(walk.roots())
     for group in groups:
         if not group.sites:

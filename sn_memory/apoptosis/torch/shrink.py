@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import weakref
@@ -13,18 +14,156 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as tree
 
-from ..groups import Group, Site
+from ..groups import Group, Seen, Site, grid, offsets, same_padding
 from ..merge import Choice
-from ..pace import BaseApoptosis, Event
-from ..ranks import Alone, HorovodRanks, Ranks
-from ..samples import Seen
+from ..pace import Alone, BaseApoptosis, Event, HorovodRanks, Ranks
 from .groups import counts_in, find_groups
-from .statistics import measure
 from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_of, unknown_state
+
+
+class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
+    def __init__(
+        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, torch.Tensor, Seen]], share: int
+    ) -> None:
+        super().__init__(graph)
+        self.sites, self.share = sites, share
+
+    def run_node(self, n: fx.Node) -> Any:
+        if "dropout" in str(n.target):
+            return self.env[n.args[0]]
+        if "scaled_dot_product_attention" in str(n.target) and len(n.args) > 4:
+            # The fifth argument is the chance of dropout.
+            given = self.fetch_args_kwargs_from_env(n)
+            return n.target(*given[0][:4], 0.0, *given[0][5:], **given[1])
+        if n.name not in self.sites:
+            return super().run_node(n)
+        site, fit, own = self.sites[n.name]
+        seen = self.env[n.args[0]]
+        out = super().run_node(n)
+        _add_fit(fit, site, seen)
+        # Rows that `_add_fit` leaves out.
+        odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
+        if "conv" in str(n.target):
+            samples, outputs = _patches(n.args, seen[odd], out[odd], self.env, self.share)
+        else:
+            samples = seen[odd].reshape(-1, len(fit) - 1, site.places).transpose(1, 2)
+            outputs = out[odd].reshape(len(samples), -1)
+            some = slice(None, None, -(-len(samples) // self.share))
+            samples, outputs = samples[some], outputs[some]
+        own.samples.append(samples.float().cpu().numpy())
+        own.squares.append(outputs.double().square().sum(1).cpu().numpy())
+        return out
+
+
+def _add_fit(fit: torch.Tensor, site: Site, seen: torch.Tensor) -> None:
+    channels = len(fit) - 1
+    # [rows, others, channels, places] -> [rows and others and places, channels]
+    rows = (seen[0::2] if len(seen) > 1 else seen).movedim(site.axis, -1)
+    rows = rows.reshape(-1, channels, site.places).transpose(1, 2)
+    flat = rows.reshape(-1, channels).double()
+    ones = torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)
+    fit += ones.T @ ones
+
+
+def _patches(
+    arguments: Any, seen: torch.Tensor, out: torch.Tensor, env: Any, share: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [samples, offsets, n] and outputs [samples, outputs] of a convolution.
+
+    Outputs are taken on a grid of positions, so that there are about `share` of them.
+    """
+    spatial = seen.dim() - 2
+    kernel = env[arguments[1]].shape[2:]
+    stride, padding, dilation = (
+        _each(arguments[place] if len(arguments) > place else default, spatial)
+        for place, default in ((3, 1), (4, 0), (5, 1))
+    )
+    if padding == "same":
+        sides = same_padding(kernel, stride, dilation, seen.shape[2:])
+    else:
+        widths = [0] * spatial if isinstance(padding, str) else padding
+        sides = [(width, width) for width in widths]
+    # `pad` begins with the last axis.
+    flat = [side for pair in reversed(sides) for side in pair]
+    padded = torch.nn.functional.pad(seen, flat)
+    positions = grid(out.shape[2:], max(1, share // len(out)))
+    outputs = out[(..., *_mesh(positions))]
+    parts = []
+    for offset in offsets(kernel):
+        places = [
+            [p * step + o * spread for p in row]
+            for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
+        ]
+        part = padded[(..., *_mesh(places))]  # [rows, n, positions]
+        parts.append(part.flatten(2).transpose(1, 2).reshape(-1, seen.shape[1]))
+    return torch.stack(parts, 1), outputs.flatten(2).transpose(1, 2).reshape(-1, out.shape[1])
+
+
+def _each(value: Any, spatial: int) -> Any:
+    if isinstance(value, str):
+        return value
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _mesh(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.meshgrid(*(torch.tensor(row) for row in rows), indexing="ij"))
+
+
+def measure(
+    program: Any,
+    model: torch.nn.Module,
+    groups: Sequence[Group],
+    batches: Sequence[Any],
+    samples: int,
+) -> list[list[Seen]]:
+    """Return what each reader of each group saw in batches of (args, kwargs).
+
+    The traced graph is run once more on them, without gradients. Dropout is left out, so that
+    chance is not taken for a difference, and running statistics are copies, so that nothing of the
+    model changes. Even rows of a batch are fitted, odd rows show the change: what least squares
+    fitted by chance is not counted as likeness. A batch of one row is used for both.
+
+    About `samples` outputs of each reader are kept in all.
+    """
+    device = next(model.parameters()).device
+    seen_by_group: list[list[Seen]] = []
+    fits: list[tuple[torch.Tensor, Seen]] = []
+    sites: dict[str, tuple[Site, torch.Tensor, Seen]] = {}
+    for group in groups:
+        size = group.width + 1
+        seen_by_group.append([Seen(np.zeros((size, size))) for _ in group.sites])
+        for site, seen in zip(group.sites, seen_by_group[-1], strict=True):
+            # Where the model is: a sum of products of many rows.
+            fits.append((torch.zeros(size, size, dtype=torch.float64, device=device), seen))
+            sites[site.call] = site, *fits[-1]
+    signature = program.graph_signature
+    state = dict(model.named_parameters(remove_duplicate=False))
+    state |= dict(model.named_buffers(remove_duplicate=False))
+    constants = program.constants
+    share = math.ceil(samples / len(batches))
+    with torch.no_grad():
+        for args, kwargs in batches:
+            lifted = [
+                state[spec.target] if spec.target in state else constants[spec.target]
+                for spec in signature.input_specs
+                if spec.target is not None
+            ]
+            # Calls of a batch norm write into its buffers; parameters are only read.
+            copies = [
+                value if isinstance(value, torch.nn.Parameter) else value.clone()
+                for value in lifted
+            ]
+            given = torch.utils._pytree.tree_leaves((args, kwargs))
+            _Run(program.graph_module, sites, share).run(*copies, *given)
+    for fit, seen in fits:
+        seen.fit = fit.cpu().numpy()
+    return seen_by_group
+
 
 _FORMAT = "sn_memory.apoptosis"
 
@@ -260,6 +399,7 @@ class Apoptosis(BaseApoptosis):
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         state = self.optimizer.state
         carried = self.carry() if self.carry is not None else {}
+        # In the optimizer's state they are cut and added up as a mean of gradients is.
         for name, parameter in self.model.named_parameters():
             if name in carried:
                 state[parameter][CARRIED] = carried[name].view_as(parameter)
@@ -270,6 +410,7 @@ class Apoptosis(BaseApoptosis):
         for parameter in self.model.parameters() if carried else ():
             left = state[parameter].pop(CARRIED, None)
             parameter.grad = left if done else parameter.grad
+            # The state is a defaultdict: asking made the entry.
             if not state[parameter]:
                 del state[parameter]
         return done, undone
@@ -286,12 +427,14 @@ class Apoptosis(BaseApoptosis):
         if not failure:
             return list(chosen), {}
         pruner.undo()
+        # The trace that was kept is of the smaller model.
         self._traced = None
         if len(chosen) == 1:
             # A width is written in the model's own code, in a view() for example.
             return [], {chosen[0][0].name: f"with fewer the model cannot run: {failure}"}
         done: list[tuple[Group, Choice]] = []
         undone: dict[str, str] = {}
+        # Which of them it was is not known: each alone.
         for one in chosen:
             fine, bad = self._shrink([one], batch)
             done += fine
@@ -302,8 +445,11 @@ class Apoptosis(BaseApoptosis):
         """Say where a model runs, but takes fewer channels for as many smaller heads."""
         now = {group.name: group for group in find_groups(program, self.model)}
         for group, choice in done:
-            found = now.get(group.name)
-            if found is None or (found.width, found.block) != (len(choice.kept), group.block):
+            group_now = now.get(group.name)
+            if group_now is None or (group_now.width, group_now.block) != (
+                len(choice.kept),
+                group.block,
+            ):
                 return "it takes the same number of heads, and makes each smaller"
         return ""
 
@@ -339,7 +485,7 @@ def _keeper(owner: Apoptosis) -> Any:
         if watcher is None or watcher.model is not module or not watcher.is_near:
             return
         # Nor is one what sn_memory.torch estimates or plans with.
-        if any(isinstance(it, FakeTensor) for it in tree.tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, FakeTensor) for leaf in tree.tree_leaves((args, kwargs))):
             return
         if module.training and torch.is_grad_enabled():
             watcher.observe(*args, **kwargs)

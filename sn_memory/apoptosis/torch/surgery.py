@@ -36,6 +36,7 @@ _KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
 def unknown_state(parameter: torch.Tensor, state: dict[str, object]) -> str | None:
     """Return the name of a state tensor that is neither a number nor shaped like the parameter."""
     for key, value in state.items():
+        # Counts of steps are one number, whatever the shape.
         if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
             return key
     return None
@@ -50,8 +51,8 @@ class Pruner:
 
     def value(self, name: str) -> torch.Tensor:
         owner, _, last = name.rpartition(".")
-        found: torch.Tensor = getattr(self.model.get_submodule(owner), last)
-        return found
+        tensor: torch.Tensor = getattr(self.model.get_submodule(owner), last)
+        return tensor
 
     def undo(self) -> None:
         for step in reversed(self._undo):
@@ -95,6 +96,7 @@ class Pruner:
         for old in list(self.model.parameters()):
             if type(old) is not nn.Parameter:
                 continue
+            # Views share memory, so nothing is copied.
             new = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
             for module in self.model.modules():
                 for name, held in module._parameters.items():
@@ -159,9 +161,10 @@ def reshape(
     if set(here) != set(shapes):
         odd = sorted(set(here) ^ set(shapes))[0]
         raise ValueError(
-            f"{odd!r} is in only one of the model and what was saved of it; expected the same "
-            "names. Make the model with the code that was trained."
+            f"{odd!r} is only in one of the model and its saved state; expected the same names. "
+            "Make the model with the code that was trained."
         )
+    # It wants an optimizer; this one knows none of the parameters.
     pruner = Pruner(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):

@@ -9,10 +9,68 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...cost.offload import BOTH, host_peak_bytes, lane_seconds
-from ...cost.schedule import Impossible, Schedule, equip
-from ...graph.holes import Holes
-from ..simulate import simulate, simulate_moved
+from ...base.progress import late_or_units
+from ...cost.offload import BOTH, Impossible, Schedule, equip, host_peak_bytes, lane_seconds
+from ...graph.liveness import KEEP, Holes
+from ..simulate import compiled, simulate, simulate_moved
+
+# Graphs of up to this many ops are simulated for every decision that `trim` might take back.
+TRY_ALL = 6000
+
+
+def fit(
+    holes: Holes,
+    choice: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None = None,
+    rounds: int = 200,
+    factors: Sequence[float] = (),
+) -> tuple[list[int], Schedule] | None:
+    """Let storages go until the true peak is within the budget.
+
+    `factors`, one per hole, are multiplied to the prices: other factors, another order.
+    Returns the choice and its schedule, or None if this way leads nowhere or time is over.
+    """
+    until = late_or_units(deadline)
+    fitted = compiled(holes).fit(choice, budget_bytes, until, moves, rounds, factors)
+    return None if fitted is None else (fitted, simulate(holes, fitted, moves))
+
+
+def trim(
+    holes: Holes,
+    choice: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None = None,
+) -> tuple[list[int], Schedule]:
+    """Take decisions back, dearest first, where the budget allows and seconds are saved.
+
+    On large graphs, where that is dear, only what fits into the room left at every op of the
+    hole is tried; that misses cases where fewer rebuilds make the room.
+    """
+    filtered = len(holes.graph.ops) > TRY_ALL
+    order = _dearest(holes, choice)
+    until = late_or_units(deadline)
+    trimmed = compiled(holes).trim(choice, order, budget_bytes, until, moves, filtered=filtered)
+    return trimmed, simulate(holes, trimmed, moves)
+
+
+def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
+    """Return the holes let go before a later use, dearest per byte first."""
+    inner = [
+        hole
+        for hole, held in enumerate(choice)
+        if held != KEEP and hole + 1 < holes.first[holes.storage[hole] + 1]
+    ]
+    price = {
+        hole: sum(holes.seconds[op] for op in holes.chain[holes.storage[hole]])
+        / max(1, holes.bytes[holes.storage[hole]])
+        for hole in inner
+    }
+    return sorted(inner, key=lambda hole: -price[hole])
 
 
 @dataclass(frozen=True)
@@ -86,9 +144,9 @@ class Archive:
         moved: Mapping[int, int] | None = None,
     ) -> None:
         """Put a candidate in, unless it breaks the host's limit."""
-        found = finished(self.shape, choice, schedule, moved or {})
-        if found is not None:
-            self.items.append(replace(found, origin=origin))
+        candidate = finished(self.shape, choice, schedule, moved or {})
+        if candidate is not None:
+            self.items.append(replace(candidate, origin=origin))
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate within a budget; among equals the smallest peak.
@@ -96,6 +154,7 @@ class Archive:
         Where ops can be carried out in several ways, each candidate uses what it leaves free.
         """
         within = [item for item in self.items if item.peak_bytes <= budget_bytes]
+        # Which one is fastest depends on the ways that each leaves room for.
         if self.choosy:
             within = [self.equipped(item, budget_bytes) for item in within]
         return min(within, key=lambda item: (item.seconds, item.peak_bytes), default=None)
@@ -111,6 +170,7 @@ class Archive:
 
     def equipped(self, item: Candidate, budget_bytes: int) -> Candidate:
         """Return a candidate with the fastest way for each op that the budget leaves room for."""
+        # By id: all candidates stay, so that none leaves its id to another.
         key = (id(item), budget_bytes)
         if key not in self.with_ways:
             schedule = equip(self.shape, item.schedule, budget_bytes)

@@ -30,14 +30,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...base.clock import now, spend
-from ...cost.schedule import Impossible, Schedule
+from ...base.progress import now, spend
+from ...cost.offload import Impossible, Schedule
 from ...graph.graph import Floats, Graph
-from ...graph.holes import KEEP, Holes, holes
+from ...graph.liveness import KEEP, Holes, holes
 from ...graph.records import Op, Storage
 from ..bound import relax
 from ..simulate import simulate
-from .fit import fit, trim
+from .candidates import fit, trim
 
 REST = "later blocks"
 UNITS = 400
@@ -118,9 +118,9 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[i
     width = np.zeros(turn + 1, np.int64)
     for storage, last in enumerate(last_forward):
         if last >= 0 and shape.chain[storage]:
-            made = shape.chain[storage][0]
-            if made < turn:
-                width[made + 1 : last + 1] += 1
+            maker = shape.chain[storage][0]
+            if maker < turn:
+                width[maker + 1 : last + 1] += 1
     longest = max(24, 2 * turn // most)
     shortest = max(2, turn // (2 * most))
     cuts = [0]
@@ -133,6 +133,7 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[i
             cuts.append(at)
         elif at - cuts[-1] >= longest:
             span = width[cuts[-1] + longest // 2 : at + 1]
+            # Where nothing is narrow, at the narrowest of the second half.
             cuts.append(cuts[-1] + longest // 2 + int(span.argmin()))
     return [*cuts, turn]
 
@@ -181,7 +182,7 @@ def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: 
     graph, arrays = shape.graph, shape.graph.arrays
     forward, backward = list(range(first, last)), list(range(turn, until))
     inside = {*forward, *backward}
-    made = {storage for op in inside for storage in arrays.outputs[op]}
+    outputs = {storage for op in inside for storage in arrays.outputs[op]}
     made_forward = {storage for op in forward for storage in arrays.outputs[op]}
     read = {storage for op in inside for storage in shape.needs[op]}
     crossing_in = {
@@ -191,10 +192,10 @@ def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: 
         storage
         for op in backward
         for storage in shape.needs[op]
-        if storage not in made and shape.chain[storage] and shape.chain[storage][0] >= last
+        if storage not in outputs and shape.chain[storage] and shape.chain[storage][0] >= last
     }
     going_out, keep = [], set()
-    for storage in sorted(made | incoming):
+    for storage in sorted(outputs | incoming):
         outside = [
             shape.start[hole] for hole in shape.of(storage) if shape.start[hole] not in inside
         ]
@@ -202,12 +203,12 @@ def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: 
             going_out.append(storage)
         if graph.storages[storage].keep or any(op >= until for op in outside):
             keep.add(storage)
-    numbers = sorted(made | read | incoming)
+    numbers = sorted(outputs | read | incoming)
     storages = [
         Storage(
             graph.storages[storage].name,
             shape.bytes[storage],
-            "activation" if storage in made or storage in incoming else "input",
+            "activation" if storage in outputs or storage in incoming else "input",
             keep=storage in keep,
         )
         for storage in numbers
@@ -220,8 +221,8 @@ def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: 
         seconds=0.0,
         once=True,
     )
-    ops = [_copy(graph, shape, op, made) for op in forward]
-    ops += [rest, *(_copy(graph, shape, op, made | incoming) for op in backward)]
+    ops = [_copy(graph, shape, op, outputs) for op in forward]
+    ops += [rest, *(_copy(graph, shape, op, outputs | incoming) for op in backward)]
     own = holes(Graph(storages, ops, name=REST))
     forward_s = sum(shape.seconds[op] for op in forward)
     rise = simulate(own, own.natural()).live_bytes[: len(forward)].max(initial=0)
@@ -240,7 +241,7 @@ def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: 
     )
 
 
-def _copy(graph: Graph, shape: Holes, op: int, made: set[int]) -> Op:
+def _copy(graph: Graph, shape: Holes, op: int, outputs: set[int]) -> Op:
     record, arrays = graph.ops[op], graph.arrays
     names = [graph.storages[storage].name for storage in arrays.reads[op]]
     written = {graph.storages[storage].name for storage in arrays.writes[op]}
@@ -249,7 +250,9 @@ def _copy(graph: Graph, shape: Holes, op: int, made: set[int]) -> Op:
         tuple(name for name in names if name not in written),
         tuple(graph.storages[storage].name for storage in arrays.outputs[op]),
         tuple(name for name in names if name in written),
-        tuple(graph.storages[it].name for it in arrays.releases[op] if it in made),
+        tuple(
+            graph.storages[release].name for release in arrays.releases[op] if release in outputs
+        ),
         seconds=shape.seconds[op],
         once=not record.repeatable,
         workspaces=(),
@@ -276,16 +279,10 @@ def signature(block: Block) -> tuple[object, ...]:
 class Option:
     """One way to carry a block out.
 
-    Parameters
-    ----------
-    held_bytes
-        Held from its forward to its backward, what crosses into the next block included.
-    peak_bytes
-        The most in its own forward or backward, above what earlier blocks hold.
-    extra_s
-        Seconds of rebuilds.
-    choice
-        Per hole of the block's own graph.
+    held_bytes : held from its forward to its backward, what crosses into the next block included
+    peak_bytes : the most in its own forward or backward, above what earlier blocks hold
+    extra_s : seconds of rebuilds
+    choice : per hole of the block's own graph
     """
 
     held_bytes: int
@@ -299,11 +296,11 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
     shape = block.shape
     natural = shape.natural()
     start = simulate(shape, natural)
-    found = [_option(block, natural, start)]
+    chosen = [_option(block, natural, start)]
     rest = block.last - block.first
     base = shape.graph.base_bytes
     incoming = sum(shape.bytes[storage] for storage in shape.graph.arrays.outputs[rest])
-    held = found[0].held_bytes
+    held = chosen[0].held_bytes
     least = sum(shape.bytes[storage] for storage in shape.graph.arrays.reads[rest])
     for point in range(points):
         if now() > deadline:
@@ -317,8 +314,9 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
             for hole in shape.of(storage):
                 spans = shape.start[hole] < rest < shape.end[hole] and not shape.stays[hole]
                 if spans and shape.rebuildable[storage]:
+                    # Letting go what it keeps in part holds no more than it counts.
                     choice[hole] = KEEP if kept > 0.999 else 0
-        _consider(block, choice, found)
+        _consider(block, choice, chosen)
     low = max(_working_set(shape), base)
     for point in range(1, points):
         if now() > deadline:
@@ -327,8 +325,8 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
         fitted = fit(shape, natural, target, deadline=deadline, rounds=30)
         if fitted is not None:
             choice, _ = trim(shape, fitted[0], target, deadline=deadline)
-            _consider(block, choice, found)
-    return _best(found)
+            _consider(block, choice, chosen)
+    return _best(chosen)
 
 
 def _working_set(shape: Holes) -> int:
@@ -337,12 +335,12 @@ def _working_set(shape: Holes) -> int:
     )
 
 
-def _consider(block: Block, choice: list[int], found: list[Option]) -> None:
+def _consider(block: Block, choice: list[int], options: list[Option]) -> None:
     try:
         schedule = simulate(block.shape, choice)
     except Impossible:
         return
-    found.append(_option(block, choice, schedule))
+    options.append(_option(block, choice, schedule))
 
 
 def _option(block: Block, choice: list[int], schedule: Schedule) -> Option:
@@ -359,10 +357,12 @@ def _option(block: Block, choice: list[int], schedule: Schedule) -> Option:
     )
 
 
-def _best(found: list[Option]) -> list[Option]:
+def _best(options: list[Option]) -> list[Option]:
     """Leave out options that another one beats or equals in all three."""
     kept: list[Option] = []
-    for option in sorted(found, key=lambda it: (it.extra_s, it.held_bytes, it.peak_bytes)):
+    for option in sorted(
+        options, key=lambda option: (option.extra_s, option.held_bytes, option.peak_bytes)
+    ):
         if not any(
             other.held_bytes <= option.held_bytes and other.peak_bytes <= option.peak_bytes
             for other in kept
@@ -397,6 +397,7 @@ class Chain:
         for at, block in enumerate(self.blocks):
             key = signature(block)
             if key not in solved:
+                # Equal blocks of a deep net are solved once.
                 solved[key] = options(block, deadline=deadline)
             self.options.append(solved[key])
             self.stretch[at, at] = self._number((key, block.ambient_bytes))
@@ -412,12 +413,13 @@ class Chain:
     def _crossing(self, first: int, cut: int) -> int:
         """Bytes that cross into block `cut` and were made by blocks from `first` on."""
         if cut not in self.crossing:
-            made = [
+            outputs = [
                 (self.shape.chain[storage][0], self.shape.bytes[storage])
                 for storage in self.blocks[cut].crossing
             ]
             self.crossing[cut] = [
-                sum(size for op, size in made if op >= block.first) for block in self.blocks[:cut]
+                sum(size for op, size in outputs if op >= block.first)
+                for block in self.blocks[:cut]
             ]
         return self.crossing[cut][first]
 
@@ -452,7 +454,7 @@ class Chain:
 
     def _ways(self, i: int, j: int, forward: Floats) -> list[tuple[Floats, str, int]]:
         """Return E(i, j) by each way: its values, and `option` or `cut` with its number."""
-        found = []
+        weights = []
         block = self.blocks[i]
         for number, option in enumerate(self.options[i]):
             value = np.full(UNITS + 1, np.inf)
@@ -461,8 +463,9 @@ class Chain:
                 value[:] = option.extra_s
             elif shift <= UNITS:
                 value[shift:] = self.table[i + 1, j][: UNITS + 1 - shift] + option.extra_s
+            # Below its own peak an option is none.
             value[: self._units(option.peak_bytes + block.ambient_bytes)] = np.inf
-            found.append((value, "option", number))
+            weights.append((value, "option", number))
         rise = 0
         for k in range(i + 1, j + 1):
             rise = max(rise, self.blocks[k - 1].forward_peak_bytes)
@@ -473,9 +476,9 @@ class Chain:
             value[shift:] = self.table[k, j][: UNITS + 1 - shift] + (forward[k] - forward[i])
             value += self.table[i, k - 1]
             value[: self._units(rise)] = np.inf
-            found.append((value, "cut", k))
-        spend(WAY * len(found))
-        return found
+            weights.append((value, "cut", k))
+        spend(WAY * len(weights))
+        return weights
 
     def extra_seconds(self, budget_bytes: int) -> float:
         """Return the table's answer for a budget; infinity if it has none."""
@@ -508,8 +511,8 @@ class Chain:
                 i += 1
             else:
                 writer.hold(self.blocks[number].crossing, self.blocks[i].first, since)
-                again = self.blocks[number - 1].turn
-                self._descend(i, number - 1, units, again, writer, forward)
+                turn = self.blocks[number - 1].turn
+                self._descend(i, number - 1, units, turn, writer, forward)
                 units -= self._units(self._crossing(i, number))
                 i = number
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, count, product
 
-from ...base.clock import now, spend
+from ...base.progress import now, spend
 from ...graph.graph import Graph
 from ..plan import Action
 
@@ -78,6 +78,7 @@ def solve(
             if spent < best.get(after, float("inf")):
                 best[after] = spent
                 origin[after] = (state, actions, live)
+                # Never more than what is to come, so the first complete state is a fastest one.
                 guess = spent + space.to_come[after[0]]
                 heapq.heappush(queue, (guess, next(ticket), spent, after))
     return None
@@ -126,18 +127,18 @@ class _Space:
     def makes(self, op: int) -> int:
         """What is there after an op that was not before."""
         arrays = self.graph.arrays
-        made = self._bits((storage, 0) for storage in arrays.outputs[op])
+        outputs = self._bits((storage, 0) for storage in arrays.outputs[op])
         version = dict(zip(arrays.reads[op], arrays.version[op], strict=True))
-        return made | self._bits((it, version[it] + 1) for it in arrays.writes[op])
+        return outputs | self._bits((write, version[write] + 1) for write in arrays.writes[op])
 
-    def again(self, op: int, done: int) -> bool:
+    def may_rerun(self, op: int, done: int) -> bool:
         """Whether an op that was done may run once more."""
         arrays, now = self.graph.arrays, self.versions[done]
         pairs = zip(arrays.reads[op], arrays.version[op], strict=True)
         return (
             self.graph.ops[op].repeatable
-            and not any(self.resident[it] for it in arrays.writes[op])
-            and all(now[it] == version for it, version in pairs if self.resident[it])
+            and not any(self.resident[write] for write in arrays.writes[op])
+            and all(now[storage] == version for storage, version in pairs if self.resident[storage])
         )
 
     def _needed(self, done: int) -> int:
@@ -175,27 +176,30 @@ class _Space:
         for op in range(min(done + 1, len(graph.ops))):
             reads, makes = self.reads(op), self.makes(op)
             after = max(done, op + 1)
-            if reads & ~held or (op < done and not self.again(op, done)):
+            if reads & ~held or (op < done and not self.may_rerun(op, done)):
                 continue
+            # A rerun that makes nothing anybody needs leads nowhere.
             if op < done and not makes & self.needed[done] & ~held:
                 continue
             stays, there = reads, {self.owner[bit.bit_length() - 1] for bit, _ in self._held(held)}
             if op == done:
-                gone = [it for it in arrays.releases[op] if not self.resident[it]]
-                if any(it not in there and it not in arrays.outputs[op] for it in gone):
+                gone = [release for release in arrays.releases[op] if not self.resident[release]]
+                if any(
+                    storage not in there and storage not in arrays.outputs[op] for storage in gone
+                ):
                     continue
                 for storage in gone:
                     stays |= held & self._whole(storage)
             written = self._bits(
-                (it, version)
-                for it, version in zip(arrays.reads[op], arrays.version[op], strict=True)
-                if it in arrays.writes[op]
+                (read, version)
+                for read, version in zip(arrays.reads[op], arrays.version[op], strict=True)
+                if read in arrays.writes[op]
             )
-            made = sum(self.sizes[it] for it in arrays.outputs[op])
+            output_bytes = sum(self.sizes[output] for output in arrays.outputs[op])
             ways = enumerate(arrays.workspace_bytes[op])
             for (way, space), begin in product(ways, self._begins(op, held)):
-                for left in self._room_made(begin, stays, self.room - made - space):
-                    live = graph.base_bytes + self.size_of(left) + made + space
+                for left in self._room_made(begin, stays, self.room - output_bytes - space):
+                    live = graph.base_bytes + self.size_of(left) + output_bytes + space
                     kept = left & ~written
                     # What is made a second time beside the first goes at once.
                     fresh = makes & ~self._others(kept)

@@ -7,22 +7,118 @@ improved by annealing and by ruin and repair (`improve.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
-from ...base.clock import now
-from ...base.progress import is_heard, report_progress
-from ...cost.schedule import Impossible, Schedule
-from ...graph.holes import Holes
+from ...base.progress import is_heard, now, report_progress
+from ...cost.offload import BESIDE, BOTH, Impossible, Schedule
+from ...graph.liveness import KEEP, Holes
 from ..bound import Relaxed, moments, relax
 from ..plan import Plan
-from ..simulate import simulate
-from .candidates import Archive, Candidate, all_moved
+from ..simulate import simulate, simulate_moved
+from .candidates import Archive, Candidate, all_moved, carried, fit, trim
 from .chain import Chain
-from .fit import fit, trim
-from .improve import Rules, anneal, improve, refine
-from .starts import from_relaxed, start_from_relaxed, starts_from_plan
-from .widen import widen
+from .improve import Rules, anneal, improve, refine, widen
+
+
+def start_from_relaxed(shape: Holes, relaxed: Relaxed) -> list[int]:
+    """Return the choice that keeps what the relaxation has at least half of, at its op."""
+    return _split(shape, relaxed, recompute=True)[0]
+
+
+def _split(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int], list[int]]:
+    """Return the choice that a relaxation rounds to, and the holes that it moves to the host."""
+    choice, moved = shape.natural(), []
+    for storage, kept in relaxed.kept.items():
+        for hole in shape.of(storage):
+            spans = shape.start[hole] < relaxed.at < shape.end[hole]
+            if not spans or shape.stays[hole]:
+                continue
+            if shape.bytes[storage] and relaxed.moved[storage] > max(0.5, kept):
+                # The host copy is the storage: nothing of it is to be rebuilt from elsewhere.
+                choice[hole] = KEEP
+                if hole + 1 < shape.first[storage + 1]:
+                    moved.append(hole)
+            elif recompute and shape.rebuildable[storage]:
+                choice[hole] = KEEP if kept > 0.5 else 0
+    return choice, moved
+
+
+def starts_from_plan(shape: Holes, plan: Plan) -> tuple[list[int], list[int]]:
+    """Return choices that rebuild what a plan rebuilds; what it moves to the host is kept here.
+
+    Two of them: with storages held after their last use for what is rebuilt from them, as the
+    planners of the literature do, and without.
+    """
+    choice = shape.natural()
+    for decision in plan.decisions:
+        storage = shape.graph.storage_index[decision.storage]
+        if not shape.rebuildable[storage] or not decision.technique.startswith("recompute"):
+            continue
+        for hole in shape.of(storage):
+            after = shape.start[hole] >= shape.start[shape.main(storage)]
+            if after and not shape.stays[hole]:
+                each = decision.technique == "recompute_each"
+                choice[hole] = len(shape.graph.ops) if each else 0
+                if not each:
+                    break
+    held = list(choice)
+    for last in (first - 1 for first in shape.first[1:]):
+        if last >= 0 and held[last] == 0:
+            held[last] = KEEP
+    return held, choice
+
+
+def from_relaxed(
+    shape: Holes, relaxed: Relaxed, budget_bytes: int, *, recompute: bool, deadline: float
+) -> list[Candidate]:
+    """Make a relaxation's split between host and rebuilds whole, within the budget.
+
+    Moved holes get windows, the rest is fitted; where windows leave too much on the device, ops
+    wait for the copies.
+    """
+    choice, moved = _split(shape, relaxed, recompute=recompute)
+    candidates: list[Candidate] = []
+    # Beside the ops first; only if that holds too much do ops wait.
+    for waits in (BESIDE, BOTH):
+        start = _within(
+            shape, choice, dict.fromkeys(moved, waits), budget_bytes,
+            recompute=recompute, deadline=deadline,
+        )  # fmt: skip
+        if start is not None:
+            candidates.append(start)
+            if start.choice == choice:
+                break
+    return candidates
+
+
+def _within(
+    shape: Holes,
+    choice: list[int],
+    moved: Mapping[int, int],
+    budget_bytes: int,
+    *,
+    recompute: bool,
+    deadline: float,
+) -> Candidate | None:
+    """Carry out what keeps the budget; what does not is fitted, where ops may run twice."""
+    start = carried(shape, choice, moved)
+    if start is None or start.schedule.peak_bytes <= budget_bytes:
+        return start
+    if not recompute:
+        return None
+    try:
+        _, windows = simulate_moved(shape, choice, moved)
+        fitted = fit(shape, choice, budget_bytes, deadline=deadline, moves=windows)
+    except Impossible:
+        return None
+    if fitted is None:
+        return None
+    refitted = carried(shape, fitted[0], moved)
+    return (
+        refitted if refitted is not None and refitted.schedule.peak_bytes <= budget_bytes else None
+    )
+
 
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
@@ -85,16 +181,17 @@ class Search:
         """Return the lower bound on the seconds of any plan within a budget."""
         shape = self.shape
         least = sum(min(options) for options in shape.graph.arrays.seconds)
+        # The graph as it stands fits, so its own seconds are the bound.
         if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
         if (not self.recompute and not self.offload) or len(shape.graph.ops) > RELAXED:
             return least
         for at in moments(shape) if places is None else places:
-            found = self.relaxed(at, budget_bytes)
-            if found is not None:
+            relaxed = self.relaxed(at, budget_bytes)
+            if relaxed is not None:
                 # The solver's answer is exact to about 1e-7; what is promised is cut by ten times
                 # that.
-                least = max(least, found.seconds * (1 - 1e-6))
+                least = max(least, relaxed.seconds * (1 - 1e-6))
             if self.late:
                 break
         return least
@@ -103,7 +200,7 @@ class Search:
         """Return the relaxation at an op, solved once per budget."""
         key = (at, budget_bytes)
         if key not in self.bounds:
-            found = relax(
+            bound = relax(
                 self.shape,
                 at,
                 budget_bytes,
@@ -111,9 +208,9 @@ class Search:
                 recompute=self.recompute,
                 deadline=self.deadline,
             )
-            if found is None and self.late:
+            if bound is None and self.late:
                 return None  # for want of time, perhaps
-            self.bounds[key] = found
+            self.bounds[key] = bound
         return self.bounds[key]
 
     def attempt(self, choice: Sequence[int], budget_bytes: int, origin: str) -> None:
@@ -130,9 +227,9 @@ class Search:
         self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
 
-    def take(self, found: Candidate, origin: str, budget_bytes: int) -> None:
+    def take(self, candidate: Candidate, origin: str, budget_bytes: int) -> None:
         """Put what was found into the archive, and say so."""
-        self.archive.add(found.choice, found.schedule, origin, found.moved)
+        self.archive.add(candidate.choice, candidate.schedule, origin, candidate.moved)
         self.report(origin, budget_bytes)
 
     def report(self, origin: str, budget_bytes: int) -> None:
@@ -219,9 +316,9 @@ class Search:
         rules = Rules(
             budget_bytes, self.offload, self.recompute, tries, warm, seed, waits or seed % 2 == 1
         )
-        found = anneal(self.shape, start, rules, deadline=deadline)
-        if found is not None:
-            self.take(found, "annealing", budget_bytes)
+        annealed = anneal(self.shape, start, rules, deadline=deadline)
+        if annealed is not None:
+            self.take(annealed, "annealing", budget_bytes)
 
     def least(self, budget_bytes: int) -> None:
         """Look for the smallest peak, down to a budget.
@@ -262,7 +359,7 @@ class Search:
         best = self.archive.start(budget_bytes)
         if best.peak_bytes > budget_bytes or best.seconds <= target or self.late:
             return
-        found = refine(
+        better = refine(
             self.shape,
             best,
             budget_bytes,
@@ -271,7 +368,7 @@ class Search:
             tries=min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops)))),
             deadline=self.deadline,
         )
-        self.take(found, "ruin and repair", budget_bytes)
+        self.take(better, "ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
         """Return the ways to look, those first that most often end the search.
@@ -342,8 +439,8 @@ class Search:
         # Half of what time is left: the ways without lanes want a turn as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
-        found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
-        self.take(found, "lanes, improved", budget_bytes)
+        improved = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
+        self.take(improved, "lanes, improved", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
 from ..errors import TraceError
-from ..guards import opaque, tensors_in
+from ..guards import Call, Settings, opaque, tensors_in
 from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
 from ..model import as_specs, model_step, put_back, restore_model, twin_of, variables_of
 from ..trace import kernels
@@ -73,14 +73,9 @@ class Probe:
 
     device : whose allocator is watched
 
-    Attributes
-    ----------
-    chains
-        All chains of the model, at any depth, per layer that they are right below.
-    behaviour
-        Per item.
-    held
-        Per item, bytes held when it has run, beyond what was there at the start.
+    chains : all chains of the model, at any depth, per layer that they are right below
+    behaviour : per item
+    held : per item, bytes held when it has run, beyond what was there at the start
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], device: str) -> None:
@@ -91,7 +86,7 @@ class Probe:
             if layer not in self.chains:
                 self.chains[layer] = chains_of(layer)
                 inside = [item.operation for chain in self.chains[layer] for item in chain.items]
-                layers += [it for it in inside if isinstance(it, keras.layers.Layer)]
+                layers += [layer for layer in inside if isinstance(layer, keras.layers.Layer)]
         self._all = [chain for chains in self.chains.values() for chain in chains]
         self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
         self.held: dict[Item, int] = {}
@@ -119,7 +114,9 @@ class Probe:
             for item in chain.items[: place + 1]
             for out, size in zip(item.node.outputs, self.behaviour[item].result_bytes, strict=True)
         }
-        return sum(sizes[it] for it in crossing(chain)[place] if only is None or it in only)
+        return sum(
+            sizes[tensor] for tensor in crossing(chain)[place] if only is None or tensor in only
+        )
 
     def _measure(self, model: Any, args: tuple[Any, ...], device: str) -> None:
         marks: dict[str, Item] = {}
@@ -173,8 +170,8 @@ class Probe:
 
     def _trace(self, model: Any, args: tuple[Any, ...]) -> None:
         """Find out which items can be run again, and what they change."""
-        variables = {id(it): it for it in variables_of(model)}
-        weights = {id(it) for it in model.trainable_variables}
+        variables = {id(v): v for v in variables_of(model)}
+        weights = {id(v) for v in model.trainable_variables}
 
         def around(item: Item, call: Callable[[], Any]) -> Any:
             graph = tf.compat.v1.get_default_graph()
@@ -184,16 +181,16 @@ class Probe:
             behaviour = self.behaviour[item]
             now = scope.state_mapping.items()
             changed = [key for key, value in now if updates.get(key) is not value]
-            behaviour.changed += [variables[it] for it in changed if it in variables]
+            behaviour.changed += [variables[key] for key in changed if key in variables]
             ops = graph.get_operations()[count:]
-            seen = {id(graph.capture(it._value.handle)) for it in scope.read.values()}
+            seen = {id(graph.capture(v._value.handle)) for v in scope.read.values()}
             behaviour.repeatable &= (
                 # What is changed is known, and no weight: its gradient would be lost.
-                all(it in variables and it not in weights for it in changed)
+                all(key in variables and key not in weights for key in changed)
                 and (len(scope.losses), _rng_state()) == before
                 and _same(_attributes(item.operation), attributes)
-                and not any(kernels.has_effect(it) or kernels.is_random(it) for it in ops)
-                and all(id(it) in seen for op in ops for it in kernels.variables_read(op))
+                and not any(kernels.has_effect(op) or kernels.is_random(op) for op in ops)
+                and all(id(v) in seen for op in ops for v in kernels.variables_read(op))
                 # In the body of a loop, a gradient of ours would read variables that it cannot.
                 and graph is top[-1]
                 # Tensors inside of what cannot be opened would have no gradient.
@@ -279,6 +276,9 @@ class LayerStep:
         If no choice of layers keeps the budget on the sample; not if `safely`.
     """
 
+    # Its peak was counted with the blocks that no allocator's trace shows.
+    counts_small_blocks = True
+
     def __init__(
         self,
         model: Any,
@@ -300,13 +300,15 @@ class LayerStep:
         variables = variables_of(model)
         self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tf.nest.flatten(args))))
         self.sections: tuple[Section, ...] = ()
+        self.settings: Settings = {}  # it runs the model's own call, whatever they are
         with put_back(variables), restore_model(model):
             self.plan = _Search(self, model, args, safely=safely).plan(budget)
+        self.peak_op = self.plan.peak_op
 
-    def run(self, model: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
         """Run a model's own call, with the chosen sections run again later."""
         with run_in_sections(self.sections, _rerun, model):
-            return call(*args, **kwargs)
+            return own_call(*call.args, **call.kwargs)
 
 
 def _rerun(section: Section, function: Any, given: list[Any]) -> list[Any]:
@@ -327,7 +329,7 @@ class _InSections:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step: LayerStep = self.__dict__["_sn_memory_step"]
-        return step.run(self, super().call, args, kwargs)  # type: ignore[misc]
+        return step.run(self, super().call, Call(args, kwargs))  # type: ignore[misc]
 
 
 class _Search:
@@ -344,10 +346,10 @@ class _Search:
 
     def of_few_rows(self) -> Probe:
         """Watch a quarter of the rows, or all where those leave nothing to be seen."""
-        rows = {it.shape[0] if it.shape.rank else 0 for it in tf.nest.flatten(self.args)}
+        rows = {value.shape[0] if value.shape.rank else 0 for value in tf.nest.flatten(self.args)}
         count = rows.pop() // _SHARE if len(rows) == 1 else 0
         if count:
-            few = tf.nest.map_structure(lambda it: it[:count], self.args)
+            few = tf.nest.map_structure(lambda value: value[:count], self.args)
             try:
                 probe = Probe(self.model, few, self.device)
             except Exception as error:  # noqa: BLE001 - whatever it is, other rows are no sample
@@ -419,7 +421,9 @@ class _Search:
         """Divide what can be run again, to a depth, into about so many sections."""
         stretches = list(self.stretches(self.model, depth))
         wanted = sum(self.probe.left_bytes(*stretch) for stretch in stretches) // parts
-        return [it for stretch in stretches for it in self.divided(*stretch, wanted)]
+        return [
+            stretch_part for stretch in stretches for stretch_part in self.divided(*stretch, wanted)
+        ]
 
     def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
         """Items in a row that can be run again; what cannot is opened, as deep as there is."""
@@ -458,10 +462,12 @@ class _Search:
         for one, other in pairwise(ends):
             part = items[one:other]
             behaviours = [probe.behaviour[item] for item in part]
-            changed = {id(it): it for behaviour in behaviours for it in behaviour.changed}
+            changed = {
+                id(variable): variable for behaviour in behaviours for variable in behaviour.changed
+            }
             saved = self.scale * probe.left_bytes(chain, part)
             if saved > 0:
-                seconds = sum(it.seconds for it in behaviours)
+                seconds = sum(behaviour.seconds for behaviour in behaviours)
                 yield Section(chain, part, tuple(changed.values()), saved, seconds)
 
     def measured(self, sections: Sequence[Section], budget_bytes: int | None = None) -> _Measured:

@@ -65,12 +65,8 @@ class Chain:
 class Section:
     """Items next to each other in a chain, to be run again together.
 
-    Parameters
-    ----------
-    changed
-        Keras variables that they change.
-    saved_bytes, seconds
-        What they leave for the backward pass, and what their forward pass takes.
+    changed : Keras variables that they change
+    saved_bytes, seconds : what they leave for the backward pass, and what their forward pass takes
     """
 
     chain: Chain
@@ -121,14 +117,14 @@ def chains_of(layer: Any) -> list[Chain]:
 
 def crossing(chain: Chain) -> list[set[int]]:
     """Return, per item, the tensors that are made up to there and needed later, by their ids."""
-    needed = [{id(it) for it in chain.functional.outputs}]
+    needed = [{id(output) for output in chain.functional.outputs}]
     for item in reversed(chain.items[1:]):
-        needed.append(needed[-1] | {id(it) for it in item.node.input_tensors})
-    made: set[int] = set()
+        needed.append(needed[-1] | {id(tensor) for tensor in item.node.input_tensors})
+    outputs: set[int] = set()
     crossings = []
     for item, later in zip(chain.items, reversed(needed), strict=True):
-        made |= {id(it) for it in item.node.outputs}
-        crossings.append(made & later)
+        outputs |= {id(output) for output in item.node.outputs}
+        crossings.append(outputs & later)
     return crossings
 
 
@@ -160,8 +156,15 @@ def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> It
             if section.chain.functional is None:
                 call = _around_section(section, rerun)
                 undo.enter_context(_replaced(section.items[0].operation, "call", call))
-        for chain in dict.fromkeys(it.chain for it in sections if it.chain.functional is not None):
-            of = {item: it for it in sections if it.chain is chain for item in it.items}
+        for chain in dict.fromkeys(
+            section.chain for section in sections if section.chain.functional is not None
+        ):
+            of = {
+                item: section
+                for section in sections
+                if section.chain is chain
+                for item in section.items
+            }
             groups = list(dict.fromkeys(of.get(item, item) for item in chain.items))
             run = _runner(chain, groups, lambda _, call: call(), rerun)
             functional = chain.functional
@@ -190,23 +193,27 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
     functional = chain.functional
     plain = functional._run_through_graph
     # Per group, the tensors that are needed after it, by their ids.
-    later = [{id(it) for it in functional.outputs}]
+    later = [{id(output) for output in functional.outputs}]
     for group in reversed(groups[1:]):
-        later.append(later[-1] | {id(it) for item in group.items for it in item.node.input_tensors})
+        later.append(
+            later[-1] | {id(tensor) for item in group.items for tensor in item.node.input_tensors}
+        )
     later.reverse()
 
     def call(operation_fn: Any, item: Item, tensors: dict[int, Any]) -> None:
         args, kwargs = item.node.arguments.fill_in(tensors)
         operation = operation_fn(item.operation)
         results = around(item, lambda: operation(*args, **kwargs))
-        made = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
-        tensors.update((id(it), value) for it, value in made)
+        masks_of = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
+        tensors.update((id(tensor), value) for tensor, value in masks_of)
 
-    def run(inputs: Any, operation_fn: Any = lambda it: it, call_fn: Any = None) -> Any:
+    def run(inputs: Any, operation_fn: Any = lambda value: value, call_fn: Any = None) -> Any:
         if call_fn is not None:
             return plain(inputs, operation_fn, call_fn)
         given = keras.tree.flatten(inputs)
-        tensors = {id(it): value for it, value in zip(functional.inputs, given, strict=True)}
+        tensors = {
+            id(tensor): value for tensor, value in zip(functional.inputs, given, strict=True)
+        }
         for group, wanted in zip(groups, later, strict=True):
             if isinstance(group, Item):
                 call(operation_fn, group, tensors)
@@ -214,7 +221,7 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
                 _run_section(group, rerun, tensors, wanted, partial(call, operation_fn))
             # Keras holds all to the end; run eagerly, that is all the memory of the pass.
             tensors = {key: value for key, value in tensors.items() if key in wanted}
-        outputs = [tensors[id(it)] for it in functional.outputs]
+        outputs = [tensors[id(output)] for output in functional.outputs]
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
     return run
@@ -224,18 +231,18 @@ def _run_section(
     section: Section, rerun: Rerun, tensors: dict[int, Any], wanted: set[int], call: Any
 ) -> None:
     """Run items of a functional model as one function of the tensors that enter."""
-    made = [id(it) for item in section.items for it in item.node.outputs]
-    used = [id(it) for item in section.items for it in item.node.input_tensors]
-    enter = [it for it in dict.fromkeys(used) if it not in made]
-    leave = [it for it in made if it in wanted]
+    outputs = [id(output) for item in section.items for output in item.node.outputs]
+    used = [id(tensor) for item in section.items for tensor in item.node.input_tensors]
+    enter = [tensor for tensor in dict.fromkeys(used) if tensor not in outputs]
+    leave = [tensor for tensor in outputs if tensor in wanted]
 
     def function(given: list[Any]) -> list[Any]:
         inside = dict(zip(enter, given, strict=True))
         for item in section.items:
             call(item, inside)
-        return [inside[it] for it in leave]
+        return [inside[tensor] for tensor in leave]
 
-    results = rerun(section, function, [tensors[it] for it in enter])
+    results = rerun(section, function, [tensors[tensor] for tensor in enter])
     tensors.update(zip(leave, results, strict=True))
 
 
@@ -290,9 +297,9 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     """
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
-    masks = [get_keras_mask(it) for it in inputs]
+    masks = [get_keras_mask(value) for value in inputs]
     given = [*inputs, *(mask for mask in masks if mask is not None)]
-    before = [(it, tf.identity(it._value)) for it in changed]
+    before = [(v, tf.identity(v._value)) for v in changed]
     settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
     masked: list[int] = []
 
@@ -302,9 +309,9 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
             if mask is not None:
                 set_keras_mask(tensor, next(rest))
         results = function(own)
-        made = [get_keras_mask(result) for result in results]
-        masked[:] = [place for place, mask in enumerate(made) if mask is not None]
-        return [*results, *(mask for mask in made if mask is not None)]
+        new_masks = [get_keras_mask(result) for result in results]
+        masked[:] = [place for place, mask in enumerate(new_masks) if mask is not None]
+        return [*results, *(mask for mask in new_masks if mask is not None)]
 
     @tf.custom_gradient
     def passes(*tensors: Any) -> Any:
@@ -335,11 +342,11 @@ def _backward(
     """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
     incoming = without_made_up_zeros(incoming)
     # Not before it is needed: the executor would run it at once.
-    arrived = [it for it in incoming if it is not None]
+    arrived = [grad for grad in incoming if grad is not None]
     with tf.control_dependencies(arrived), scope, _in_force(settings):
-        sources = [tf.identity(it) for it in tensors]
-        wanted = [it for it in sources if it.dtype.is_floating]
-        values = [scope.recorded(it) for it in weights]
+        sources = [tf.identity(tensor) for tensor in tensors]
+        wanted = [source for source in sources if source.dtype.is_floating]
+        values = [scope.recorded(weight) for weight in weights]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*wanted, *values])
             with _no_reads():
@@ -357,10 +364,10 @@ def _backward(
     ours, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
     # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.
     with tf.control_dependencies(
-        [getattr(it, "values", it) for it in of_weights if it is not None]
+        [getattr(weight, "values", weight) for weight in of_weights if weight is not None]
     ):
-        rest = iter([None if it is None else tf.identity(it) for it in ours])
-    of_tensors = [next(rest) if it.dtype.is_floating else None for it in sources]
+        rest = iter([None if our is None else tf.identity(our) for our in ours])
+    of_tensors = [next(rest) if source.dtype.is_floating else None for source in sources]
     return (of_tensors, of_weights) if weights else of_tensors
 
 
@@ -423,7 +430,7 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
             with record.stop_recording():
                 value = tf.identity(value)
             record.record_operation(
-                READS, [value], [variable.handle], lambda it: [it], lambda it: [it]
+                READS, [value], [variable.handle], lambda value: [value], lambda value: [value]
             )
             self.watched[id(variable)] = value
         return value

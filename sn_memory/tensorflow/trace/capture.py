@@ -154,7 +154,10 @@ class _Taped:
                     f"an output of the model, {end.name!r}, has the shape {end.shape}, which "
                     f"depends on values or on an unknown batch. {SHAPE_OF_VALUES}"
                 )
-        placeholders = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
+        # `Empty` counts as stateful, so that nothing folds it into a constant.
+        placeholders = [
+            tf.raw_ops.Empty(shape=end.shape.as_list(), dtype=end.dtype) for end in ends
+        ]
         gradients = tape.gradient(ends, variables, output_gradients=placeholders)
         seen.update(
             key=key, given=given, results=results, outs=outs, ends=ends, placeholders=placeholders,
@@ -226,25 +229,21 @@ def flat(
 ) -> Captured:
     """Return the ops of a traced graph as one list; raises TraceError if nothing is differentiated.
 
-    Parameters
-    ----------
-    given, results
-        Tensors that count as arguments and results, in place of those of the graph.
-    placeholders
-        Tensors in place of the gradients of a model's outputs.
+    given, results : tensors that count as arguments and results, in place of those of the graph
+    placeholders : tensors in place of the gradients of a model's outputs
     """
     flattened = _Flattening()
     variables = {id(variable.handle): variable for variable in graph.variables}
     outer = {id(inner): outer for outer, inner in graph.captures}
-    inputs = [(flattened.new(it), it) for it in graph.inputs]
-    captures = {value: outer[id(it)] for value, it in inputs if id(it) in outer}
+    inputs = [(flattened.new(value), value) for value in graph.inputs]
+    captures = {value: outer[id(tensor)] for value, tensor in inputs if id(tensor) in outer}
     if given is None:
-        given = [it for it in graph.inputs if id(it) not in outer]
+        given = [value for value in graph.inputs if id(value) not in outer]
     else:
         for tensor in given:
             flattened.new(tensor)
     flattened.ops(graph, "")
-    targets = flattened.values(it for it in log.targets if id(it) in flattened.numbers)
+    targets = flattened.values(target for target in log.targets if id(target) in flattened.numbers)
     if not targets:
         raise TraceError(
             "the step differentiates nothing: no GradientTape.gradient was seen in its trace. Give "
@@ -256,9 +255,13 @@ def flat(
         flattened.values(given),
         flattened.values(graph.outputs if results is None else results),
         captures,
-        {value: variables[id(it)] for value, it in captures.items() if id(it) in variables},
+        {
+            value: variables[id(capture)]
+            for value, capture in captures.items()
+            if id(capture) in variables
+        },
         targets,
-        flattened.values(it for it in log.results if id(it) in flattened.numbers),
+        flattened.values(result for result in log.results if id(result) in flattened.numbers),
         flattened.values(placeholders),
         graph,
     )
@@ -267,7 +270,7 @@ def flat(
 def undifferentiated(graph: Any) -> Captured:
     """Return the ops of a graph of which nobody asks what was differentiated, as one list."""
     flattened = _Flattening()
-    arguments = tuple(flattened.new(it) for it in graph.inputs)
+    arguments = tuple(flattened.new(value) for value in graph.inputs)
     flattened.ops(graph, "")
     outputs = flattened.values(graph.outputs)
     nodes, tensors = flattened.nodes, flattened.tensors
@@ -305,7 +308,7 @@ class _Flattening:
             inputs = self.values(op.inputs)
             body = _body(op)
             if body is None:
-                outputs = tuple(self.new(it) for it in op.outputs)
+                outputs = tuple(self.new(output) for output in op.outputs)
                 self.nodes.append(Node(op, prefix + op.name, inputs, outputs))
                 continue
             for inner, value in zip(body.inputs, inputs, strict=True):
@@ -324,9 +327,10 @@ def _readers_last(graph: Any) -> list[Any]:
     ordered: dict[Any, None] = {}
     for op in graph.get_operations():
         stack: list[Any] = [op]
+        # Those on the way down: one that is met again there reads what it makes.
         waiting: set[Any] = set()
         while stack:
-            missing = [it.op for it in stack[-1].inputs if it.op not in ordered]
+            missing = [value.op for value in stack[-1].inputs if value.op not in ordered]
             if not waiting.isdisjoint(missing):
                 raise TraceError(
                     f"op {stack[-1].name!r} reads what it makes: a loop of TensorFlow 1. Make it "
@@ -347,7 +351,7 @@ def _body(op: Any) -> Any:
     called = op.graph._get_function(op.get_attr("f").name)
     with op.graph.as_default():
         return function_def_to_graph.function_def_to_graph(
-            called.cached_definition, [it.shape for it in op.inputs]
+            called.cached_definition, [value.shape for value in op.inputs]
         )
 
 
@@ -360,7 +364,7 @@ def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
 
     incoming : the gradients of the outputs, in the order of `captured.placeholders`
     """
-    arrived = [it is not None for it in without_made_up_zeros(incoming)]
+    arrived = [gradient is not None for gradient in without_made_up_zeros(incoming)]
     if all(arrived):
         return frozenset()
     reached = dict(zip(captured.placeholders, arrived, strict=True))
@@ -368,6 +372,7 @@ def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
         known = [reached[value] for value in node.inputs if value in reached]
         if known:
             reached.update(dict.fromkeys(node.outputs, any(known)))
+    # What no output's gradient leads to is not left out.
     return frozenset(
         place for place, value in enumerate(captured.gradients) if not reached.get(value, True)
     )
@@ -379,8 +384,8 @@ def without_made_up_zeros(incoming: Sequence[Any]) -> list[Any]:
     It gives zeros for results that have no gradient. What a loss makes is no constant, and zeros
     like a result itself are the tape's. Where nothing would be left, they are the caller's.
     """
-    real = [None if it is None or _is_made_up(it) else it for it in incoming]
-    return real if any(it is not None for it in real) else list(incoming)
+    real = [None if grad is None or _is_made_up(grad) else grad for grad in incoming]
+    return real if any(grad is not None for grad in real) else list(incoming)
 
 
 def _is_made_up(gradient: Any) -> bool:

@@ -57,7 +57,10 @@ def passes_on(op: Any) -> bool:
     if source.dtype != result.dtype or source.shape.as_list() != result.shape.as_list():
         return False
     if op.type in ("AddN", "ConcatV2"):
-        return sum(it.dtype == result.dtype and it.shape.rank is not None for it in op.inputs) == 1
+        return (
+            sum(value.dtype == result.dtype and value.shape.rank is not None for value in op.inputs)
+            == 1
+        )
     if op.type == "Transpose":
         order = constant(op.inputs[1])
         return order is not None and list(order) == list(range(len(order)))
@@ -86,11 +89,11 @@ def _count_of_gradient(tensor: Any) -> int | None:
     op = tensor.op
     if op.type == "BroadcastGradientArgs":
         # At most one number per axis.
-        return max(int(it.shape.num_elements() or 0) for it in op.inputs)
+        return max(int(value.shape.num_elements() or 0) for value in op.inputs)
     if op.type != "Sum" or op.inputs[1].op.type != "BroadcastGradientArgs":
         return None
-    shapes = [constant(it) for it in op.inputs[1].op.inputs]
-    if any(it is None for it in shapes):
+    shapes = [constant(value) for value in op.inputs[1].op.inputs]
+    if any(shape is None for shape in shapes):
         return None
     own = shapes[op.inputs[1].value_index]
     return math.prod(int(size) for size in own)
@@ -114,7 +117,7 @@ def has_effect(op: Any) -> bool:
     name. One that draws by chance is told apart from others by nothing, so that counts as well.
     """
     if op.type in LOOPS or op.type in CALLS:
-        return any(has_effect(it) or is_random(it) for it in _inside(op))
+        return any(has_effect(inner) or is_random(inner) for inner in _inside(op))
     harmless = op.type in HARMLESS or op.type == READS or is_random(op)
     return is_collective(op) or op.type in PYTHON or (bool(op.op_def.is_stateful) and not harmless)
 
@@ -122,8 +125,17 @@ def has_effect(op: Any) -> bool:
 def _inside(op: Any) -> list[Any]:
     """Return the ops of all functions that an op may call."""
     attrs = op.node_def.attr.values()
-    names = [it.name for attr in attrs for it in (attr.func, *attr.list.func) if it.name]
-    return [it for name in names for it in op.graph._get_function(name).graph.get_operations()]
+    names = [
+        function.name
+        for attr in attrs
+        for function in (attr.func, *attr.list.func)
+        if function.name
+    ]
+    return [
+        operation
+        for name in names
+        for operation in op.graph._get_function(name).graph.get_operations()
+    ]
 
 
 def changes_variables(op: Any) -> bool:
@@ -134,9 +146,9 @@ def changes_variables(op: Any) -> bool:
 def variables_read(op: Any) -> list[Any]:
     """Return the handles of variables that an op is given."""
     return [
-        it
-        for it in op.inputs
-        if it.dtype == tf.resource and handle_data_util.get_resource_handle_data(it).is_set
+        value
+        for value in op.inputs
+        if value.dtype == tf.resource and handle_data_util.get_resource_handle_data(value).is_set
     ]
 
 

@@ -47,15 +47,19 @@ class MeasuredCosts(OpTimes):
 
     def measure(self, nodes: Iterable[Node]) -> None:
         """Measure what is not in the table yet."""
-        missing = {key: it.op for it in nodes if (key := self._key(it)) not in self.table}
+        missing = {key: node.op for node in nodes if (key := self._key(node)) not in self.table}
         if not missing:
             return
         # One trace for all: each one opened says so on the screen.
-        with Allocations(self.device) if has_statistics(self.device) else nullcontext() as found:
+        with (
+            Allocations(self.device)
+            if has_statistics(self.device)
+            else nullcontext() as allocations
+        ):
             timed = while_time_lasts(
                 {key: partial(_seconds, op, self.device, MARK + key) for key, op in missing.items()}
             )
-        scratch = found.scratch_bytes if found else {}
+        scratch = allocations.scratch_bytes if allocations else {}
         for key, seconds in timed.items():
             self.table[key] = [seconds, scratch.get(MARK + key, 0)]
 
@@ -90,7 +94,7 @@ def costs_as_in(graph: Graph, nodes: Mapping[str, Node]) -> Callable[[Node], Cos
 
 
 def _elements(op: Any) -> int:
-    return sum(int(it.shape.num_elements() or 0) for it in (*op.inputs, *op.outputs))
+    return sum(int(value.shape.num_elements() or 0) for value in (*op.inputs, *op.outputs))
 
 
 def is_cost(value: Any) -> bool:
@@ -128,6 +132,7 @@ def signature(op: Any) -> str:
     settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
     given = []
     for tensor in op.inputs:
+        # Integers that are known say what is to be done: axes, sizes, paddings.
         value = kernels.constant(tensor) if tensor.dtype.is_integer else None
         given.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
     return f"{op.type}({', '.join(given)}){settings}"
@@ -141,12 +146,13 @@ def measured_device(device: str) -> Device:
         product_s = _best(lambda: tf.matmul(left, left))
         block = tf.random.uniform((1 << 24,))
         copy_s = _best(lambda: tf.negative(block))
+    # A copy reads and writes four bytes of each element.
     return Device(device, 2 * side**3 / product_s, 2 * 4 * (1 << 24) / copy_s)
 
 
 def _seconds(op: Any, device: str, mark: str) -> float | None:
     """Run an op alone; return its seconds. It runs once under the mark in the profiler's trace."""
-    types = {it.dtype for it in (*op.inputs, *op.outputs)}
+    types = {value.dtype for value in (*op.inputs, *op.outputs)}
     if (
         kernels.has_effect(op)
         or op.type in kernels.LOOPS
@@ -154,10 +160,10 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
         or any(attr.HasField("func") for attr in op.node_def.attr.values())
     ):
         return None
-    attrs = [it for attr in op.op_def.attr for it in (attr.name, op.get_attr(attr.name))]
+    attrs = [item for attr in op.op_def.attr for item in (attr.name, op.get_attr(attr.name))]
     try:
         with tf.device(device):
-            given = [_filled(it) for it in op.inputs]
+            given = [_filled(value) for value in op.inputs]
 
             def work() -> Any:
                 return execute.execute(
@@ -171,7 +177,9 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
             del result
             return seconds
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
-        log.info("%s could not be timed (%s); a roofline stands in", op.type, error)
+        log.info(
+            "%s could not be timed (%s); its seconds are estimated by a roofline", op.type, error
+        )
         return None
 
 
@@ -194,6 +202,6 @@ def _best(work: Callable[[], Any]) -> float:
 
 def _wait(result: Any) -> None:
     """Wait for a result; on a GPU, work is only queued when the call returns."""
-    flat = [it for it in tf.nest.flatten(result) if isinstance(it, tf.Tensor)]
+    flat = [tensor for tensor in tf.nest.flatten(result) if isinstance(tensor, tf.Tensor)]
     if flat and "GPU" in flat[-1].device:
         np.asarray(tf.reshape(flat[-1], (-1,))[:1])

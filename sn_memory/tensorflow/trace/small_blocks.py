@@ -53,22 +53,22 @@ class _Steps:
             if self.buffers.is_view(at):
                 continue
             node = self.captured.nodes[at]
-            made = {value: self.size(value) for value in node.outputs if root[value] == value}
+            allocated = {value: self.size(value) for value in node.outputs if root[value] == value}
             inside = 0
             if node.op.type in kernels.LOOPS:
                 parts = [_Steps(body, self.least_bytes) for body in bodies(node.op)]
                 inside = max((part.peak_bytes() for part in parts), default=0)
                 if "While" in node.op.type:
-                    made |= self.collected(node, parts[0])
+                    allocated |= self.collected(node, parts[0])
             elif node.op.type == "TensorListFromTensor":
-                made[node.outputs[0]] = self.unstacked(node)
+                allocated[node.outputs[0]] = self.unstacked(node)
             over = self.buffers.overwritten(at)
             if over is not None:
                 live -= sizes.pop(over, 0)
-            sizes |= made
-            live += sum(made.values())
+            sizes |= allocated
+            live += sum(allocated.values())
             most = max(most, live + inside)
-            for value in made:
+            for value in allocated:
                 ending.setdefault(max(at, last.get(value, at)), []).append(value)
             live -= sum(sizes.pop(value, 0) for value in ending.pop(at, ()))
         return most
@@ -87,7 +87,7 @@ class _Steps:
 
     def collected(self, node: Node, body: _Steps) -> dict[int, int]:
         """Return the bytes of the lists that a loop fills."""
-        made: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         counted: set[int] = set()
         for value, inner in zip(node.outputs, body.captured.outputs, strict=True):
             element = body.put(inner)
@@ -105,8 +105,8 @@ class _Steps:
                     "counts on a CPU, cannot be counted. Give it maximum_iterations, or plan where "
                     "the model trains on a GPU."
                 )
-            made[value] = self.lengths[value] * size
-        return made
+            sizes[value] = self.lengths[value] * size
+        return sizes
 
     def put(self, value: int) -> int | None:
         """Return the buffer that is put into a list here; None if that is no list that grows."""
@@ -125,6 +125,7 @@ class _Steps:
     def passes(self, node: Node) -> int:
         """Return how often the body of a loop runs at most; 0 if that is not known."""
         limit = kernels.constant(node.op.inputs[1])
+        # The second input of a While is its `maximum_iterations`.
         if limit is not None and limit.ndim == 0 and limit > 0:
             return int(limit)
         # The gradient of a loop takes from lists what the passes of the loop have put there.

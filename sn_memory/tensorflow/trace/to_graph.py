@@ -19,8 +19,7 @@ from tensorflow.python.framework import ops as framework_ops
 
 from ...graph.graph import Graph
 from ...graph.liveness import peak
-from ...graph.records import Device, Op, Storage, Workspace
-from ...run.loss import LOSS, loss_op
+from ...graph.records import LOSS, Device, Op, Storage, Workspace, loss_op
 from ..errors import TraceError
 from . import kernels
 from .capture import SHAPE_OF_VALUES, Captured, Node, bodies
@@ -69,6 +68,7 @@ class Buffers:
                     self.changes.setdefault(value, []).append(at)
         self.root = {value: value for value in range(len(captured.tensors))}
         self.last: dict[int, int] = {}
+        # Twice: whether a read sees one version is known once the last use of its result is.
         self._follow(reads=frozenset())
         reads = frozenset(at for at in sorted(self.needed) if self._sees_one_version(at))
         self._follow(reads=reads)
@@ -98,6 +98,7 @@ class Buffers:
                 root in self.producer
                 and root not in self.folded
                 and self.last[root] == at
+                # Read twice by one op it is held twice, and not written over.
                 and roots.count(root) == 1
                 and tensors[root].dtype == tensors[result].dtype
                 and self.sizes[root] == self.sizes[result]
@@ -230,21 +231,22 @@ def updates_first(captured: Captured) -> Captured:
     it before. All else keeps its order.
     """
     nodes, phase, waits = captured.nodes, phases(captured), _waits(captured)
-    begin = next((at for at, it in enumerate(phase) if it == "backward"), len(nodes))
+    begin = next((at for at, name in enumerate(phase) if name == "backward"), len(nodes))
     movable = [_may_move(node, captured) for node in nodes]
-    early = [it == "update" and movable[at] for at, it in enumerate(phase)]
+    early = [name == "update" and movable[at] for at, name in enumerate(phase)]
     # What updates read beside gradients (rates, decay) is traced after the backward pass as well.
-    fetched = [at > begin and movable[at] and it == "forward" for at, it in enumerate(phase)]
+    fetched = [at > begin and movable[at] and name == "forward" for at, name in enumerate(phase)]
     due: list[int] = []
     for at, before in enumerate(waits):
-        soonest = max((due[it] for it in before), default=0)
+        soonest = max((due[op] for op in before), default=0)
         due.append(soonest if early[at] or fetched[at] else at)
     wanted = list(range(len(nodes)))
     for at in reversed(range(len(nodes))):
+        # No earlier than somebody wants it.
         if fetched[at]:
             due[at] = max(due[at], wanted[at])
-        for it in waits[at]:
-            wanted[it] = min(wanted[it], due[at])
+        for wait in waits[at]:
+            wanted[wait] = min(wanted[wait], due[at])
     order = sorted(range(len(nodes)), key=lambda at: (due[at], at))
     return replace(captured, nodes=[nodes[at] for at in order])
 
@@ -269,7 +271,7 @@ def _waits(captured: Captured) -> list[set[int]]:
     waits: list[set[int]] = []
     for at, node in enumerate(captured.nodes):
         before = {producer[value] for value in node.inputs if value in producer}
-        before.update(number[id(it)] for it in node.op.control_inputs if id(it) in number)
+        before.update(number[id(value)] for value in node.op.control_inputs if id(value) in number)
         effect = kernels.has_effect(node.op)
         if node.op.type == kernels.READS or kernels.passes_on(node.op):
             for source, result in zip(node.inputs, node.outputs, strict=False):
@@ -280,10 +282,11 @@ def _waits(captured: Captured) -> list[set[int]]:
                 before.add(changed[handle])
             if effect:
                 before.update(users.get(handle, ()))
+                # Who comes later waits for this change, and by it for those before.
                 users[handle], changed[handle] = [], at
             users.setdefault(handle, []).append(at)
         # A control input may have been traced later; the trace's own order did without it.
-        waits.append({it for it in before if it < at})
+        waits.append({op for op in before if op < at})
     return waits
 
 
@@ -337,6 +340,7 @@ class _Builder:
         previous = ""
         for at in sorted(self.buffers.needed):
             if at in handed_back:
+                # One op makes them all: at the last of them.
                 if at == max(handed_back):
                     previous = self.add_loss()
                 continue
@@ -413,8 +417,8 @@ class _Builder:
                 continue
             role = "gradient" if self.phase[at] == "backward" else "activation"
             suffix = f":{place}" if len(node.outputs) > 1 else ""
-            if (made := self.add(value, node.name + suffix, role)) is not None:
-                makes.append(made)
+            if (storage := self.add(value, node.name + suffix, role)) is not None:
+                makes.append(storage)
         if kernels.keeps_maxima(op) and not buffers.small(node.outputs[0]):
             makes.append(self.add_maxima(node))
             # Run alone, it drops them at once.
@@ -448,7 +452,9 @@ class _Builder:
         """
         if self.captured.placeholders:
             variables = self.captured.variables
-            return node.op.type != kernels.READS and any(it in variables for it in node.inputs)
+            return node.op.type != kernels.READS and any(
+                value in variables for value in node.inputs
+            )
         return node.op.type in kernels.LOOPS and any(
             value in self.buffers.changes for value in node.inputs
         )

@@ -6,7 +6,6 @@ capture.py, how that becomes a graph in to_graph.py, where costs come from in op
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 
-from ...base.errors import PlanWarning
 from ...cost.devices import NOMINAL, is_here, speeds
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
+from ..errors import warn
 from ..memory import bytes_of, main_device
 from ..model import call_arguments
 from .capture import Captured, capture_model, capture_step, flat
@@ -59,7 +58,7 @@ class Trace:
             return ""
         return (
             f"the bytes of {len(names)} values are not counted, such as {names[0]!r}: a trace does "
-            "not tell what loops collect in lists, nor how much other ranks and Python functions "
+            "not show what loops collect in lists, nor how much other ranks and Python functions "
             "send"
         )
 
@@ -115,6 +114,7 @@ def trace(
         captured, structure, name = *capture_model(model, args), model.name
     else:
         concrete, log = capture_step(model, args)
+        # In the trace of a step function all updates wait for all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
@@ -146,12 +146,8 @@ def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before
     Ops of one model have the same names at any batch size and length: seconds and workspaces are
     those of the trace before, as much more or less as there are elements.
 
-    Parameters
-    ----------
-    args, kwargs
-        Of the model's call, with tf.TensorSpec in the place of tensors.
-    before
-        Its device and what counts beside a step are taken over.
+    args, kwargs : of the model's call, with tf.TensorSpec in the place of tensors
+    before : its device and what counts beside a step are taken over
     """
     captured, structure = capture_model(model, args, kwargs)
     nodes = {name: before.captured.nodes[at] for name, at in before.named.node_of.items()}
@@ -176,12 +172,10 @@ def optimizer_bytes(model: Any, optimizer: Any) -> int:
         built = optimizer if optimizer.built else _built_twin(optimizer, model)
         return sum(map(bytes_of, built.variables))
     except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
-        warnings.warn(
-            f"the variables of {type(optimizer).__name__} cannot be told before it has made a step "
+        warn(
+            f"the variables of {type(optimizer).__name__} are unknown before its first step "
             f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
-            "room for them.",
-            PlanWarning,
-            stacklevel=3,
+            "room for them."
         )
         return 0
 

@@ -6,19 +6,27 @@ Between steps a controller chooses bits; in each forward pass all that is saved 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ...activations import Controller
-from ...base.errors import PlanWarning
+from ...activations.saved import compressed_bytes
 from ...base.sizes import parse_bytes
-from ..errors import TraceError
-from ..model.modes import transformed
-from .saving import Call, Pass, Saved, coverage_of, storages_of, weight_of
+from ..errors import ReplayError, TraceError
+from ..model.modes import transformed, warn
+from ..model.snapshot import StateSnapshot, version_of
+from ..model.step import OUTSIDE_TORCH, Generators, restore_rng_state
+from .saving import Call, Input, Pass, Saved, coverage_of, storages_of, weight_of
 from .treatments import Compressor
+
+# Times the bytes of its input that a module has to save before it runs again: what it saves beside
+# its input, a norm's statistics say, is no reason.
+_WORTH: Final = 1.25
 
 
 def compress_activations(
@@ -84,7 +92,7 @@ def compress_activations(
     if hasattr(model, "_orig_mod"):
         raise TraceError(
             "compress_activations: got a compiled model; expected an eager one, as compiled code "
-            "saves tensors of its own making. Compress the model that torch.compile was given."
+            "saves tensors that it creates itself. Compress the model that torch.compile was given."
         )
     if form not in ("fixed", "paper") or (form == "paper" and error is None):
         raise ValueError(
@@ -92,8 +100,8 @@ def compress_activations(
         )
     if "recompute" in settings:
         raise ValueError(
-            "compress_activations: got recompute=; here nothing runs again. For modules that do, "
-            "and keep a budget of the whole step with exact gradients, write instead: "
+            "compress_activations: got recompute=; what runs again is chosen here. For a budget of "
+            "the whole step with exact gradients, write instead: "
             "model = sn_memory.torch.plan(model, sample, budget)"
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
@@ -110,6 +118,9 @@ class CompressedActivations:
         Chooses the bits; `controller.rows()` has what is known of each tensor.
     saved
         Of the last forward pass.
+    rerun
+        Paths of modules that run again in the backward pass from their input, which is all that is
+        kept of them: without parts, and with more saved in the first pass than that input takes.
     """
 
     def __init__(
@@ -134,6 +145,11 @@ class CompressedActivations:
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._magnitudes: dict[torch.nn.Parameter, float] = {}
         self._watched: list[Any] = []
+        # Modules without parts of their own that saved more than their input takes run again.
+        self.rerun: list[str] = []
+        self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
+        self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
+        self._effects: list[SideEffects] = []  # of those that run just now
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -151,10 +167,19 @@ class CompressedActivations:
         for handle in [*self._handles, *self._watched]:
             handle.remove()
         self._handles, self._watched = [], []
+        for module, before, ours in self._forwards:
+            if vars(module).get("forward") is not ours:
+                continue  # wrapped once more since; what wraps it calls ours, which passes it on
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        self._forwards = []
 
     def report(self) -> str:
         """Return bytes saved, and a row per tensor: bits, predicted and measured error."""
-        return f"{self.saved}\n{self.controller.report()}"
+        rerun = f"run again from their input: {', '.join(self.rerun)}\n" if self.rerun else ""
+        return f"{self.saved}\n{rerun}{self.controller.report()}"
 
     # The forward pass: what is entered, the path of modules.
 
@@ -174,11 +199,9 @@ class CompressedActivations:
     def _warn_uncompressed(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"nothing that {type(self.model).__name__} saves is compressed inside torch.func "
-                "or forward-mode AD, which look at its own forward pass.",
-                PlanWarning,
-                stacklevel=6,
+                "or forward-mode AD, which look at its own forward pass."
             )
 
     def _end(self, *_: object) -> None:
@@ -187,17 +210,75 @@ class CompressedActivations:
             return
         self.current.__exit__()
         self.saved = self.current.saved
+        if self._step == 1:
+            self._choose_reruns(self.current)
         # A budget is kept where no gradient of a weight is waited for, too.
         self._nothing_watched = self.current.watch is not None and not self._watched
         self.current = None
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self.current is not None:
-            self.current.path.append(self._names.get(module, ""))
+        if self.current is None:
+            return
+        name = self._names.get(module, "")
+        self.current.path.append(name)
+        if self._step == 1 and _has_one_input(module, args, kwargs):
+            self._inputs.setdefault(name, []).append(self.current.input_of(args[0]))
+            self._effects.append(SideEffects(module, args[0]))
 
-    def _leave(self, *_: object) -> None:
-        if self.current is not None and self.current.path:
-            self.current.path.pop()
+    def _leave(self, module: torch.nn.Module, *_: object) -> None:
+        if self.current is None or not self.current.path:
+            return
+        name = self.current.path.pop()
+        if self._effects and self._effects[-1].module is module and self._effects.pop().changed():
+            self.current.decided.add(name)
+
+    # Modules that run again: a GELU of seven ops, a norm of five.
+
+    def _choose_reruns(self, first: Pass) -> None:
+        """Let modules run again whose input, compressed, takes less than what they saved."""
+        for module, name in self._names.items():
+            if name not in self._inputs or name in first.decided:
+                continue
+            inputs = self._inputs[name]
+            elements = sum(call.elements for call in inputs)
+            least = compressed_bytes(elements, self.controller.nonlinear_bits)
+            least += sum(call.row_bytes for call in inputs)
+            if first.bytes_of.get(name, 0) <= _WORTH * least:
+                continue
+            plain = first.plain_of.get(name, 0) / elements
+            ours = partial(self._again, module, module.forward, plain)
+            self._forwards.append((module, vars(module).get("forward"), ours))
+            module.forward = ours
+            self.rerun.append(name)
+            self.controller.forget(name or "model")
+            first.foresee(name, inputs)
+        self._inputs = {}
+
+    def _again(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        plain: float,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a module so that it keeps its input alone, and runs again in the backward pass.
+
+        `plain` are the bytes that autograd holds of it for each element of its input.
+        """
+        current = self.current
+        if current is None or not torch.is_grad_enabled() or not args or not _is_float(args[0]):
+            return forward(*args, **kwargs)
+        if not current.is_innermost():  # a checkpoint around it will run it again, without us
+            return forward(*args, **kwargs)
+        with current.saving_input(plain * args[0].numel()):
+            return checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), RestoredModule(module)),
+                **kwargs,
+            )
 
     # Statistics: sums of squares of what arrives at a layer's output, and the yardstick.
 
@@ -264,20 +345,21 @@ class CompressedActivations:
         """Return the errors of the weights' gradients, [repeats, ...] by parameter name.
 
         `loss` runs a forward pass of the model and returns what is to be differentiated; it is
-        called once without compression and `repeats` times with. Random numbers and buffers
-        are put back each time. The deviations go into the controller's rows.
+        called once without compression and `repeats` times with. Random numbers, those of devices,
+        Python and NumPy too, and buffers are put back each time. The deviations go into the
+        controller's rows.
         """
         names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         errors: dict[str, list[torch.Tensor]] = {name: [] for name in names}
 
         def gradients() -> list[torch.Tensor | None]:
-            with torch.random.fork_rng(devices=[]):
-                found = torch.autograd.grad(loss(), list(names.values()), allow_unused=True)
+            with restore_rng_state():
+                exact = torch.autograd.grad(loss(), list(names.values()), allow_unused=True)
             with torch.no_grad():
                 for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
-            return list(found)
+            return list(exact)
 
         self.active = False
         try:
@@ -295,3 +377,72 @@ class CompressedActivations:
             if name in stacked:
                 self.controller.observe_error(key, float(stacked[name].double().std()))
         return stacked
+
+
+class SideEffects:
+    """What a module's forward pass leaves changed, from when this is made.
+
+    A second run would change it once more, or find it changed.
+    """
+
+    def __init__(self, module: torch.nn.Module, x: torch.Tensor) -> None:
+        self.module = module
+        self._held = StateSnapshot(vars(module).items())
+        self._versions = Versions([x, *module.parameters(), *module.buffers()])
+        self._drawn = Generators(OUTSIDE_TORCH.values())
+
+    def changed(self) -> bool:
+        return self._versions.changed() or bool(self._held.changed()) or self._drawn.changed()
+
+
+class Versions:
+    """How often some tensors had been changed in place when this was made."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def changed(self) -> bool:
+        return any(version_of(tensor) != version for tensor, version in self._before)
+
+
+class RestoredModule:
+    """A module as it is when this is made, whenever this is entered: mode, attributes, weights.
+
+    What the forward pass assigns inside is dropped again. A weight that was changed in place since
+    cannot be brought back, and is an error, as it is without running again.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._then = _copied(vars(module))
+        self._versions = Versions([*module.parameters(), *module.buffers()])
+        self._now: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        if self._versions.changed():
+            raise ReplayError(
+                f"a parameter or buffer of {type(self._module).__name__}, which runs again in the "
+                "backward pass, was changed in place since the forward pass. Change it after."
+            )
+        self._now.append(vars(self._module))
+        object.__setattr__(self._module, "__dict__", _copied(self._then))
+
+    def __exit__(self, *_: object) -> None:
+        object.__setattr__(self._module, "__dict__", self._now.pop())
+
+
+_TENSORS: Final = ("_parameters", "_buffers")
+
+
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    return held | {slot: dict(held[slot]) for slot in _TENSORS}
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _has_one_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a module has no parts and takes one tensor of floats, so that it can run again."""
+    parts = next(module.children(), None)
+    return parts is None and not kwargs and len(args) == 1 and _is_float(args[0])

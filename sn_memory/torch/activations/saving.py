@@ -3,14 +3,15 @@
 torch offers hooks that pack and unpack saved tensors, but a hook is given a bare tensor: not which
 layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
 Here a function mode sees each call of an op and forward hooks see each module, so a tensor is
-known by module path, op and slot; what an op needs of it decides how it is kept (policy.py).
+known by module path, op and slot; what an op needs of it decides how it is kept: see
+`activations/saved.py`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +30,25 @@ from .treatments import (
     Lossy,
     SignRelu,
     Window,
-    flat_values,
+    flat,
     is_dense,
     two_values,
+    within_groups,
 )
 
 MIN_ELEMENTS = 1024
 """Smaller tensors are left alone."""
+_PACKED = (torch.float32, torch.float16, torch.bfloat16)
 _WITHOUT_KERNEL = (torch.float64,)
+# Ops by which values decide what runs next, which element is meant, or how many there are.
+_DECIDES = frozenset(
+    (
+        *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal"),
+        *("allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
+        *("argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "bucketize", "searchsorted"),
+        *("multinomial", "bincount", "repeat_interleave"),
+    )
+)
 
 
 @dataclass
@@ -49,6 +61,10 @@ class Call:
     kwargs: dict[str, Any]
     slots: int = 0
     lossy: list[str] = field(default_factory=list)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Its arguments by name; `names` are those of its first parameters, in order."""
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
 
 
 class Calls(TorchFunctionMode):
@@ -72,11 +88,11 @@ def rectified(call: Call) -> torch.Tensor | None:
     """What a ReLU is given whose backward pass can read bits; None of any other call."""
     if call.name != "relu":
         return None
-    inplace = call.kwargs.get("inplace", call.args[1] if len(call.args) > 1 else False)
-    x: Any = call.kwargs.get("input", call.args[0] if call.args else None)
+    given = call.given("input", "inplace")
+    x: Any = given.get("input")
     # Of other types of tensors, autograd functions know nothing.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    if inplace or not plain or not (x.requires_grad and torch.is_grad_enabled()):
+    if given.get("inplace") or not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
     fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype.is_floating_point
     return x if fits and x.dtype not in _WITHOUT_KERNEL else None
@@ -87,29 +103,40 @@ def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
     if call.name == "linear" or call.name.startswith("conv"):
         first = next(iter(_tensors((call.args, call.kwargs))), None)
         return first is not None and tensor.numel() == first.numel()
-    sizes = {argument.numel() for argument in _tensors((call.args, call.kwargs))}
+    inputs = list(_tensors((call.args, call.kwargs)))
+    sizes = {argument.numel() for argument in inputs}
+    if call.name == "scaled_dot_product_attention" and len(inputs) > 1:
+        # Where no fused kernel runs: a number for each query and key.
+        query, key = inputs[:2]
+        sizes.add(query.numel() // query.shape[-1] * key.shape[-2])
     return tensor.numel() in sizes or not sizes
+
+
+def _decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call would do something else on rounded values, or draw other numbers again."""
+    if name == "__getitem__":
+        return any(index.dtype == torch.bool for index in _tensors(args[1:]))
+    return name in _DECIDES or kwargs.get("generator") is not None
 
 
 def storages_of(values: Any) -> frozenset[int]:
     """Return the storages of the tensors among some values."""
-    return frozenset(it.untyped_storage()._cdata for it in _tensors(values))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(values))
 
 
 def weight_of(call: Call) -> torch.nn.Parameter | None:
     """The parameter whose gradient an op's input makes, if it is one the theory knows."""
     if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
-    given = call.kwargs.get("weight", call.args[1] if len(call.args) > 1 else None)
-    return given if isinstance(given, torch.nn.Parameter) and given.requires_grad else None
+    weight = call.given("input", "weight").get("weight")
+    return weight if isinstance(weight, torch.nn.Parameter) and weight.requires_grad else None
 
 
 def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float:
     """The part of a layer's products that do not meet padding."""
     if call.name == "linear":
         return 1.0
-    names = ("input", "weight", "bias", "stride", "padding", "dilation")
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    given = call.given("input", "weight", "bias", "stride", "padding", "dilation")
     kernel = list(weight.shape[2:])
     each = len(kernel)
     sizes = [
@@ -128,13 +155,49 @@ def window_of(call: Call) -> Window | None:
     """Return the windows that a pooling call looks at; None of any other call."""
     if call.name != "max_pool2d":
         return None
-    names = ("input", "kernel_size", "stride", "padding", "dilation")
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    given = call.given("input", "kernel_size", "stride", "padding", "dilation")
     kernel = _each(given["kernel_size"], 2)
     stride = _each(given.get("stride") or kernel, 2)
     padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
     pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
     return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
+
+
+# Of a module that runs again, and may be a norm of several ops: a row costs eight bytes.
+_LEAST_ROW = 32
+
+
+def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Return a view of what an op saved, and the axes over which it is normalized.
+
+    None where there are none, and where each group lies in one row anyway.
+    """
+    axes, view = tuple(range(tensor.dim())), tensor
+    match call.name:
+        case "layer_norm" | "rms_norm":
+            axes = axes[-len(call.given("input", "normalized_shape")["normalized_shape"]) :]
+        case "batch_norm" | "instance_norm":  # what an instance norm saves has a batch of one
+            axes = (0, *axes[2:])
+        case "group_norm":
+            groups = call.given("input", "num_groups")["num_groups"]
+            view = tensor.unflatten(1, (groups, -1))
+            axes = tuple(range(2, view.dim()))
+        case "softmax" | "log_softmax":
+            axes = _axes(call.given("input", "dim").get("dim", -1), axes)
+        case "normalize":
+            axes = _axes(call.given("input", "p", "dim").get("dim", 1), axes)
+        case "input" if tensor.shape[-1] >= _LEAST_ROW:
+            axes = axes[-1:]
+        case _:
+            return None
+    return None if within_groups(view, axes) else (view, axes)
+
+
+def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `axes` that are meant; None: the last."""
+    if dim is None:
+        return axes[-1:]
+    return tuple(axes[it] for it in ([dim] if isinstance(dim, int) else dim))
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -177,22 +240,26 @@ class _Memory:
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Input:
+    """What a module was given: where it lies, and whether it would be packed or left alone."""
+
+    elements: int
+    row_bytes: int
+    where: tuple[Any, ...]
+    memory: _Memory
+    left_alone: bool
+    packed: bool
+
+
 class Pass:
     """What a forward pass saves while it is entered.
 
-    Parameters
-    ----------
-    compressor
-        Compresses.
-    left_alone
-        Storages that are there anyway: of the model, and of what it was given.
-    watch
-        Called with each call that saved something lossy, and its result.
+    compressor : compresses
+    left_alone : storages that are there anyway: of the model, and of what it was given
+    watch : called with each call that saved something lossy, and its result
 
-    Attributes
-    ----------
-    path
-        Of modules, the innermost last.
+    path : of modules, the innermost last
     """
 
     def __init__(
@@ -207,6 +274,12 @@ class Pass:
         self._counts: dict[tuple[str, str], int] = {}  # of calls so far, by path and op
         self.watch = watch
         self._call: Call | None = None
+        # Compressed bytes by the innermost module that saved them, and what autograd would hold.
+        self.bytes_of: dict[str, int] = {}
+        self.plain_of: dict[str, int] = {}
+        self.decided: set[str] = set()  # paths of modules in which values decide what is done
+        self._input: Call | None = None  # stands for the module that runs again and now starts
+        self._again_bytes = 0.0  # that autograd would hold of such modules
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
         self._elements = 0
@@ -228,20 +301,20 @@ class Pass:
         """What was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
         held = sum(m.compressed_bytes + m.nbytes * m.exact for m in self._memories)
-        return Saved(plain, held, self._elements)
+        return Saved(plain + round(self._again_bytes), held, self._elements)
 
     # The op that runs.
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        if _decides(name, args, kwargs):
+            self.decided.add(self.path[-1] if self.path else "")
+        # What an op calls is part of that op, and reading an attribute is none.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
-        path = self.path[-1] if self.path else ""
-        count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
-        place = f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
-        call = self._call = Call(name, place, args, kwargs)
+        call = self._call = Call(name, self._place(name), args, kwargs)
         try:
-            x = rectified(call) if self._is_innermost() else None
+            x = rectified(call) if self.is_innermost() else None
             result = func(*args, **kwargs) if x is None else SignRelu.apply(x, self._sign)
             if self.watch is not None and call.lossy:
                 self.watch(call, result)
@@ -249,7 +322,13 @@ class Pass:
             self._call = None
         return result
 
-    def _is_innermost(self) -> bool:
+    def _place(self, name: str) -> str:
+        """Name a call by module, op, and which of several it is."""
+        path = self.path[-1] if self.path else ""
+        count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
+        return f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
+
+    def is_innermost(self) -> bool:
         """Whether autograd calls these hooks: no checkpoint of the user's has put in its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is not None and hooks[0] == self._compress
@@ -257,9 +336,9 @@ class Pass:
     # Compressing one tensor.
 
     def _compress(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
-        path = self.path[-1] if self.path else "model"
-        call = self._call or Call("", f"{path}/", (), {})
+        call = self._call or self._input or Call("", self._place(""), (), {})
         storage = tensor.untyped_storage()
+        # Counted as a slot all the same: the others keep their names from pass to pass.
         if storage._cdata in self._left_alone:
             call.slots += 1
             return Exact(tensor), Layout.of(tensor)
@@ -280,18 +359,21 @@ class Pass:
         key, layout = f"{call.place}/{call.slots}", Layout.of(tensor)
         call.slots += 1
         memory = self._memory(tensor.untyped_storage())
-        memory.saved = True
+        if not memory.saved and self._input is None:
+            memory.saved = True
+            path = self.path[-1] if self.path else ""
+            self.plain_of[path] = self.plain_of.get(path, 0) + memory.nbytes
         self._elements += layout.numel
         return keep(key, memory), layout
 
     def _memory(self, storage: Any) -> _Memory:
         """The record of a storage; an address that is used anew gets a new one."""
-        found = self._storages.get(storage._cdata)
-        if found is None or found[0]() is None:
-            found = weakref.ref(storage), _Memory(storage.nbytes())
-            self._storages[storage._cdata] = found
-            self._memories.append(found[1])
-        return found[1]
+        entry = self._storages.get(storage._cdata)
+        if entry is None or entry[0]() is None:
+            entry = weakref.ref(storage), _Memory(storage.nbytes())
+            self._storages[storage._cdata] = entry
+            self._memories.append(entry[1])
+        return entry[1]
 
     def _counted(self, kept: Kept, key: str, memory: _Memory) -> Kept:
         """Note what something kept takes, other than rounded values."""
@@ -300,9 +382,54 @@ class Pass:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
             memory.exact = True
         else:
-            memory.compressed_bytes += kept.nbytes
+            self._hold(memory, kept.nbytes)
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
+
+    def _hold(self, memory: _Memory, nbytes: int) -> None:
+        memory.compressed_bytes += nbytes
+        if self.path:
+            self.bytes_of[self.path[-1]] = self.bytes_of.get(self.path[-1], 0) + nbytes
+
+    @contextmanager
+    def saving_input(self, plain_bytes: float) -> Iterator[None]:
+        """Keep what is saved directly in here as the input of a module that runs again.
+
+        `plain_bytes` are those that autograd would hold of what the module saves otherwise.
+        """
+        self._again_bytes += plain_bytes
+        self._input = Call("input", self._place("input"), (), {})
+        try:
+            yield
+        finally:
+            self._input = None
+
+    def foresee(self, path: str, inputs: list[Input]) -> None:
+        """Tell the controller what the inputs of a module will take when it runs again."""
+        bits = self.controller.nonlinear_bits
+        for count, call in enumerate(inputs, 1):
+            key = f"{path or 'model'}/input" + (f":{count}" if count > 1 else "") + "/0"
+            if call.packed:
+                group = call.memory.groups.setdefault(call.where, key)
+                self.controller.observe(
+                    key, n=call.elements, bits=bits, variance=None, linear=False, group=group
+                )
+                self.controller.observe_other(f"{key}/rows", nbytes=call.row_bytes)
+            elif not call.left_alone and not call.memory.exact:
+                call.memory.exact = True
+                self.controller.observe_other(key, nbytes=call.memory.nbytes)
+
+    def input_of(self, x: torch.Tensor) -> Input:
+        """Return what is to be known of a tensor, should a module that gets it run again."""
+        storage = x.untyped_storage()
+        left_alone = storage._cdata in self._left_alone
+        packed = not left_alone and x.dtype in _PACKED and x.numel() >= MIN_ELEMENTS
+        memory = self._memory(storage)
+        packed &= is_dense(x)
+        rows = rows_of(Call("input", "", (), {}), x) if packed else None
+        # A lowest value and a range of four bytes for each.
+        row_bytes = 8 * x.numel() // x.shape[-1] if rows else 0
+        return Input(x.numel(), row_bytes, _where(x), memory, left_alone, packed)
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
         """Compress a tensor."""
@@ -318,12 +445,17 @@ class Pass:
             return "exact"
         if not tensor.dtype.is_floating_point:
             return "integers"
+        if tensor.dtype not in _PACKED:
+            return "exact"
+        if self._input is not None:
+            return "nonlinear"
         # Without a name it is an autograd function of the user's, or a checkpoint's input.
         kind = treatment(call.name) if call.name else "exact"
-        if tensor.dtype == torch.float64 or kind == "exact" or not of_input_size(tensor, call):
+        if kind == "exact" or not of_input_size(tensor, call):
             return "exact"
-        if kind == "mask" and two_values(flat_values(tensor)) is None:
-            return "nonlinear"
+        # Attention's dropout is part of its op.
+        if kind == "mask" or call.name == "scaled_dot_product_attention":
+            return "nonlinear" if two_values(flat(tensor)) is None else "mask"
         return kind
 
     def _lossy(
@@ -342,14 +474,19 @@ class Pass:
             self.controller.observe(key, n=n, bits=None, variance=0.0, linear=linear, group=group)
             return Exact(tensor)
         kept = memory.kept.get(_where(tensor))
-        if kept is None or kept.bits < bits:
-            kept = self.compressor.rounded(tensor, bits, tolerance, form)
+        rows = None if linear else rows_of(call, tensor)
+        # Kept before for a reader who needs fewer bits, or no rows.
+        if kept is None or kept.bits < bits or (rows is not None and not kept.row_bytes):
+            look = self.watch is not None or not self.controller.knows(key)
+            kept = self.compressor.rounded(tensor, bits, tolerance, form, look=look, rows=rows)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
                 return Exact(tensor)
             memory.kept[_where(tensor)] = kept
-            memory.compressed_bytes += kept.nbytes
+            self._hold(memory, kept.nbytes)
+            if kept.row_bytes:
+                self.controller.observe_other(f"{key}/rows", nbytes=kept.row_bytes)
         self.controller.observe(
             key, n=n, bits=kept.bits, variance=kept.variance, nonzero=kept.nonzero,
             linear=linear, group=group,

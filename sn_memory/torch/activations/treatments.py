@@ -1,14 +1,15 @@
 """Saved tensors in fewer bytes, and back: how each treatment of the policy is carried out.
 
-What is kept lies in one uint8 tensor, so that it is counted as any other storage. Compressing and
-decompressing run on the host; a tensor on another device is copied there.
+What is kept lies in tensors on the device of what it stands for, allocated by torch, so that it is
+counted as any other storage. On the host C++ and NumPy do the work, elsewhere packing.py; only the
+paper's form, which codes symbols of different lengths, is copied to the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -16,15 +17,17 @@ import numpy as np
 import torch
 
 from sn_compress.codecs.registry import codec as named_codec
+from sn_compress.ops import groups
 
 from ...activations import Controller
 from ..errors import ReplayError
 from ..model.snapshot import version_of
+from . import packing
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
 _AT_ONCE = 2**14  # elements
-_CHUNK = 1 << 16  # elements, a multiple of 8
+_ROWS_AT_ONCE = 2**18  # the same, where each part is packed by itself
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,9 @@ class Layout:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def restore(self, flat: np.ndarray[Any, Any]) -> torch.Tensor:
+    def restore(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor of this layout with these values in the order of its memory."""
-        made = torch.from_numpy(flat).to(self.device, self.dtype)
-        return made.as_strided(self.shape, self.stride)
+        return flat.to(self.device, self.dtype).as_strided(self.shape, self.stride)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -61,22 +63,37 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def flat_values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the values of a dense tensor in the order of its memory; float16 and bfloat16 cast."""
-    run = tensor.detach().as_strided((tensor.numel(),), (1,))
-    if run.dtype in (torch.float16, torch.bfloat16):
-        run = run.float()
-    return np.asarray(run.cpu().numpy())
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a dense tensor in the order of its memory, [n], without a copy."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _as_numpy(run: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of the host as NumPy sees it: bfloat16, which it has no type for, as its bits."""
+    if run.dtype == torch.bfloat16:
+        return np.asarray(run.view(torch.uint16).numpy())
+    return np.asarray(run.numpy())
+
+
+class Kept(Protocol):
+    """What is kept of a tensor: one of those below."""
+
+    nbytes: int
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        """Return the tensor."""
 
 
 class Exact:
     """The tensor itself; what autograd does without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # Without its history, which would hold the node that holds this.
         self.tensor, self.version = tensor.detach(), version_of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
 
     def restore(self, layout: Layout) -> torch.Tensor:
+        # Where hooks pack tensors autograd leaves this check out.
         if version_of(self.tensor) != self.version:
             raise ReplayError(
                 f"a tensor of shape {layout.shape} that the backward pass needs was changed in "
@@ -95,22 +112,23 @@ class Shape:
 
 
 class Mask:
-    """One of two values per element: 1 bit."""
+    """One of two values per element, 0 where [n] values fail a test: 1 bit."""
 
-    def __init__(self, mask: np.ndarray[Any, Any], value: float) -> None:
-        bits = np.packbits(mask, bitorder="little")
-        self.buffer, self.value = _buffer([bits]), value
+    def __init__(
+        self, values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor], value: float
+    ) -> None:
+        self.buffer, self.value = packing.pack_where(values, test), value
         self.nbytes = self.buffer.numel()
 
     def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a gradient with zeros where the mask is not set."""
-        return masked(gradient, self.buffer.numpy(), layout)
+        return masked(gradient, self.buffer, layout)
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        bits = np.unpackbits(self.buffer.numpy(), count=layout.numel, bitorder="little")
         if layout.dtype == torch.bool:
-            return layout.restore(bits.view(np.bool_))
-        return layout.restore(bits * np.float32(self.value))
+            return layout.restore(packing.unpack_bits(self.buffer, layout.numel))
+        values = packing.spread_bits(self.buffer, layout.numel, self.value, layout.dtype)
+        return layout.restore(values)
 
 
 class Narrow:
@@ -145,10 +163,12 @@ class Window:
         places = self.kernel[0] * self.kernel[1]
         return next((bits for bits in (1, 2, 4) if places <= 1 << bits), 0)
 
-    def origins(self, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    def origins(self, shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
         """Row and column of each window's first place, [oh, 1] and [ow] int64."""
         sides = zip(shape[-2:], self.stride, self.padding, strict=True)
-        rows, columns = (torch.arange(size) * step - pad for size, step, pad in sides)
+        rows, columns = (
+            torch.arange(size, device=device) * step - pad for size, step, pad in sides
+        )
         return [rows[:, None], columns]
 
 
@@ -157,105 +177,196 @@ class Places:
 
     def __init__(self, indices: torch.Tensor, window: Window) -> None:
         self.window, width = window, window.width
-        rows, columns = window.origins(tuple(indices.shape))
-        found = torch.empty(indices.shape, dtype=torch.uint8)
-        for part in _parts(indices.shape):
-            there = indices.detach()[part].cpu()
-            down = (there.div(width, rounding_mode="floor") - rows) // window.dilation[0]
-            across = (there % width - columns) // window.dilation[1]
-            found[part] = (down * window.kernel[1] + across).to(torch.uint8)
-        places = found.view(-1)
-        per = 8 // window.bits
-        padded = torch.nn.functional.pad(places, (0, -len(places) % per)).view(-1, per)
-        self.buffer = torch.zeros(len(padded), dtype=torch.uint8)
-        for i in range(per):
-            self.buffer |= padded[:, i] << (i * window.bits)
+        rows, columns = window.origins(tuple(indices.shape), indices.device)
+        places = torch.empty(indices.shape, dtype=torch.uint8, device=indices.device)
+        for part in _parts(indices.shape, indices.device):
+            at = indices.detach()[part]
+            down = (at.div(width, rounding_mode="floor") - rows) // window.dilation[0]
+            across = (at % width - columns) // window.dilation[1]
+            places[part] = (down * window.kernel[1] + across).to(torch.uint8)
+        self.buffer = packing.pack_codes(places.view(-1), window.bits)
         self.nbytes = self.buffer.numel()
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        window, per = self.window, 8 // self.window.bits
-        shifts = torch.arange(per, dtype=torch.uint8) * window.bits
-        places = (self.buffer[:, None] >> shifts) & ((1 << window.bits) - 1)
-        places = places.reshape(-1)[: layout.numel].view(layout.shape)
-        rows, columns = window.origins(layout.shape)
-        made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
-        for part in _parts(layout.shape):
+        window = self.window
+        places = packing.unpack_codes(self.buffer, layout.numel, window.bits).view(layout.shape)
+        rows, columns = window.origins(layout.shape, places.device)
+        values = torch.empty_strided(
+            layout.shape, layout.stride, dtype=layout.dtype, device=places.device
+        )
+        for part in _parts(layout.shape, places.device):
             place = places[part].long()
             down = place // window.kernel[1] * window.dilation[0] + rows
             across = place % window.kernel[1] * window.dilation[1] + columns
-            made[part] = down * window.width + across
-        return made.to(layout.device)
+            values[part] = down * window.width + across
+        return values
 
 
-def _parts(shape: Sequence[int]) -> Iterator[slice]:
+def _parts(shape: Sequence[int], device: torch.device, on_host: int = _AT_ONCE) -> Iterator[slice]:
     """Runs of the first axis with few elements: several numbers of 8 bytes are made of each."""
-    step = max(1, _AT_ONCE // max(math.prod(shape[1:]), 1))
+    # Elsewhere a launch costs what the host needs for a run of this length.
+    most = on_host if device.type == "cpu" else 64 * _AT_ONCE
+    step = max(1, most // max(math.prod(shape[1:]), 1))
     return (slice(start, start + step) for start in range(0, shape[0], step))
 
 
-class Lossy:
-    """Values of the codec "bounded".
+class Lossy(Kept, Protocol):
+    """Values in fewer bits.
 
     Attributes
     ----------
     variance, nonzero
-        Mean variance of the rounding, and the fraction of elements that are not zero.
+        Mean variance of the rounding, and the fraction of elements that are not zero; None where
+        nobody looks, as on a device they are waited for.
     fits
         Whether few enough elements escaped.
+    row_bytes
+        Of `nbytes`, those that no choice of bits changes.
     """
 
-    def __init__(self, values: np.ndarray[Any, Any], codec: Any, step: int) -> None:
-        kept = codec.quantise(values, step=step)
+    bits: int
+    row_bytes: int
+    fits: bool
+    variance: float | None
+    nonzero: float | None
+
+
+class OnHost:
+    """[n] values of the host in groups on grids, and those that escape."""
+
+    row_bytes = 0
+
+    def __init__(self, values: torch.Tensor, codec: Any, step: int) -> None:
+        n = values.numel()
         self._codec, self.bits = codec, codec.bits
-        n = values.size
-        self.nonzero = float(np.count_nonzero(values)) / max(n, 1)
+        self._memory = torch.empty(codec.grid_bytes(n), dtype=torch.uint8)
+        kept = codec.quantise(_as_numpy(values), step=step, into=self._memory.numpy())
+        self._at, self._values = torch.tensor(kept.at), torch.tensor(kept.values)
+        self.variance = kept.variance(n)
+        self.nonzero = 1 - float(kept.zeros) / max(n, 1)
         self.fits = kept.at.size <= max(1.0, n * ESCAPE_LIMIT)
-        if codec.form == "paper":
-            self.variance = codec.bound**2 / 3 * self.nonzero
-            coded = np.frombuffer(kept.coded, np.uint8)
-            self._parts = [kept.at, kept.values, coded]
-        else:
-            self.variance = kept.variance(n)
-            self._parts = [kept.at, kept.values, kept.bases, kept.steps, kept.codes]
-        self._kind = type(kept)
-        self.buffer = _buffer(self._parts)
-        self._sizes = [(part.size, part.dtype) for part in self._parts]
-        del self._parts
-        self.nbytes = self.buffer.numel()
-
-    def values(self, n: int) -> np.ndarray[Any, Any]:
-        """Return the values, [n] float32."""
-        data, parts, start = self.buffer.numpy(), [], 0
-        for size, dtype in self._sizes:
-            end = start + size * dtype.itemsize
-            parts.append(data[start:end].view(dtype))
-            start = end
-        at, values, *rest = parts
-        if self._codec.form == "paper":
-            return np.asarray(self._codec.restore(self._kind(rest[0].tobytes(), at, values), n))
-        bases, steps, codes = rest
-        spread = np.empty(0, np.uint32)
-        kept = self._kind(bases, steps, spread, codes, at, values)
-        return np.asarray(self._codec.restore(kept, n))
+        self.nbytes = self._memory.nbytes + self._at.nbytes + self._values.nbytes
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        return layout.restore(self.values(layout.numel))
+        out = torch.empty(layout.numel, dtype=layout.dtype)
+        at, values = self._at.numpy(), self._values.numpy()
+        self._codec.restore_grids(self._memory.numpy(), out.numel(), at, values, out=_as_numpy(out))
+        return layout.restore(out)
 
 
-class Kept(Protocol):
-    """What is kept of a tensor: one of those above."""
+class OnDevice:
+    """[n] values packed where they are; see packing.py."""
 
-    nbytes: int
+    fits, row_bytes = True, 0
+
+    def __init__(self, values: torch.Tensor, bits: int, key: tuple[int, int], *, look: bool):
+        self.bits, n = bits, values.numel()
+        packed = packing.pack(values, bits, key)
+        self.variance = float(packed.variance(n)) if look else None
+        self.nonzero = float((values != 0).float().mean()) if look else None
+        # The spread is for the variance alone; a slice without a copy would hold all of it.
+        self._packed = replace(packed, spread=packed.spread[:0].clone())
+        self.nbytes = packed.nbytes
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        """Return the tensor."""
+        return layout.restore(packing.unpack(self._packed, layout.numel, self.bits, layout.dtype))
 
 
-def two_values(values: np.ndarray[Any, Any]) -> float | None:
+class Rows:
+    """Values in units of the range of what each is normalized with: a token, a channel, a group.
+
+    A norm divides by its row's own spread, and a softmax's gradient is relative to its row. Where
+    rows of far apart sizes share a group of 256, on one grid, the small ones would be lost: a
+    ViT's class token, a hundredth of the patches beside it, alone has a gradient.
+
+    view : [...] the tensor, its axes perhaps split
+    axes : those over which its rows extend
+    pack : keeps [n] values
+    """
+
+    def __init__(
+        self, view: torch.Tensor, axes: tuple[int, ...], pack: Callable[[torch.Tensor], Lossy]
+    ) -> None:
+        lowest, highest = (f(axes, keepdim=True).float() for f in (view.amin, view.amax))
+        span = (highest - lowest).clamp(min=torch.finfo(torch.float32).tiny)
+        # A row with NaN, Inf or a range beyond float32 is packed as it is: the codec knows these.
+        fits = span < packing.UNFIT
+        order = in_memory(view)
+        self._lowest = torch.where(fits, lowest, 0.0).permute(order)
+        self._span = torch.where(fits, span, 1.0).permute(order)
+        self._shape = view.permute(order).shape
+        self._kept: list[tuple[slice, Lossy]] = []
+        for part in _parts(self._shape, view.device, _ROWS_AT_ONCE):
+            values = view.detach().permute(order)[part] - _cut(self._lowest, part)
+            self._kept.append((part, pack(values.div_(_cut(self._span, part)).view(-1))))
+        kept = [each for _, each in self._kept]
+        self.bits, self.fits = kept[0].bits, all(each.fits for each in kept)
+        self.row_bytes = self._lowest.nbytes + self._span.nbytes
+        self.nbytes = sum(each.nbytes for each in kept) + self.row_bytes
+        # As if steps, which are near 1 over the levels in all rows, had nothing to do with ranges.
+        known = [each.variance for each in kept if each.variance is not None]
+        square = float(self._span.square().mean()) if known else 0.0
+        self.variance = square * sum(known) / len(known) if known else None
+        self.nonzero = 1.0 if known else None
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        out = torch.empty(self._shape, dtype=layout.dtype, device=layout.device)
+        for part, kept in self._kept:
+            shape = out[part].shape
+            n = Layout(tuple(shape), out[part].stride(), torch.float32, layout.device)
+            values = kept.restore(n).mul_(_cut(self._span, part))
+            torch.add(values, _cut(self._lowest, part), out=out[part])
+        return layout.restore(out.view(-1))
+
+
+def _cut(rows: torch.Tensor, part: slice) -> torch.Tensor:
+    return rows if rows.shape[0] == 1 else rows[part]
+
+
+def in_memory(tensor: torch.Tensor) -> list[int]:
+    """Return the axes of a dense tensor, the outermost of its memory first."""
+    axes = range(tensor.dim())
+    return sorted(axes, key=lambda axis: (tensor.shape[axis] == 1, -tensor.stride(axis)))
+
+
+def within_groups(view: torch.Tensor, axes: tuple[int, ...]) -> bool:
+    """Whether no group of 256 elements lies in two rows, so that its grid is that of one."""
+    run = 1
+    for axis in reversed(in_memory(view)):
+        if axis not in axes and view.shape[axis] > 1:
+            break
+        run *= view.shape[axis]
+    return run % packing.GROUP == 0
+
+
+class Coded:
+    """The paper's form: rounded to nearest, predicted, entropy-coded."""
+
+    row_bytes = 0
+
+    def __init__(self, values: torch.Tensor, codec: Any) -> None:
+        run = values.float().cpu().numpy()
+        self._codec, self.bits = codec, codec.bits
+        kept = codec.quantise(run)
+        self.nonzero = float(np.count_nonzero(run)) / max(run.size, 1)
+        self.fits = kept.at.size <= max(1.0, run.size * ESCAPE_LIMIT)
+        self.variance = codec.bound**2 / 3 * self.nonzero
+        self._kept = type(kept), torch.tensor(np.frombuffer(kept.coded, np.uint8))
+        self._at, self._values = torch.tensor(kept.at), torch.tensor(kept.values)
+        self.nbytes = len(kept.coded) + self._at.nbytes + self._values.nbytes
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        kind, coded = self._kept
+        kept = kind(coded.numpy().tobytes(), self._at.numpy(), self._values.numpy())
+        return layout.restore(torch.from_numpy(self._codec.restore(kept, layout.numel)))
+
+
+def two_values(values: torch.Tensor) -> float | None:
     """Return c if all values are 0 or c, else None."""
-    top = float(values.max()) if values.size else 0.0
-    top = float(values.min()) if top == 0 else top
-    return top if bool(((values == 0) | (values == np.float32(top))).all()) else None
+    # On a device this waits; there, dropout saves a mask of booleans and does not come here.
+    low, high = (float(value) for value in values.aminmax()) if values.numel() else (0.0, 0.0)
+    top = low if high == 0 else high
+    return top if bool(((values == 0) | (values == top)).all()) else None
 
 
 @lru_cache(maxsize=256)
@@ -268,17 +379,6 @@ def codec(bits: int, tolerance: float, form: str, seed: int, threads: int) -> An
     )
 
 
-def _buffer(parts: list[Any]) -> torch.Tensor:
-    """Return the parts side by side in one tensor that torch has allocated."""
-    made = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
-    view, start = made.numpy(), 0
-    for part in parts:
-        end = start + part.nbytes
-        view[start:end] = part.view(np.uint8)
-        start = end
-    return made
-
-
 @dataclass
 class Compressor:
     """What looks at values and compresses them; each tensor draws its own random numbers."""
@@ -289,15 +389,34 @@ class Compressor:
     threads: int
     drawn: int = 0
 
-    def rounded(self, tensor: torch.Tensor, bits: int, tolerance: float, form: str) -> Lossy:
-        """Return the values in these bits."""
-        chosen = codec(bits, tolerance, form, self.seed, self.threads)
+    def rounded(
+        self, tensor: torch.Tensor, bits: int, tolerance: float, form: str, *,
+        look: bool, rows: tuple[torch.Tensor, tuple[int, ...]] | None = None,
+    ) -> Lossy:  # fmt: skip
+        """Return the values in these bits.
+
+        look : whether statistics are wanted
+        rows : a view of the tensor, and the axes of it over which it is normalized
+        """
+        if rows is not None:
+            return Rows(*rows, lambda run: self.packed(run, bits, tolerance, "fixed", look=look))
+        return self.packed(flat(tensor), bits, tolerance, form, look=look)
+
+    def packed(
+        self, values: torch.Tensor, bits: int, tolerance: float, form: str, *, look: bool
+    ) -> Lossy:
+        """Return [n] values in these bits."""
+        step = self.drawn
         self.drawn += 1
-        return Lossy(flat_values(tensor), chosen, self.drawn - 1)
+        if form == "paper":
+            return Coded(values, codec(bits, tolerance, form, self.seed, self.threads))
+        if values.device.type == "cpu":
+            return OnHost(values, codec(bits, tolerance, form, self.seed, self.threads), step)
+        return OnDevice(values, bits, groups.keys(self.seed, step), look=look)
 
     def sign(self, tensor: torch.Tensor) -> Mask:
         """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
-        return Mask(~(flat_values(tensor) <= 0), 1.0)
+        return Mask(flat(tensor), lambda values: ~(values <= 0), 1.0)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
         """Return what is kept of a tensor of which nothing is lost."""
@@ -307,15 +426,15 @@ class Compressor:
             return Shape()
         if kind == "integers":
             if tensor.dtype == torch.bool:
-                return Mask(flat_values(tensor), 1.0)
+                return Mask(flat(tensor), lambda values: values, 1.0)
             if window is not None and window.bits and tensor.dtype == torch.int64:
                 return Places(tensor, window)
             narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
             return Narrow(tensor.detach()) if narrow else Exact(tensor)
-        values = flat_values(tensor)
+        values = flat(tensor)
         if kind == "sign":
-            return Mask(values > 0, 1.0)
-        return Mask(values != 0, two_values(values) or 0.0)
+            return Mask(values, lambda part: part > 0, 1.0)
+        return Mask(values, lambda part: part != 0, two_values(values) or 0.0)
 
 
 class SignRelu(torch.autograd.Function):
@@ -353,30 +472,21 @@ class _Masked(torch.autograd.Function):
         return _Masked.apply(gradient, *ctx.kept), None, None
 
 
-def masked(gradient: torch.Tensor, bits: np.ndarray[Any, Any], layout: Any) -> torch.Tensor:
+def masked(gradient: torch.Tensor, bits: torch.Tensor, layout: Any) -> torch.Tensor:
     """Return a gradient with zeros where a bit is not set.
 
-    Parameters
-    ----------
-    bits
-        [n / 8] uint8, in the order of the memory of `layout`.
+    bits : [n / 8] uint8, in the order of the memory of `layout`
     """
-    made = torch.empty_strided(
+    values = torch.empty_strided(
         layout.shape, layout.stride, dtype=gradient.dtype, device=gradient.device
     )
-    made.copy_(gradient)
-    flat = made.as_strided((layout.numel,), (1,))
-    # As integers: an AND is ten times faster than to select, and what goes is +0, NaN too.
-    whole = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    host = whole.numpy() if whole.device.type == "cpu" else None
-    for start in range(0, layout.numel, _CHUNK):
-        count = min(_CHUNK, layout.numel - start)
-        on = np.unpackbits(bits[start // 8 :][: -(-count // 8)], count=count, bitorder="little")
-        ones = np.negative(on.view(np.int8))
-        if host is not None:
-            part = host[start : start + count]
-            np.bitwise_and(part, ones.astype(part.dtype), out=part)
-        else:
-            part = whole[start : start + count]
-            part &= torch.from_numpy(ones).to(part.device, part.dtype)
-    return made
+    values.copy_(gradient)
+    run = values.as_strided((layout.numel,), (1,))
+    # As integers: what goes is +0, NaN too, where a product would keep it.
+    whole = run.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[run.element_size()])
+    size = packing.part_size(run.device)
+    for start in range(0, layout.numel, size):
+        part = whole[start : start + size]
+        on = packing.unpack_bits(bits[start // 8 :][: -(-part.numel() // 8)], part.numel())
+        part &= -on.view(torch.int8).to(part.dtype)
+    return values

@@ -30,6 +30,7 @@ from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
 from ..model.modes import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
+from ..step import Call, Step
 from ..trace.fake import quiet
 from ..trace.op_seconds import while_training
 
@@ -54,10 +55,7 @@ class Ready(Exception):  # noqa: N818 - says that the compiled step is there and
 class CompiledPlan(MeasuredPlan):
     """A plan by measured steps: what torch saves by itself and now computes again, by a setting.
 
-    Attributes
-    ----------
-    setting
-        Of torch's memory budget, as share and solver; None where torch's own partition fits.
+    setting : of torch's memory budget, as share and solver; None where torch's own partition fits
     """
 
     setting: tuple[float, str] | None = None
@@ -76,22 +74,13 @@ class CompiledPlan(MeasuredPlan):
 class Settings:
     """What a compiled step is planned with.
 
-    Parameters
-    ----------
-    budget
-        The most bytes, or a share of the plain compiled step's peak.
-    timed
-        Whether steps are timed.
-    recompute
-        Whether anything may be computed again.
-    resident_bytes
-        What is resident and no part of the step: the optimizer's state.
-    earlier_bytes
-        Gradients that are there when a step begins.
-    known
-        Settings of torch's budget that kept this one for other inputs, as share and solver.
-    key
-        All else that a plan depends on, as text; None: it is not kept for later processes.
+    budget : the most bytes, or a share of the plain compiled step's peak
+    timed : whether steps are timed
+    recompute : whether anything may be computed again
+    resident_bytes : what is resident and no part of the step: the optimizer's state
+    earlier_bytes : gradients that are there when a step begins
+    known : settings of torch's budget that kept this one for other inputs, as share and solver
+    key : all else that a plan depends on, as text; None: it is not kept for later processes
     """
 
     budget: float | str
@@ -103,7 +92,7 @@ class Settings:
     key: str | None = None
 
 
-class CompiledStep:
+class CompiledStep(Step):
     """A model under torch.compile, with what of it is computed again chosen by measuring.
 
     Parameters
@@ -123,9 +112,12 @@ class CompiledStep:
         If no partition of torch's keeps the budget.
     """
 
-    name = "compile"
+    backend = "compile"
+    hidden_from_hooks = "see what its compiled code keeps, in place of what its ops would"
     # Only the allocator sees the buffers of Inductor's kernels.
     by_allocator = True
+    # Inductor's kernels add in another order.
+    rounds_alike = False
 
     def __init__(
         self,
@@ -136,9 +128,10 @@ class CompiledStep:
     ) -> None:
         for module, name in _HOOKS:
             _check_hook(module, name)
-        self.settings = settings
+        self.settings, self.resident_bytes = settings, settings.resident_bytes
+        self.counts_gradients = bool(settings.earlier_bytes)
         self.name_of_model = type(model).__name__
-        self.made: CompiledPlan | None = None
+        self.compiled_plan: CompiledPlan | None = None
         self.dry, self.warned = True, False
         known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
         self.known_tensor_bytes = storage_bytes(known)
@@ -161,46 +154,30 @@ class CompiledStep:
     @property
     def plan(self) -> CompiledPlan:
         """The plan made last; torch.compile compiles again when what it relied on has changed."""
-        if self.made is None:
+        if self.compiled_plan is None:
             raise TraceError(
                 "torch.compile found nothing to differentiate in the model, so there is no "
                 "backward pass to plan. Pass a model in training, with parameters that require "
                 "gradients."
             )
-        return self.made
+        return self.compiled_plan
+
+    @plan.setter
+    def plan(self, compiled: CompiledPlan) -> None:
+        self.compiled_plan = compiled
 
     @property
-    def trace(self) -> None:
-        """None: what is planned is no graph of ops."""
-        return None
+    def setting(self) -> tuple[float, str] | None:
+        """Of torch's memory budget, as share and solver."""
+        return self.plan.setting
 
-    @property
-    def known(self) -> list[torch.Tensor]:
-        """None: constants are in the compiled code."""
-        return []
-
-    @property
-    def ignored(self) -> list[torch.Tensor]:
-        """None: nothing is moved to the host."""
-        return []
-
-    @property
-    def resident_bytes(self) -> int:
-        """The optimizer's state."""
-        return self.settings.resident_bytes
-
-    @property
-    def accumulate(self) -> bool:
-        """Whether gradients that are there when a step begins are counted."""
-        return bool(self.settings.earlier_bytes)
-
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the forward pass of the model this was made for."""
         twin: torch.nn.Module = object.__new__(self.kind)
         # The same dictionary: what the forward pass sets is set on the model.
         object.__setattr__(twin, "__dict__", model.__dict__)
         returned = self.compiled(twin, *args, **kwargs)
-        given = {id(it) for it in tensors((args, kwargs))}
+        given = {id(tensor) for tensor in tensors((args, kwargs))}
         for out in tensors(returned):
             if out.grad_fn is not None and id(out) not in given:
                 out.register_hook(partial(self._arrived, out.stride()))
@@ -213,7 +190,7 @@ class CompiledStep:
         if torch.is_grad_enabled() or is_batched(gradient) or transformed():
             raise ReplayError(
                 "gradients of gradients or several at a time (create_graph=True, vmap, "
-                "forward-mode AD) are asked for of a model planned with backend='compile', whose "
+                "forward-mode AD) are requested of a model planned with backend='compile', whose "
                 "compiled backward pass computes one gradient. Plan with backend='graph' or "
                 "'modules'."
             )
@@ -234,8 +211,8 @@ class CompiledStep:
 
     def _backend(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         # As users call backward: outside of the `with torch.autocast` of the forward pass.
-        again = nullcontext() if self.dry else while_training()
-        with functorch_config.patch(backward_pass_autocast="off"), again:
+        clock = nullcontext() if self.dry else while_training()
+        with functorch_config.patch(backward_pass_autocast="off"), clock:
             run = self._compiled(module, list(inputs))
 
         def ready(*args: Any) -> Any:
@@ -261,14 +238,14 @@ class CompiledStep:
                 resident,
                 settings.timed,
                 settings.recompute,
-                tuple(partitioner.Setting(*it) for it in settings.known),
+                tuple(partitioner.Setting(*setting) for setting in settings.known),
             )
-            found = search.Search(module, inputs, request)
-            if found.plain is None:
+            search_result = search.Search(module, inputs, request)
+            if search_result.plain is None:
                 return partitioner.compile_step(module, inputs, None, apart=False)
-            kept = found.best()
+            kept = search_result.best()
             _write(path, kept)
-        self.made = kept
+        self.compiled_plan = kept
         cut = kept.setting and partitioner.BudgetPartitioner(partitioner.Setting(*kept.setting))
         return partitioner.compile_step(module, inputs, cut, apart=False)
 
@@ -278,9 +255,9 @@ def until_ready() -> Iterator[None]:
     """Let torch.compile compile a model inside; it ends by Ready, or by a TraceError."""
     # Libraries warn from within a forward pass; that is no reason not to take it whole.
     logs = {
-        it
-        for it in vars(logging.Logger).values()
-        if callable(it) and getattr(it, "__name__", "").startswith(_LOGS)
+        var
+        for var in vars(logging.Logger).values()
+        if callable(var) and getattr(var, "__name__", "").startswith(_LOGS)
     }
     left_out = torch._dynamo.config.ignore_logging_functions | logs
     try:
@@ -293,14 +270,16 @@ def until_ready() -> Iterator[None]:
         if cause is not None:
             raise cause from None
         raise TraceError(
-            f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change "
-            "that place, or plan with backend='graph' or 'modules'."
+            f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change that "
+            "code, or plan with backend='graph' or 'modules'."
         ) from error
 
 
 def storage_bytes(held: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors, each once."""
-    memories = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
+    memories = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
+    }
     return sum(memories.values())
 
 
@@ -341,16 +320,26 @@ def _path(
     cache_dir = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir
     text = hashlib.sha256()
     # Bodies of checkpoints and the like are graphs of their own.
-    graphs = [it.graph for it in module.modules() if isinstance(it, fx.GraphModule)]
-    for node in (it for graph in graphs for it in graph.nodes):
+    graphs = [
+        graph_module.graph
+        for graph_module in module.modules()
+        if isinstance(graph_module, fx.GraphModule)
+    ]
+    for node in (node for graph in graphs for node in graph.nodes):
         what = f"{node.op} {node.name} {_named(node.target)} {node.args} {node.kwargs}\n"
         text.update(what.encode())
-    for it in (*inputs, *module.parameters(), *module.buffers()):
-        if isinstance(it, torch.Tensor):
-            form = it.shape, it.stride(), it.dtype, it.device, it.requires_grad
+    for graph_module in (*inputs, *module.parameters(), *module.buffers()):
+        if isinstance(graph_module, torch.Tensor):
+            form = (
+                graph_module.shape,
+                graph_module.stride(),
+                graph_module.dtype,
+                graph_module.device,
+                graph_module.requires_grad,
+            )
             text.update(f"{form}\n".encode())
         else:
-            text.update(f"{it}\n".encode())
+            text.update(f"{graph_module}\n".encode())
     for value in (
         *(inductor.get_hash(), functorch_config.get_hash(), torch.__version__),
         *(partitioner.version(), partitioner.SOLVERS),
@@ -365,8 +354,10 @@ def _path(
 
 def _cards(inputs: list[Any]) -> tuple[str, ...]:
     """Return the names of the cards that tensors lie on: seconds and scratch are theirs."""
-    devices = {it.device for it in inputs if isinstance(it, torch.Tensor)}
-    return tuple(sorted(torch.cuda.get_device_name(it) for it in devices if it.type == "cuda"))
+    devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
+    return tuple(
+        sorted(torch.cuda.get_device_name(device) for device in devices if device.type == "cuda")
+    )
 
 
 def _named(target: Any) -> str:
@@ -382,12 +373,12 @@ def _read(path: Path | None) -> CompiledPlan | None:
         return None
     try:
         data = json.loads(path.read_text())
-        choices = tuple(Choice(**it) for it in data.pop("choices"))
+        choices = tuple(Choice(**choice) for choice in data.pop("choices"))
         share, solver = data.pop("setting") or (None, "")
         setting = None if share is None else (float(share), str(solver))
         return CompiledPlan(choices, setting=setting, **data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.info("the plan kept in %s is not read (%s); it is made anew", path, error)
+        log.info("the plan stored in %s cannot be read (%s); it is computed again", path, error)
         return None
 
 
@@ -402,6 +393,6 @@ def _write(path: Path | None, plan: CompiledPlan) -> None:
             json.dump(asdict(plan), file)
         Path(name).replace(path)
     except OSError as error:
-        log.info("the plan is not kept: %s", error)
+        log.info("the plan cannot be stored: %s", error)
         with suppress(OSError, UnboundLocalError):
             Path(name).unlink()

@@ -56,12 +56,8 @@ class Setting:
 class Partition:
     """The two graphs that a joint graph is cut into.
 
-    Parameters
-    ----------
-    forward, backward
-        The graphs.
-    outputs
-        How many results of the forward graph go to the caller; the others are saved.
+    forward, backward : the graphs
+    outputs : how many results of the forward graph go to the caller; the others are saved
     """
 
     forward: fx.GraphModule
@@ -75,9 +71,9 @@ class Partition:
     def saved(self) -> dict[str, int]:
         """Return what is saved for the backward pass, parameters and inputs aside, with bytes."""
         return {
-            it.name: it.meta["val"].nbytes
-            for it in results_of(self.forward)[self.outputs :]
-            if it.op != "placeholder" and isinstance(it.meta.get("val"), torch.Tensor)
+            node.name: node.meta["val"].nbytes
+            for node in results_of(self.forward)[self.outputs :]
+            if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
         }
 
 
@@ -101,10 +97,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 class JointRecorder(CustomPartitionerFn):
     """Cuts a joint graph as torch does by itself, and keeps the graph.
 
-    Attributes
-    ----------
-    plain
-        torch's own partition; None until torch.compile has asked for one.
+    plain : torch's own partition; None until torch.compile has asked for one
     """
 
     def __init__(self) -> None:
@@ -128,27 +121,27 @@ class JointRecorder(CustomPartitionerFn):
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the types of all values of the joint graph."""
-        values = (it.meta.get("val") for it in self._joint.graph.nodes)
-        return {it.dtype for it in values if isinstance(it, torch.Tensor)}
+        values = (node.meta.get("val") for node in self._joint.graph.nodes)
+        return {value.dtype for value in values if isinstance(value, torch.Tensor)}
 
     def partition(self, setting: Setting) -> Partition:
         """Return the partition of another setting."""
-        made = partitioned(copied(self._joint), self._inputs, self._told, setting)
-        return Partition(*made, self._told["num_fwd_outputs"])
+        parts = partitioned(copied(self._joint), self._inputs, self._told, setting)
+        return Partition(*parts, self._told["num_fwd_outputs"])
 
 
 def partitioned(
-    joint: fx.GraphModule, inputs: Any, told: dict[str, Any], setting: Setting | None
+    joint: fx.GraphModule, inputs: Any, fields: dict[str, Any], setting: Setting | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return torch's partition, with a memory budget where a setting is given."""
     if setting is None:
-        return min_cut_rematerialization_partition(joint, inputs, **told)
+        return min_cut_rematerialization_partition(joint, inputs, **fields)
     mark_unrepeatable(joint)
     with functorch_config.patch(
         activation_memory_budget=setting.share,
         activation_memory_budget_solver=setting.solver,
     ):
-        return min_cut_rematerialization_partition(joint, inputs, **told)
+        return min_cut_rematerialization_partition(joint, inputs, **fields)
 
 
 def compile_step(
@@ -188,7 +181,7 @@ def mark_unrepeatable(joint: fx.GraphModule) -> None:
     """
     write = torch.ops.aten.copy_.default
     writes = list(joint.graph.find_nodes(op="call_function", target=write))
-    written = {it.args[0] for it in writes}
+    written = {write.args[0] for write in writes}
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in writes:
             continue
@@ -204,10 +197,10 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        made = here[node] = graph.node_copy(node, here.__getitem__)
-        made.meta = dict(node.meta)
+        copy = here[node] = graph.node_copy(node, here.__getitem__)
+        copy.meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):
-            made._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
     # By these AOTAutograd knows parameters from inputs, which torch's partition depends on.
@@ -224,4 +217,4 @@ def results_of(module: fx.GraphModule) -> list[Any]:
 def version() -> str:
     """Return a hash of this package's part in what is compiled."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(it.read_bytes() for it in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...base.clock import counts_work, stage
-from ...base.progress import report_progress
+from ...base.progress import counts_work, report_progress, stage
 from ...base.sizes import parse_bytes, show_bytes
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
@@ -27,8 +26,7 @@ from ..model.results import Results, differences
 from ..model.step import tensors
 from ..target.accelerator import is_apart
 from .backend import CompiledPlan, storage_bytes
-from .floor import floor_bytes
-from .measure import ROUNDS, MeasuredStep, measured_step, step_seconds
+from .measure import ROUNDS, MeasuredStep, floor_bytes, measured_step, step_seconds
 from .partitioner import (
     SOLVERS,
     BudgetPartitioner,
@@ -102,17 +100,10 @@ class Candidate:
 class Search:
     """A search for one traced model.
 
-    Parameters
-    ----------
-    module, inputs
-        As torch.compile hands them to a back end.
-    request
-        What is asked for.
+    module, inputs : as torch.compile hands them to a back end
+    request : what is asked for
 
-    Attributes
-    ----------
-    plain
-        The step as torch compiles it by itself; None where there is nothing to differentiate.
+    plain : the step as torch compiles it by itself; None where there is nothing to differentiate
     """
 
     def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Request) -> None:
@@ -134,17 +125,17 @@ class Search:
         self.plain = Candidate(None, self.recorder.plain, run, replace(step, results={}))
         self._by_saved[tuple(self.recorder.plain.saved())] = self.plain
 
-    def _rounding(self, again: Results) -> float:
+    def _rounding(self, second: Results) -> float:
         """Return how far apart steps may be that compute the same in another order.
 
-        again : of the plain step once more; kernels that add in any order differ from run to run
+        second : of the plain step once more; kernels that add in any order differ from run to run
         """
-        noise = max(differences(self.expected, again).values(), default=0.0)
-        found = [NOISE * noise, *(ROUNDING.get(it, 0.0) for it in self.recorder.dtypes())]
-        on_card = any(is_apart(it.device) for it in tensors(self.inputs))
+        noise = max(differences(self.expected, second).values(), default=0.0)
+        errors = [NOISE * noise, *(ROUNDING.get(dtype, 0.0) for dtype in self.recorder.dtypes())]
+        on_card = any(is_apart(tensor.device) for tensor in tensors(self.inputs))
         if on_card and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
-            found.append(_TF32)
-        return max(found)
+            errors.append(_TF32)
+        return max(errors)
 
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the peak of a candidate with all that is resident beside it."""
@@ -163,22 +154,22 @@ class Search:
         if self.peak_bytes(self.plain) <= allowed:
             return self.plan(self.plain, allowed, (0.0, 0.0))
         for known in self.request.known:
-            found = self.candidate(known, allowed)
-            if found is not None and self.peak_bytes(found) <= allowed:
-                return self.plan(found, allowed, (0.0, 0.0))
+            candidate = self.candidate(known, allowed)
+            if candidate is not None and self.peak_bytes(candidate) <= allowed:
+                return self.plan(candidate, allowed, (0.0, 0.0))
         kept = self.within(allowed) if self.request.recompute else []
         if not kept:
             raise self.refusal(allowed)
-        kept.sort(key=lambda it: (-it.saved_bytes, it.step.peak_bytes))
+        kept.sort(key=lambda choice: (-choice.saved_bytes, choice.step.peak_bytes))
         chosen, seconds = kept[0], (0.0, 0.0)
         if self.request.timed and not counts_work():
             report_progress("time steps", 0, 1)
             with stage():
-                runs = [self.plain.run, *(it.run for it in kept)]
+                runs = [self.plain.run, *(choice.run for choice in kept)]
                 plain_s, *took = step_seconds(runs, self.inputs, rounds=ROUNDS)
-            for it, step_s in zip(kept, took, strict=True):
+            for choice, step_s in zip(kept, took, strict=True):
                 log.info(
-                    "%s takes %.2e s, torch's own partition %.2e s", it.setting, step_s, plain_s
+                    "%s takes %.2e s, torch's own partition %.2e s", choice.setting, step_s, plain_s
                 )
             fastest = min(range(len(kept)), key=took.__getitem__)
             chosen, seconds = kept[fastest], (took[fastest], plain_s)
@@ -188,9 +179,9 @@ class Search:
         """Return candidates that keep a budget, each partition once."""
         kept: dict[int, Candidate] = {}
         for setting in self.settings(allowed):
-            found = self.candidate(setting, allowed)
-            if found is not None and self.peak_bytes(found) <= allowed:
-                kept[id(found)] = found
+            candidate = self.candidate(setting, allowed)
+            if candidate is not None and self.peak_bytes(candidate) <= allowed:
+                kept[id(candidate)] = candidate
             if kept and _is_late():
                 break
         return list(kept.values())
@@ -200,7 +191,7 @@ class Search:
         first, *more = SOLVERS
         best = yield from self._spread(first, allowed)
         if best:
-            higher = min((it for it in _GRID if it > best), default=1.0)
+            higher = min((share for share in _GRID if share > best), default=1.0)
             best = yield from self._halved(first, best, higher, allowed)
         for solver in more:
             if best:
@@ -238,8 +229,8 @@ class Search:
         return low
 
     def _keeps(self, setting: Setting, allowed: int) -> bool:
-        found = self.candidate(setting, allowed)
-        return found is not None and self.peak_bytes(found) <= allowed
+        candidate = self.candidate(setting, allowed)
+        return candidate is not None and self.peak_bytes(candidate) <= allowed
 
     def candidate(self, setting: Setting, allowed: int) -> Candidate | None:
         """Return the partition of a setting, measured; each partition is, once.
@@ -263,13 +254,13 @@ class Search:
             run = compile_step(self.module, self.inputs, BudgetPartitioner(setting))
             step = measured_step(run, self.inputs)
         except torch.OutOfMemoryError as error:
-            log.info("%s has no room to run: %s", setting, error)
+            log.info("%s does not fit into memory: %s", setting, error)
             return None
         apart = differences(self.expected, step.results)
         worst = max(apart, key=lambda name: apart[name], default="")
         if worst and apart[worst] > self.rounding:
             log.warning(
-                "%s computes something else than the plain compiled step (%s by %.1e); left out",
+                "%s gives other results than the plain compiled step (%s by %.1e); left out",
                 *(setting, worst, apart[worst]),
             )
             return None
@@ -303,19 +294,19 @@ class Search:
             # Some that save least may not have been compiled, as even they save more than that.
             for share in _LEAST_SHARES:
                 self.candidate(Setting(share, SOLVERS[0]), 1 << 62)
-        tried = [it for it in self._by_saved.values() if it is not None]
+        tried = [measured for measured in self._by_saved.values() if measured is not None]
         nearest = min(tried, key=self.peak_bytes)
-        found, op = self.peak_bytes(nearest), nearest.step.peak_op
-        percent = percent_kept(found, self.peak_bytes(self.plain))
+        peak, op = self.peak_bytes(nearest), nearest.step.peak_op
+        percent = percent_kept(peak, self.peak_bytes(self.plain))
         hint = f', "{percent}%" of the compiled step without a plan' if percent else ""
         floor, working = floor_bytes(self.plain.partition, self.known_bytes)
         why = f"what {working!r} works on" if working else "what it ends with"
         return BudgetError(
-            f"the compiled step needs {show_bytes(found)}, set by {op!r}; no plan of it can go "
-            f"below {show_bytes(floor)}, {why}. The {budget_line(allowed, found)}. The nearest "
-            f"that was found is {found} bytes{hint}. Raise the budget, make the batch smaller, or "
+            f"the compiled step needs {show_bytes(peak)}, set by {op!r}; no plan of it can go "
+            f"below {show_bytes(floor)}, {why}. The {budget_line(allowed, peak)}. The smallest "
+            f"budget found is {peak} bytes{hint}. Raise the budget, make the batch smaller, or "
             "plan with backend='graph', which may also move the order of calls.",
-            peak_bytes=found,
+            peak_bytes=peak,
             budget_bytes=allowed,
             op=op,
             floor_bytes=floor,

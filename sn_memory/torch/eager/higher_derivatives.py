@@ -28,6 +28,7 @@ from ..model.snapshot import version_of
 from ..model.step import restore_rng_state, tensors
 from ..model.wrapping import inner_model, plain_class
 from ..target.accelerator import device_types, rng_state, set_rng_state
+from ..trace.record import View
 from .replay import Gradients, Replay
 
 
@@ -37,7 +38,7 @@ class PlainStep:
     Parameters
     ----------
     model, record
-        The planned model and what it carries, a `Planned`.
+        The planned model and what it carries, a `PlanRecord`.
     kind, arguments
         The input.
     parameters, buffers
@@ -58,6 +59,7 @@ class PlainStep:
     ) -> None:
         self.model, self.record, self.kind, self.arguments = model, record, kind, arguments
         self.parameters, self.buffers, self.step = parameters, buffers, step
+        # As it is before the forward pass draws, so that it can draw the same again.
         self.random = [(device, rng_state(device)) for device in step.drawn_on]
         self.versions: list[int] = []
 
@@ -78,9 +80,9 @@ class PlainStep:
                 "Leave retain_graph out where no second backward pass follows.",
             )
 
-    def arrived(self, gradient: torch.Tensor, planned: Sequence[int]) -> None:
+    def arrived(self, gradient: torch.Tensor, planned: View) -> None:
         """Warn once if the gradient of an output lies otherwise than planned."""
-        if text := other_layout(gradient, planned):
+        if text := other_layout(gradient, planned.stride):
             _warn_once(self.record, "layout", text)
 
     def gradients(
@@ -103,11 +105,11 @@ class PlainStep:
                 "(create_graph=True, vmap, forward-mode AD)"
             )
         else:
-            self.record.begins_at([it is not None for it in arrived])
-            what = "the gradient of an output beside the loss is"
+            self.record.inputs.begins_at([grad is not None for grad in arrived])
+            what = "the gradient of an output other than the loss is"
             why = (
-                f"{what} asked for, and that of the loss alone was planned, as the model returns "
-                "it; later steps are planned for what was asked for"
+                f"{what} requested, and only that of the loss was planned, as the model returns "
+                "it; later steps are planned for what was requested"
             )
         self._check(what)
         _without_plan(self.model, self.record, self.step.plan.baseline_peak_bytes, why)
@@ -115,8 +117,10 @@ class PlainStep:
             # Other tensors than these: one of them may have been made of another.
             # One may have been frozen since the forward pass.
             own = {
-                id(it): it.view_as(it) if it.requires_grad else it.detach().requires_grad_()
-                for it in wanted
+                id(tensor): tensor.view_as(tensor)
+                if tensor.requires_grad
+                else tensor.detach().requires_grad_()
+                for tensor in wanted
             }
             outputs = self._outputs(own)
         pairs = [
@@ -127,23 +131,29 @@ class PlainStep:
         if not pairs:
             return [None for _ in wanted]
         ends, gradients = zip(*pairs, strict=True)
-        inputs = [own[id(it)] for it in wanted]
-        found = torch.autograd.grad(ends, inputs, gradients, create_graph=asked, allow_unused=True)
-        return list(found)
+        inputs = [own[id(tensor)] for tensor in wanted]
+        results = torch.autograd.grad(
+            ends, inputs, gradients, create_graph=asked, allow_unused=True
+        )
+        return list(results)
 
     def _outputs(self, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Run the model's own forward pass; return the outputs that have gradients."""
         captured = self.step.captured
-        given = [own.get(id(it), it) for it in self.parameters]
+        given = [own.get(id(param), param) for param in self.parameters]
         # It may write to its buffers a second time.
-        given += [it.clone() for it in self.buffers]
+        given += [buffer.clone() for buffer in self.buffers]
         names = [f"model.{name}" for name, _ in (*captured.parameters, *captured.buffers)]
-        args, kwargs = tree_map_only(torch.Tensor, lambda it: own.get(id(it), it), self.arguments)
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda leaf: own.get(id(leaf), leaf), self.arguments
+        )
         model = _OwnForward(inner_model(self.model))
         with self.record.lock, self._as_then():
             returned = functional_call(model, dict(zip(names, given, strict=True)), args, kwargs)
         outputs = [
-            it for it in flatten_outputs(returned, self.model)[0] if isinstance(it, torch.Tensor)
+            output
+            for output in flatten_outputs(returned, self.model)[0]
+            if isinstance(output, torch.Tensor)
         ]
         differentiable = zip(outputs, self.step.differentiable, strict=True)
         return [out for out, has_gradient in differentiable if has_gradient]
@@ -167,14 +177,14 @@ class PlainStep:
         """Raise where the forward pass would read something else now; asked : for what it runs."""
         if self.step.overwritten:
             raise ReplayError(
-                f"{asked} asked for, and the forward pass writes over "
-                f"{', '.join(self.step.overwritten[:3])}, which it reads: run once more it would "
+                f"{asked} requested, but the forward pass writes over "
+                f"{', '.join(self.step.overwritten[:3])}, which it reads: a second run would "
                 "compute something else. Plan with backend='modules', or call the model as it was "
                 "before planning for these."
             )
         if self._versions() != self.versions:
             raise ReplayError(
-                f"{asked} asked for, and a parameter, buffer or input was changed in place since "
+                f"{asked} requested, but a parameter, buffer or input was changed in place since "
                 "the forward pass. Change it after backward."
             )
         now = self.record.guards.signature_of(self.model, self.arguments, loosely=True)
@@ -182,13 +192,13 @@ class PlainStep:
         if not self.kind.settings_hold_for(now):
             paths = [path for path, _ in self.model.named_modules()]
             raise ReplayError(
-                f"{asked} asked for, and the model is not as it was in the forward pass: "
+                f"{asked} requested, but the model is not as it was in the forward pass: "
                 f"{'; '.join(now.unlike(self.kind, paths))}. Change it after backward."
             )
 
     def _versions(self) -> list[int]:
         read = (*self.parameters, *self.buffers, *tensors(self.arguments), *self.step.known)
-        return [version_of(it) for it in read]
+        return [version_of(tensor) for tensor in read]
 
 
 class _OwnForward(torch.nn.Module):
@@ -226,9 +236,9 @@ def _without_plan(model: torch.nn.Module, record: Any, need: int, why: str) -> N
 
 
 def _warn_once(record: Any, what: str, text: str) -> None:
-    if what in record.warned:
+    if what in record.inputs.warned:
         return
-    record.warned.add(what)
+    record.inputs.warned.add(what)
     warn(text)
 
 

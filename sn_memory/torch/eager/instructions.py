@@ -2,22 +2,24 @@
 
 Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
 which results are kept. What is left for the step is to fill in and call. As they stand here calls
-are checked for how their results lie; `codegen.py` has what runs once that is known.
+are checked for how their results lie; `Row` is the code that runs once that is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import ReplayError
 from ..host.copies import OffloadBuffers, Wait, no_wait
 from ..quirks.recurrent import LAYER, in_training
 from ..target.accelerator import rng_state, set_rng_state
-from ..trace.op_seconds import carried_out
 from ..trace.record import Call, Layouts, View, form_of, layout_key
 from ..trace.to_graph import statistics
 
@@ -234,28 +236,19 @@ class ViewLoad:
 class RunCall:
     """The instruction that runs a call, and sees to it that its results look as traced.
 
-    Parameters
-    ----------
-    call
-        What to run.
-    forms
-        How each storage looks where it is held.
-    results
-        Place among the flat results, View, and whether it is to be held.
-    number
-        The call's.
-    again
-        It has run before.
-    replayed
-        It draws random numbers, and the plan runs it more than once.
-    device
-        Whose random numbers these are.
-    way
-        How to carry it out; None where there is no choice.
+    call : what to run
+    forms : how each storage looks where it is held
+    results : place among the flat results, View, and whether it is to be held
+    number : the call's
+    reruns : it has run before
+    replayed : it draws random numbers, and the plan runs it more than once
+    device : whose random numbers these are
     """
 
     # A deep net has tens of thousands of them.
-    __slots__ = ("again", "arguments", "call", "device", "number", "replayed", "results", "target")
+    __slots__ = (
+        "arguments", "call", "device", "number", "replayed", "reruns", "results", "target",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -264,18 +257,17 @@ class RunCall:
         results: Sequence[tuple[int, View, bool]],
         *,
         number: int,
-        again: bool,
+        reruns: bool,
         replayed: bool,
         device: torch.device,
-        way: str | None = None,
     ) -> None:
         self.call, self.results, self.number, self.device = call, results, number, device
-        self.again, self.replayed = again, replayed
-        target = call.target if way is None else _carried_out(call.target, way)
+        self.reruns, self.replayed = reruns, replayed
+        target = call.target
         if call.target is LAYER and call.outputs[-1] is not None:
             target = in_training(target)
         self.target: Callable[..., Any] = target
-        without = statistics(call) if again else ()
+        without = statistics(call) if reruns else ()
         # Flat, with a ViewLoad in the place of each tensor.
         self.arguments = [
             None
@@ -288,11 +280,11 @@ class RunCall:
 
     def __call__(self, memory: Memory) -> None:
         held = memory.held
-        flat = [it(held) if isinstance(it, ViewLoad) else it for it in self.arguments]
+        flat = [arg(held) if isinstance(arg, ViewLoad) else arg for arg in self.arguments]
         args, kwargs = tree_unflatten(flat, self.call.spec)
         # Else it would hold what the call may be the last to need.
         del flat
-        if self.replayed and self.again:
+        if self.replayed and self.reruns:
             now = rng_state(self.device)
             set_rng_state(self.device, memory.rng_states[self.number])
             result = self.target(*args, **kwargs)
@@ -323,7 +315,7 @@ def _as_traced(
     """Note how a kernel lays its results out, and return this one as traced; or raise."""
     if layouts is not None and tensor is not None:
         layouts[layout_key(call.target, call.flat)] = tuple(
-            form_of(it, -1) if isinstance(it, torch.Tensor) else None for it in flat
+            form_of(value, -1) if isinstance(value, torch.Tensor) else None for value in flat
         )
         if tensor.size() == view.size:
             copy = torch.empty_strided(
@@ -343,9 +335,195 @@ def _as_traced(
     )
 
 
-def _carried_out(target: Any, way: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with carried_out(way):
-            return target(*args, **kwargs)
+Function = Callable[[Memory], None]
+# Instructions that are written as one function: Python takes some kilobytes to compile a line.
+PART = 100
 
-    return run
+
+class Names:
+    """What the functions of a program speak of, by name. Most of it is in many of them.
+
+    values : the globals of the functions
+    lock : for who gives names: two threads may write at a time
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {
+            "view": torch.as_strided,
+            "leaves": tree_leaves,
+            "chance": rng_state,
+            "set_chance": set_rng_state,
+        }
+        self._known: dict[int, str] = {}
+        self.lock = Lock()
+
+    def name(self, letter: str, value: Any) -> str:
+        """Return the name of a value, a new one if it has none yet."""
+        # By id: values may be equal and not the same, or not hashable; `values` keeps them alive.
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"{letter}{len(self._known)}"
+            self.values[known] = value
+        return known
+
+
+class Row:
+    """Instructions in a row.
+
+    Kernels on little data take a microsecond. A loop over instructions that each fill in arguments,
+    call and look at the results takes several times that. So instructions run one by one, checked,
+    the first time. Once results have shown that they lie as traced, they do so for good: the forms
+    of all arguments are the same in each step. From then on the row runs as a function of
+    assignments,
+
+        h[7] = f2(h[4], view(h[1], c3, c4))
+        h[4] = None
+
+    where `h` is what is held, `f2` an overload of an op and the rest are constants.
+
+    Parameters
+    ----------
+    instructions
+        In order.
+    names
+        Of the program it is a part of.
+
+    Attributes
+    ----------
+    is_checked
+        Whether results were seen to lie as traced: what runs from then on is written.
+    """
+
+    __slots__ = ("_state", "is_checked", "names")
+
+    def __init__(self, instructions: list[Instruction], names: Names) -> None:
+        self.names = names
+        self.is_checked = False
+        # What is written, and what comes after it: exchanged at once, as two threads may run it.
+        self._state: tuple[tuple[Function, ...], list[Instruction]] = (), instructions
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Those that are not written yet."""
+        return self._state[1]
+
+    def run(self, memory: Memory) -> None:
+        """Do all of it on what is held."""
+        functions, left = self._state
+        for function in functions:
+            function(memory)
+        if not self.is_checked:
+            for instruction in left:
+                instruction(memory)
+            # Results that were put right are to be so again.
+            self.is_checked = not memory.layouts
+            return
+        while left:
+            function = written(left[:PART], self.names)
+            # Of a deep net the instructions would take as much again as what is written.
+            functions, left = (*functions, function), left[PART:]
+            self._state = functions, left
+            function(memory)
+
+
+def written(instructions: Sequence[Instruction], names: Names) -> Function:
+    """Return a function that does what these do, without looking at results."""
+    with names.lock:
+        writer = _Writer(names)
+        for kind, row in groupby(instructions, key=type):
+            if kind is FreeStorage:
+                writer.free(
+                    [instruction for instruction in row if isinstance(instruction, FreeStorage)]
+                )
+                continue
+            for instruction in row:
+                if isinstance(instruction, RunCall):
+                    writer.call(instruction)
+                else:
+                    writer.lines.append(f"{names.name('i', instruction)}(memory)")
+        return writer.function()
+
+
+class _Writer:
+    """Writes the lines of one function."""
+
+    def __init__(self, names: Names) -> None:
+        self.lines: list[str] = ["h = memory.held"]
+        self.names = names
+        self.name = names.name
+
+    def function(self) -> Function:
+        source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
+        namespace: dict[str, Function] = {}
+        exec(compile(source, "<planned step>", "exec"), self.names.values, namespace)
+        return namespace["run"]
+
+    def free(self, row: list[FreeStorage]) -> None:
+        self.lines.append(
+            " = ".join([*(f"h[{instruction.storage}]" for instruction in row), "None"])
+        )
+
+    def call(self, instruction: RunCall) -> None:
+        # Of an overload, what its own __call__ calls.
+        target = (
+            instruction.target._op
+            if isinstance(instruction.target, OpOverload)
+            else instruction.target
+        )
+        args, kwargs = tree_unflatten(instruction.arguments, instruction.call.spec)
+        arguments = [self.argument(arg) for arg in args]
+        arguments += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
+        call = f"{self.name('f', target)}({', '.join(arguments)})"
+        device = self.name("c", instruction.device) if instruction.replayed else ""
+        if instruction.replayed and instruction.reruns:
+            self.lines.append(f"now = chance({device})")
+            self.lines.append(f"set_chance({device}, memory.rng_states[{instruction.number}])")
+        elif instruction.replayed:
+            self.lines.append(f"memory.rng_states[{instruction.number}] = chance({device})")
+        self.results(call, _returns(instruction.call.target), instruction)
+        if instruction.replayed and instruction.reruns:
+            self.lines += [f"set_chance({device}, now)", "now = None"]
+
+    def results(self, call: str, returns: str, instruction: RunCall) -> None:
+        """Write a call, and where those of its results go that are held."""
+        kept = [(place, view.storage) for place, view, fresh in instruction.results if fresh]
+        if not kept:
+            self.lines.append(call)
+        elif returns == "one":
+            self.lines.append(f"h[{kept[0][1]}] = {call}")
+        else:
+            self.lines.append(f"r = {call}" if returns == "several" else f"r = leaves({call})")
+            self.lines += [f"h[{storage}] = r[{place}]" for place, storage in kept]
+            self.lines.append("r = None")
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, ViewLoad):
+            return self.load(value)
+        # Small enough to be written out; of all else the text may not give the value again.
+        if isinstance(value, bool | int | None):
+            return repr(value)
+        if isinstance(value, list | tuple) and any(isinstance(item, ViewLoad) for item in value):
+            inside = "".join(f"{self.argument(item)}, " for item in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        return self.name("c", value)
+
+    def load(self, load: ViewLoad) -> str:
+        view, base = load.view, f"h[{load.view.storage}]"
+        if load.whole:
+            return base
+        if load.other_type:
+            return f"{self.name('t', load)}(h)"
+        form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}"
+        # Without a place it begins where the tensor does.
+        begin = f", {base}.storage_offset() + {load.skipped}" if load.skipped else ""
+        return f"view({base}, {form}{begin})"
+
+
+def _returns(target: Any) -> str:
+    """Return how many flat results a call has: "one", "several", or "nested" in lists."""
+    if not isinstance(target, OpOverload):
+        return "one"
+    kinds = [str(output.type) for output in target._schema.returns]
+    if kinds == ["Tensor"]:
+        return "one"
+    return "several" if len(kinds) == 1 or not any("List" in kind for kind in kinds) else "nested"

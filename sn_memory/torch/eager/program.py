@@ -14,18 +14,19 @@ from weakref import WeakSet
 import numpy as np
 
 from ...graph.graph import Ints
+from ...graph.records import LOSS
 from ...plan.plan import Plan
-from ...run.loss import LOSS
 from ..errors import ReplayError
 from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import GraphBinding, main_device
-from .codegen import Names, Row
 from .instructions import (
     FreeStorage,
     Instruction,
     Memory,
+    Names,
+    Row,
     RunCall,
     UpdateOps,
     ViewLoad,
@@ -68,14 +69,11 @@ class Program:
     Those after it come in sections. A gradient of a parameter is ready when no later action reads
     or changes it or the parameter: whoever is given it may change both.
 
-    Parameters
-    ----------
-    named, captured
-        The traced step.
-    plan
-        A plan of its graph that `check_plan` accepts.
-    update_ops
-        Who carries out ops of the graph that are no calls.
+    named, captured : the traced step
+    plan : a plan of its graph that `check_plan` accepts
+    update_ops : who carries out ops of the graph that are no calls
+    part : whether the step is a part of a larger one: what it hands out is then another part's, and
+        held here only as long as the plan says
 
     Raises
     ------
@@ -89,8 +87,10 @@ class Program:
         captured: Captured,
         plan: Plan,
         update_ops: UpdateOps | None = None,
+        *,
+        part: bool = False,
     ) -> None:
-        builder = _Builder(named, captured, plan, update_ops)
+        builder = _Builder(named, captured, plan, update_ops, part=part)
         self.storages = len(captured.recording.nbytes)
         if update_ops is not None:
             self.storages = update_ops.storages
@@ -100,16 +100,23 @@ class Program:
         self.read_later = sorted(builder.read_later - builder.fetched)
         # What the forward pass made and the backward pass writes over.
         self.overwritten = sorted(builder.overwritten)
+        # What is let go when the forward pass has handed its outputs out; of a part only.
+        self.handed_over = builder.handed_over()
         self.forms = builder.forms
-        self.results = [builder.load(it) for it in captured.outputs if isinstance(it, View)]
-        self.gradients = [None if it is None else builder.load(it) for _, it in captured.gradients]
+        self.results = [
+            builder.load(output) for output in captured.outputs if isinstance(output, View)
+        ]
+        self.gradients = [
+            None if gradient is None else builder.load(gradient)
+            for _, gradient in captured.gradients
+        ]
         # The peak of a backward pass whose gradients are added to those of another, uncounted.
         self.adding_peak_bytes = builder.adding_peak_bytes
         # How many of them are of parameters.
         self.leaves = builder.leaves
         # Of the plan, and by number those that are made.
         self.host_copies = builder.host_copies
-        self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.made)}
+        self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.copies_made)}
         self._engine = CopyEngine(main_device(captured)) if self.made_copies else None
         self._pinned_bytes = named.graph.device.pinned_bytes
         # Those not in use: one, unless several forward passes waited for their backward.
@@ -139,15 +146,24 @@ class _Builder:
     """Makes the instructions of a plan, following what is held at each action."""
 
     def __init__(
-        self, named: GraphBinding, captured: Captured, plan: Plan, update_ops: UpdateOps | None
+        self,
+        named: GraphBinding,
+        captured: Captured,
+        plan: Plan,
+        update_ops: UpdateOps | None,
+        *,
+        part: bool,
     ) -> None:
         self.named, self.captured, self.plan, self.update_ops = named, captured, plan, update_ops
+        self.part = part
+        # Outputs that the plan frees as soon as they are handed out.
+        self.freed_outputs: list[int] = []
         self.fetched = frozenset[int]() if update_ops is None else update_ops.fetched
         self.names = Names()
         self.calls = captured.recording.calls
         runs = Counter(action.target for action in plan.actions if action.kind == "run")
-        self.again = {name for name, count in runs.items() if count > 1}
-        self.drawn_again = {named.call_of[it] for it in self.again & named.call_of.keys()}
+        self.rerun_names = {name for name, count in runs.items() if count > 1}
+        self.drawn_again = {named.call_of[key] for key in self.rerun_names & named.call_of.keys()}
         self.ran: set[str] = set()
         self.held: set[int] = set(captured.recording.given) - self.fetched
         self.forms: dict[int, View] = {}
@@ -156,11 +172,11 @@ class _Builder:
         self.host_copies, self.copy_at = _host_copies(named, captured, plan)
         self.loss = plan.actions.index(("run", LOSS, 0))
         self.live = _live_bytes(named, plan)
-        self.made = set(range(len(self.host_copies)))
-        self.made -= unneeded(self.host_copies, self.live, plan.peak_bytes)
+        self.copies_made = set(range(len(self.host_copies)))
+        self.copies_made -= unneeded(self.host_copies, self.live, plan.peak_bytes)
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
         names = {name for name, _ in captured.gradients}
-        self.trained = {name: it.storage for name, it in captured.parameters if name in names}
+        self.trained = {name: view.storage for name, view in captured.parameters if name in names}
         self.leaves = len(self.trained)
         # Calls that are autograd's: they add a gradient to one that is there.
         self.sums = set(captured.summed.values())
@@ -187,21 +203,26 @@ class _Builder:
         summed: set[int] = set()
         changeable = outside | set(self.captured.recording.given)
         waiting: set[int] = set()
-        for at, (kind, target, way) in enumerate(self.plan.actions):
+        at_end = False
+        for at, (kind, target, _) in enumerate(self.plan.actions):
+            at_end &= kind == "free"
             if kind == "run" and target == LOSS:
                 current = []
+                at_end = True
                 waiting = self.held - set(self.captured.recording.given)
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
             copied = self.copied(target) if kind == "run" else None
             if target in self.named.random_states:
                 drawn = self.named.random_states[target]
+                # A state that no rerun asks for was never saved.
                 if kind == "free" and drawn in self.drawn_again:
                     current.append(free_rng_state(drawn))
             elif copied is not None:
                 current += self.update_op(target, copied)
             elif kind == "run" and self.named.call_of[target] in self.sums:
                 summed |= set(self.calls[self.named.call_of[target]].reads)
+            # Autograd frees it when it has added it.
             elif kind == "free" and self.named.storage_of[target] in summed:
                 pass
             elif kind == "run":
@@ -210,10 +231,14 @@ class _Builder:
                     self.read_later |= {*call.reads, *call.writes} & changeable
                     self.overwritten |= waiting & set(call.writes)
                 current += self.waits({*call.reads, *call.writes})
-                current.append(self.run(target, call, way))
+                current.append(self.run(target, call))
             else:
                 storage = self.named.storage_of[target]
-                if storage in outside:
+                if at_end and self.part and storage in outside:
+                    self.held.discard(storage)
+                    self.freed_outputs.append(storage)
+                    continue
+                if storage in outside and not (self.part and kind == "free"):
                     raise ReplayError(
                         f"the plan would {kind} {target!r}, which this back end cannot do: "
                         "outputs and their gradients belong to the caller. Plan with the "
@@ -232,6 +257,15 @@ class _Builder:
             sections[-1].row.instructions.extend(current)
         return before, sections
 
+    def handed_over(self) -> list[int]:
+        """Return what a part lets go after its forward pass: freed outputs, and unread inputs."""
+        if not self.part:
+            return []
+        own = {view.storage for _, view in (*self.captured.parameters, *self.captured.buffers)}
+        inputs = {view.storage for view in self.captured.inputs if view is not None} - own
+        loaded = {view.storage for _, view in self.captured.gradients if view is not None}
+        return [*self.freed_outputs, *sorted(inputs - self.read_later - loaded)]
+
     def load(self, view: View) -> ViewLoad:
         """Return what loads a view of what is held."""
         return ViewLoad(view, self.forms[view.storage])
@@ -243,7 +277,7 @@ class _Builder:
     def reads(self, op: str) -> set[int]:
         """Return the storages that an op of the graph reads."""
         record = self.named.graph.ops[self.named.graph.op_index[op]]
-        return {self.named.storage_of[it] for it in (*record.inputs, *record.writes)}
+        return {self.named.storage_of[value] for value in (*record.inputs, *record.writes)}
 
     def update_op(self, op: str, copied: tuple[int, ...]) -> list[Instruction]:
         """Return the instructions of an op that is no call."""
@@ -251,7 +285,7 @@ class _Builder:
         row = self.waits(self.reads(op))
         row.append(self.update_ops.instruction(op, self.load))
         record = self.named.graph.ops[self.named.graph.op_index[op]]
-        self.held |= {self.named.storage_of[it] for it in record.outputs}
+        self.held |= {self.named.storage_of[output] for output in record.outputs}
         self.pending |= {*copied}
         return row
 
@@ -262,7 +296,7 @@ class _Builder:
         return Section(
             Row(current, self.names),
             [place for place, _ in ready],
-            [None if it is None else self.load(it) for _, it in ready],
+            [None if view is None else self.load(view) for _, view in ready],
             storages,
         )
 
@@ -288,6 +322,7 @@ class _Builder:
             else:
                 last[self.named.storage_of[target]] = at
         ready: dict[int, Ready] = {}
+        # Those that are not planned are told with the last section.
         of_others = [(at, None) for at in self.captured.of_others if at < self.leaves]
         if of_others:
             ready[-1] = [*of_others]
@@ -307,7 +342,9 @@ class _Builder:
         As far as there is room for them below the peak where each is added to one that is there.
         """
         nbytes = self.captured.recording.nbytes
-        ready_at = {it.storage: at for at in sorted(ready) if at >= 0 for _, it in ready[at] if it}
+        ready_at = {
+            view.storage: at for at in sorted(ready) if at >= 0 for _, view in ready[at] if view
+        }
         gone = self.gone(ready_at)
         curve = self.live.copy()
         if not self.sums:
@@ -318,6 +355,7 @@ class _Builder:
             # Copies that the peak has room for are not made, and are on the device instead.
             self.adding_peak_bytes = self.plan.peak_bytes
             return ready
+        # A section for each small gradient would cost more than its ops.
         enough = min(sum(map(nbytes.__getitem__, ready_at)) // GROUPS, GROUP_BYTES)
         grouped = {-1: ready[-1]} if -1 in ready else {}
         waiting: Ready = []
@@ -326,9 +364,9 @@ class _Builder:
             waiting += ready[at]
             held = {view.storage for _, view in waiting if view}
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
-            for it in held:
-                wait[max(gone[it] - at, 0) :] += nbytes[it]
-            many = sum(nbytes[it] for it in held) >= enough
+            for loaded in held:
+                wait[max(gone[loaded] - at, 0) :] += nbytes[loaded]
+            many = sum(nbytes[storage] for storage in held) >= enough
             if at == ends[-1] or many or (curve[at + 1 : following + 1] + wait > peak).any():
                 grouped[at], waiting = waiting, []
         return grouped
@@ -345,16 +383,16 @@ class _Builder:
             for at, (kind, target, _) in enumerate(self.plan.actions)
             if kind == "free" and target not in self.named.random_states
         }
-        return {it: freed.get(it, len(self.plan.actions)) for it in ready_at}
+        return {storage: freed.get(storage, len(self.plan.actions)) for storage in ready_at}
 
     def waits(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are being copied."""
         pending = sorted(storages & self.pending)
         self.pending.difference_update(pending)
-        return [wait_for_copy(it) for it in pending]
+        return [wait_for_copy(storage) for storage in pending]
 
-    def run(self, name: str, call: Call, way: int) -> Instruction:
-        again = name in self.ran
+    def run(self, name: str, call: Call) -> Instruction:
+        is_rerun = name in self.ran
         self.ran.add(name)
         results = []
         for place, view in enumerate(call.outputs):
@@ -367,23 +405,22 @@ class _Builder:
                 self.forms[view.storage] = view
             results.append((place, view, fresh))
         touched = (*call.makes, *call.writes)
-        ways = self.named.graph.ops[self.named.graph.op_index[name]].workspaces
         return RunCall(
             call,
             self.forms,
             results,
             number=self.named.call_of[name],
-            again=again,
-            replayed=call.random and name in self.again,
+            reruns=is_rerun,
+            replayed=call.random and name in self.rerun_names,
             # Effects make and write nothing, and draw nothing either.
             device=self.captured.recording.device[touched[0] if touched else 0],
-            way=(ways[way].name or None) if ways else None,
         )
 
     def move(self, at: int, kind: str, storage: int) -> list[Instruction]:
         host_copy = self.copy_at.get(at)
-        is_made = host_copy in self.made
+        is_made = host_copy in self.copies_made
         if kind == "free":
+            # It stays on the device, as there is room for it.
             if host_copy is not None and not is_made:
                 return []
             self.held.discard(storage)
@@ -429,16 +466,16 @@ def _host_copies(
 def _live_bytes(named: GraphBinding, plan: Plan) -> Ints:
     """Bytes on the device at each action of a plan, with all its host copies made."""
     graph = named.graph
-    names = [it.name for it in graph.storages]
+    names = [storage.name for storage in graph.storages]
     size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
     outputs = {op.name: op.outputs for op in graph.ops}
-    held = {it.name for it in graph.storages if it.resident}
+    held = {storage.name for storage in graph.storages if storage.resident}
     live, curve = graph.base_bytes, []
     for kind, target, _ in plan.actions:
         new = set(outputs[target]) if kind == "run" else set()
         if kind == "prefetch":
             new = {target}
-        live += sum(size[it] for it in new - held)
+        live += sum(size[storage] for storage in new - held)
         held |= new
         curve.append(live)
         if kind == "free":

@@ -9,28 +9,86 @@ sees the parameters. One node for all would hold all gradients beside those of e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
+from operator import gt
 from typing import Any, Protocol
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import tree_leaves
 
+from ...graph.records import LOSS
 from ...plan.plan import Plan
-from ...run.loss import LOSS
 from ..errors import ReplayError
 from ..model.modes import casting, is_batched, transformed
 from ..model.snapshot import version_of
-from ..target.allocator import StepPool
-from ..trace.record import Layouts, View
-from ..trace.to_graph import STATE, GraphBinding, main_device
+from ..step import Call, Step
+from ..trace.record import Captured, View
+from ..trace.to_graph import STATE, GraphBinding, main_device, statistics
 from ..trace.trace import Trace
 from .instructions import Memory, UpdateOps
 from .program import Program, Section
-from .reached import left_out, overwritten, reached
+
+
+def reached(captured: Captured) -> tuple[int, ...]:
+    """Return, per gradient, the output gradients it is computed from: their numbers, as bits.
+
+    Where a loss takes some of the outputs only, autograd leaves the parameters of the rest without
+    a gradient, and an optimizer passes them over. Zeros are not the same: moments go on, weights
+    decay.
+
+    Numbers are places in `captured.output_gradients`; 0 where it is computed from none.
+    """
+    of: dict[int, int] = {}
+    for number, view in enumerate(captured.output_gradients):
+        of[view.storage] = of.get(view.storage, 0) | 1 << number
+    for call in captured.recording.calls[captured.boundary :]:
+        bits = 0
+        for storage in call.reads:
+            bits |= of.get(storage, 0)
+        for storage in call.makes:
+            # Made anew: what it came from before does not count; a write adds to what is there.
+            of[storage] = bits
+        for storage in call.writes:
+            of[storage] = of.get(storage, 0) | bits
+    return tuple(0 if view is None else of.get(view.storage, 0) for _, view in captured.gradients)
+
+
+def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
+    """Return the places of gradients that come from outputs alone that have none.
+
+    arrived : the gradients of the outputs, None where there is none
+    """
+    if all(grad is not None for grad in arrived):
+        return frozenset()
+    here = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
+    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & here)
+
+
+def overwritten(captured: Captured) -> list[str]:
+    """Return the names of parameters and buffers that a forward pass reads, and writes over.
+
+    Run once more, it would compute something else. Statistics of a batch norm that trains, and
+    counts, are read for themselves alone.
+    """
+    calls = captured.recording.calls[: captured.boundary]
+    written = {storage for call in calls for storage in call.writes}
+    named = (*captured.parameters, *captured.buffers)
+    of = {view.storage: {name} for name, view in named if view.storage in written}
+    for call in calls:
+        own = statistics(call)
+        reads = [arg for place, arg in enumerate(call.flat) if place not in own]
+        read = {read.storage for read in reads if isinstance(read, View)}
+        names = set[str]().union(*(of.get(storage, ()) for storage in read))
+        for storage in (*call.makes, *call.writes):
+            of[storage] = of.get(storage, set()) | names
+    results = {view.storage for view in captured.outputs if isinstance(view, View)}
+    return sorted(set[str]().union(*(of.get(storage, ()) for storage in results)))
+
 
 Gradients = list[torch.Tensor | None]
 _NUMBERS = count(1)
@@ -42,8 +100,8 @@ class PlainStep(Protocol):
     def forward_ended(self) -> None:
         """Note how its inputs are."""
 
-    def arrived(self, gradient: torch.Tensor, planned: Sequence[int]) -> None:
-        """Note that the gradient of an output lies otherwise than with these strides."""
+    def arrived(self, gradient: torch.Tensor, planned: View) -> None:
+        """Note that the gradient of an output lies otherwise than planned."""
 
     def retained(self) -> None:
         """Note that a backward pass keeps the graph, and with it what the plan would free."""
@@ -54,7 +112,7 @@ class PlainStep(Protocol):
         """Return differentiable gradients of `wanted`, given those of the outputs."""
 
 
-class Replay:
+class Replay(Step):
     """Runs a program on the tensors of a model.
 
     Parameters
@@ -65,28 +123,45 @@ class Replay:
         A plan of its graph.
     update_ops
         Who carries out ops of the graph that are no calls.
+    part
+        As in Program.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, update_ops: UpdateOps | None = None) -> None:
+    backend = "graph"
+    hidden_from_hooks = "do not see what its plan keeps for the backward pass within the budget"
+    trace: Trace
+    plan: Plan
+
+    def __init__(
+        self,
+        trace: Trace,
+        plan: Plan,
+        update_ops: UpdateOps | None = None,
+        *,
+        part: bool = False,
+    ) -> None:
         self.trace, self.plan = trace, plan
         self.captured = captured = trace.captured
-        self.program = Program(trace.named, captured, plan, update_ops)
+        self.program = Program(trace.named, captured, plan, update_ops, part=part)
         self.device = main_device(captured)
         # Tensors that belong to nobody, which the trace holds.
         self.known = list(captured.recording.constants.values())
         # The optimizer's state.
         self.resident_bytes = trace.resident_bytes
+        self.counts_gradients = bool(captured.earlier)
+        self.reads, self.looked = captured.reads, captured.looked
         # The peak of a backward pass whose gradients are added to those of another.
         self.adding_peak_bytes = self.program.adding_peak_bytes
-        # Of a trial: how kernels lay their results out, where that is not as traced.
-        self.layouts: Layouts | None = None
         # Per output that is a tensor, whether a gradient may come back for it.
         self.differentiable = [
-            again
-            for again, out in zip(captured.differentiable, captured.outputs, strict=True)
+            has_gradient
+            for has_gradient, out in zip(captured.differentiable, captured.outputs, strict=True)
             if isinstance(out, View)
         ]
         self.reached = reached(captured)
+        # Per input that takes a gradient, how many are handed over; see `separate_sums`.
+        leaves = self.program.leaves
+        self.times = [*Counter(name for name, _ in captured.gradients[leaves:]).values()]
         self._views = [view for _, view in (*captured.parameters, *captured.buffers)]
         self._views += [view for view in captured.inputs if view is not None]
         self._held_inputs = [
@@ -96,12 +171,11 @@ class Replay:
             and (update_ops is None or view.storage not in update_ops.fetched)
         ]
         forms = set(self._views)
+        # `_alike` does not see whether tensors that share a storage still do.
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = update_ops is not None and bool(update_ops.used_gradients)
         self.update_ops = update_ops
-        # Where its tensors are allocated; none while it is tried, beside the model's own step.
-        self.pool: StepPool | None = None
         # No other step of this process has it.
         self.number = next(_NUMBERS)
         # Whether a step is given tensors like those of the one before.
@@ -110,7 +184,7 @@ class Replay:
     @property
     def ignored(self) -> list[torch.Tensor]:
         """Buffers on the host."""
-        return [it.block for it in self.program.free_buffers]
+        return [buffer.block for buffer in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates what the plan counts.
@@ -136,42 +210,54 @@ class Replay:
         """Devices whose random numbers the forward pass draws."""
         place = self.captured.recording.device
         calls = [call for call in self.captured.recording.calls if call.random]
-        return [*{place[it]: None for call in calls for it in (*call.makes, *call.writes)}]
+        return [*{place[make]: None for call in calls for make in (*call.makes, *call.writes)}]
 
     @cached_property
     def overwritten(self) -> list[str]:
         """Names of parameters and buffers that the forward pass reads and then writes over."""
         return overwritten(self.captured)
 
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of a model; returns what it returns."""
-        return self.run_on(list(model.parameters()), list(model.buffers()), (args, kwargs))
+    def release(self) -> None:
+        """Let go of the blocks on the host that no pass uses.
 
-    def run_on(
-        self,
-        parameters: list[torch.nn.Parameter],
-        buffers: list[torch.Tensor],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        plain: PlainStep | None = None,
-    ) -> Any:
-        """Run the forward pass of the model that these are of; returns what it returns.
-
-        plain : the same step without the plan; None where only first derivatives are asked for
+        So the host holds those of one kind of input, however many there are.
         """
-        tensors = [it for it in tree_leaves(arguments) if isinstance(it, torch.Tensor)]
-        wanted: list[torch.Tensor] = [it for it in parameters if it.requires_grad]
+        self.program.free_buffers.clear()
+
+    def is_outdated(self, ends: Sequence[bool]) -> bool:
+        """Whether kernels lay out otherwise, or it lacks gradients that were asked for."""
+        own = self.captured.ends
+        return bool(self.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
+
+    def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
+        """Run the forward pass of a model; returns what it returns."""
+        if call is None:
+            call = Call(list(model.parameters()), list(model.buffers()), None)
+        parameters, buffers = call.parameters, call.buffers
+        plain: PlainStep | None = None if call.plain is None else call.plain(self)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]
         follow: list[torch.Tensor] = []
-        if any(it.requires_grad for it in tensors):
+        if any(tensor.requires_grad for tensor in tensors):
             leaves = set(map(id, wanted))
-            others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
-            follow = list(others.values())
-            wanted += follow
+            others = {
+                id(tensor): tensor
+                for tensor in tensors
+                if tensor.requires_grad and id(tensor) not in leaves
+            }
+            wanted += others.values()
+            follow = [
+                it
+                for it, many in zip(others.values(), self.times, strict=True)
+                for _ in range(many)
+            ]
         memory = self.start([*parameters, *buffers, *tensors])
         memory.plain, memory.wanted = plain, wanted
         if self.inside and not follow:
             # Autograd goes back to where a gradient is wanted.
             follow = [torch.empty(0, device=self.device, requires_grad=True)]
         sections = self.program.backward
+        # The last section first: each node takes the token of the one that follows it backward.
         for at in range(len(sections) - 1, 0, -1):
             ready = [wanted[place] for place in sections[at].ready]
             follow = [_Section.apply(self, memory, at, *ready, *follow)]
@@ -206,7 +292,8 @@ class Replay:
             with _as_recorded(self.device), self.in_pool():
                 section.row.run(memory)
                 gradients = [
-                    memory.gradient(*it) for it in zip(section.ready, section.loads, strict=True)
+                    memory.gradient(*pair)
+                    for pair in zip(section.ready, section.loads, strict=True)
                 ]
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
@@ -214,7 +301,7 @@ class Replay:
                 if not is_last:
                     return gradients
                 of_inputs = list(enumerate(self.program.gradients))[self.program.leaves :]
-                gradients += [memory.gradient(*it) for it in of_inputs]
+                gradients += [memory.gradient(*value) for value in of_inputs]
         except BaseException:
             memory.clear()
             raise
@@ -232,19 +319,19 @@ class Replay:
         """
         keeps = self.update_ops is None and torch._C._autograd._get_current_graph_task_keep_graph()
         used: Memory | Gradients = memory
-        several = any(is_batched(it) for it in arrived if it is not None)
+        several = any(is_batched(grad) for grad in arrived if grad is not None)
         unplanned = self.unplanned(arrived)
         if torch.is_grad_enabled() or several or transformed() or unplanned:
             if memory.plain is None and unplanned:
                 raise ReplayError(
-                    "a gradient arrives for an output of the model beside its loss, and of a step "
-                    "that has its state on the host the gradients of that loss alone are planned. "
-                    "Let the model return the whole loss, or none: leave out the labels."
+                    "got a gradient for an output other than the loss; with state on the host only "
+                    "gradients of the loss are planned. Let the model return the whole loss, or "
+                    "none: leave out the labels."
                 )
             if memory.plain is None:
                 raise ReplayError(
                     "gradients of gradients or several at a time (create_graph=True, vmap, "
-                    "forward-mode AD) are asked for of a step that has its state on the host, "
+                    "forward-mode AD) are requested of a step that has its state on the host, "
                     "which computes one gradient. Call the model as it was before planning there."
                 )
             used = memory.plain.gradients(memory.wanted, arrived)
@@ -266,7 +353,7 @@ class Replay:
     def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
         """Whether there is a gradient of an output at which no planned backward pass begins."""
         ends = self.captured.ends
-        return any(it is not None and not end for it, end in zip(arrived, ends, strict=True))
+        return any(grad is not None and not end for grad, end in zip(arrived, ends, strict=True))
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Memory:
         """Return memory with the parameters, buffers and inputs of a step in their places."""
@@ -307,9 +394,9 @@ class Replay:
                     )
                 raise ReplayError(
                     f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
-                    f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; "
-                    f"planned were {view.size}, {view.stride}, {view.dtype} and {place}. Plan "
-                    "the model as it is now."
+                    f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; the plan "
+                    f"expects {view.size}, {view.stride}, {view.dtype} and {place}. Plan the model "
+                    "as it is now."
                 )
             other, others = first.setdefault(view.storage, (view, tensor))
             apart = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
@@ -337,12 +424,18 @@ class _Planned(torch.autograd.Function):
                 replay.program.forward.run(memory)
                 # Another tensor on the same storage: what is held here must not hold this node.
                 results = tuple(load(memory.held).detach() for load in replay.program.results)
+                for storage in replay.program.handed_over:
+                    memory.held[storage] = None
         except BaseException:
             # At once: what is raised may be held for long, and this frame with it.
             memory.clear()
             raise
         ctx.mark_non_differentiable(
-            *(it for it, again in zip(results, replay.differentiable, strict=True) if not again)
+            *(
+                result
+                for result, has_gradient in zip(results, replay.differentiable, strict=True)
+                if not has_gradient
+            )
         )
         # Zeros that autograd made for outputs without a gradient would be in no plan.
         ctx.set_materialize_grads(False)
@@ -373,17 +466,21 @@ class _Planned(torch.autograd.Function):
                 "with other types than outside; its plan was made for backward outside, as torch "
                 "advises. Call backward after the `with torch.autocast` block."
             )
-        arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
+        arrived = [
+            grad
+            for grad, has_gradient in zip(incoming, replay.differentiable, strict=True)
+            if has_gradient
+        ]
         del incoming
         plain, memory = memory.plain, replay.for_this_pass(memory, arrived)
         if isinstance(memory, Memory):
-            arrived = [it for it, end in zip(arrived, captured.ends, strict=True) if end]
+            arrived = [grad for grad, end in zip(arrived, captured.ends, strict=True) if end]
             memory.left_out = left_out(replay.reached, arrived)
             with _as_recorded(replay.device), replay.in_pool():
                 for view in captured.output_gradients:
                     gradient = arrived.pop(0)
                     if gradient is not None and gradient.stride() != view.stride and plain:
-                        plain.arrived(gradient, view.stride)
+                        plain.arrived(gradient, view)
                     memory.held[view.storage] = _as_planned(view, gradient, replay.device)
                     del gradient
         del arrived
@@ -441,10 +538,10 @@ def _alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]]
     """
     # What torch.compile asks before it runs what it compiled.
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    offsets = [it.storage_offset() for it in tensors]
+    offsets = [tensor.storage_offset() for tensor in tensors]
 
     def alike(others: Sequence[torch.Tensor]) -> bool:
-        return guards.check(*others) and [it.storage_offset() for it in others] == offsets
+        return guards.check(*others) and [other.storage_offset() for other in others] == offsets
 
     return alike
 
@@ -455,9 +552,12 @@ def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
     Those on the host count as well: copies that the peak of one pass has room for are not made.
     """
     graph = named.graph
-    size = dict(zip((it.name for it in graph.storages), graph.arrays.bytes.tolist(), strict=True))
-    inputs = {it.name for it in graph.storages if it.role == "input"}
+    size = dict(
+        zip((storage.name for storage in graph.storages), graph.arrays.bytes.tolist(), strict=True)
+    )
+    inputs = {storage.name for storage in graph.storages if storage.role == "input"}
     held = inputs | ({STATE} & size.keys())
+    # The caller may hold these longer than the plan does.
     callers = inputs | set(graph.ops[graph.op_index[LOSS]].inputs)
     away: set[str] = set()
     for kind, target, _ in plan.actions:
@@ -470,4 +570,4 @@ def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
         elif kind == "free" and target not in away:
             held.discard(target)
         away -= {target} if kind == "prefetch" else set()
-    return sum(size[it] for it in held), sum(size[it] for it in held & callers)
+    return sum(size[storage] for storage in held), sum(size[caller] for caller in held & callers)

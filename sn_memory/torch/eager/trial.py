@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import smallest_limit
 from ..errors import ReplayError, TraceError, fails_on_sample, first_line, innermost_line
-from ..model.allocations import is_profiled
 from ..model.results import differences
 from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, restore_step, run_step, tensors
+from ..model.tracker import is_profiled
+from ..step import Step
 from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
@@ -37,16 +38,7 @@ NOISE = 4
 _ROUNDS = 8
 
 
-class _Step(Protocol):
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-@runtime_checkable
-class _Replay(_Step, Protocol):
-    layouts: Layouts | None
-
-
-T = TypeVar("T", bound=_Replay)
+T = TypeVar("T", bound=Step)
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class Trial:
 
 
 def tried(
-    step: _Step,
+    step: Step,
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     *,
@@ -94,16 +86,10 @@ def tried(
 ) -> Trial:
     """Run a planned step once on the sample, and the model's own if memory allows; compare.
 
-    Parameters
-    ----------
-    step
-        What was planned.
-    model, arguments
-        The plain model and the sample.
-    plain_bytes
-        What the model's own step needs at its peak.
-    counted
-        Whether to count what the model's own step takes, on the CPU.
+    step : what was planned
+    model, arguments : the plain model and the sample
+    plain_bytes : what the model's own step needs at its peak
+    counted : whether to count what the model's own step takes, on the CPU
 
     Raises
     ------
@@ -115,7 +101,7 @@ def tried(
 
     noted: Layouts = {}
     # Ranks that share parameters run the same steps.
-    enough = not somewhere(model, not _enough(plain_bytes, device_of(model)))
+    enough = not somewhere(model, not enough_memory(plain_bytes, device_of(model)))
     try:
         with _noting(step, noted):
             got = _measured(around(model, step.run), model, arguments)
@@ -139,15 +125,15 @@ def tried(
         if not somewhere(model, bool(different)):
             return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
         # Kernels that add in any order differ from themselves.
-        again = differences(expected.results, _measured(model, model, arguments).results)
+        second = differences(expected.results, _measured(model, model, arguments).results)
     except torch.OutOfMemoryError:
         return Trial(False, {}, remark="the model's own step does not fit into memory")
-    found = _judged(different, again, (*model.parameters(), *_results(expected)))
-    if somewhere(model, bool(found.failure)) and not found.failure:
+    trial = _judged(different, second, (*model.parameters(), *_results(expected)))
+    if somewhere(model, bool(trial.failure)) and not trial.failure:
         return Trial(True, different, failure="on another rank its results are not the model's")
-    reason = _reason(model, arguments) if isinstance(step, _Replay) else ""
-    remark = f"{found.remark}{reason}"
-    return replace(found, remark=remark, plain_peak_bytes=plain_peak_bytes)
+    reason = "" if step.trace is None else _reason(model, arguments)
+    remark = f"{trial.remark}{reason}"
+    return replace(trial, remark=remark, plain_peak_bytes=plain_peak_bytes)
 
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -216,7 +202,7 @@ def _reason(model: torch.nn.Module, arguments: Any) -> str:
         return ""
     return (
         f"; with real tensors the model looks at values ({reads.place}) and may take another "
-        "course than under fake ones"
+        "branch than under fake ones"
     )
 
 
@@ -224,21 +210,16 @@ def layouts_seen(
     first: Layouts,
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    planned_with: Callable[[Layouts], _Replay],
+    planned_with: Callable[[Layouts], Step],
 ) -> Layouts:
     """Return how kernels lay results out on the sample, where fake tensors say otherwise.
 
-    Parameters
-    ----------
-    first
-        What the first trial noted; nothing where there was none.
-    model, arguments
-        The plain model and the sample.
-    planned_with
-        Plans the step, traced with such layouts.
+    first : what the first trial noted; nothing where there was none
+    model, arguments : the plain model and the sample
+    planned_with : plans the step, traced with such layouts
     """
 
-    def run(step: _Replay) -> None:
+    def run(step: Step) -> None:
         with suppress(ReplayError):
             _measured(around(model, step.run), model, arguments)
 
@@ -272,10 +253,7 @@ def until_laid_out(
 
 
 @contextmanager
-def _noting(step: Any, layouts: Layouts) -> Iterator[None]:
-    if not isinstance(step, _Replay):
-        yield
-        return
+def _noting(step: Step, layouts: Layouts) -> Iterator[None]:
     step.layouts = layouts
     try:
         yield
@@ -290,9 +268,10 @@ def _judged(
         return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
+    # Before the types are asked: chance explains a difference of any size.
     if NOISE * max(alone.values(), default=0.0) >= different[worst]:
         return Trial(True, different, remark=f"{says}, as two steps without the plan do")
-    if different[worst] > max(ROUNDING.get(it.dtype, 0.0) for it in seen):
+    if different[worst] > max(ROUNDING.get(tensor.dtype, 0.0) for tensor in seen):
         return Trial(True, different, failure=f"its results are not those of the model: {says}")
     return Trial(True, different, remark=says)
 
@@ -302,27 +281,27 @@ def _measured(
 ) -> Measured:
     named = list(model.named_parameters())
     with restore_step(model, arguments) as written:
-        found = run_step(forward, model, arguments, count=counted, kernels=counted)
+        measured = run_step(forward, model, arguments, count=counted, kernels=counted)
         # A momentum encoder's are results as buffers are.
-        ours = {id(it) for it in written.weights()}
-        found.results.update(
+        ours = {id(weight) for weight in written.weights()}
+        measured.results.update(
             (f"parameter {name}", here(own).detach().clone())
             for name, own in named
             if id(own) in ours
         )
-        return found
+        return measured
 
 
-def _results(found: Measured) -> list[torch.Tensor]:
-    return [it for it in found.results.values() if it is not None]
+def _results(measured: Measured) -> list[torch.Tensor]:
+    return [result for result in measured.results.values() if result is not None]
 
 
 def is_real(held: Sequence[torch.Tensor]) -> bool:
     """Whether these tensors have memory and values."""
-    return not any(it.is_meta or isinstance(it, FakeTensor) for it in held)
+    return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held)
 
 
-def _enough(nbytes: int, device: torch.device) -> bool:
+def enough_memory(nbytes: int, device: torch.device) -> bool:
     """Whether a step of this peak fits into what is free; on a host twice, as a full one stops."""
     if is_apart(device):
         free = free_bytes(device)

@@ -40,16 +40,10 @@ def no_wait() -> None:
 class HostBuffer:
     """Memory of the host that holds one storage while that is not on the device.
 
-    Parameters
-    ----------
-    block
-        [bytes] uint8.
-    written
-        The copy that fills it.
-    read
-        The copy that reads it, until somebody has waited for that.
-    overlapping
-        Buffers at other times that have some of the same bytes.
+    block : [bytes] uint8
+    written : the copy that fills it
+    read : the copy that reads it, until somebody has waited for that
+    overlapping : buffers at other times that have some of the same bytes
     """
 
     block: torch.Tensor
@@ -61,12 +55,8 @@ class HostBuffer:
 class CopyEngine:
     """Starts copies of whole storages.
 
-    Parameters
-    ----------
-    device
-        Where storages come from and return to.
-    lanes
-        What copies; default: streams where the device has them, plain copies on the CPU.
+    device : where storages come from and return to
+    lanes : what copies; default: streams where the device has them, plain copies on the CPU
     """
 
     def __init__(self, device: torch.device, lanes: Lanes | None = None) -> None:
@@ -78,7 +68,7 @@ class CopyEngine:
         memory = tensor.untyped_storage()
         here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         # A buffer is given away when its copy back is asked for; it may still be read from.
-        reading = [it.read for it in buffer.overlapping if it.read is not None]
+        reading = [copy.read for copy in buffer.overlapping if copy.read is not None]
         buffer.written = ticket = self.lanes.leave(here, buffer.block, reading)
         return lambda: self.lanes.wait(ticket)
 
@@ -89,6 +79,7 @@ class CopyEngine:
 
         def wait() -> None:
             self.lanes.wait(ticket)
+            # Another copy back may have been asked for in between.
             if buffer.read is ticket:
                 buffer.read = None
 
@@ -127,14 +118,9 @@ class HostCopy:
 def unneeded(copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> set[int]:
     """Return the host copies whose storages may as well stay: there is room for them all the while.
 
-    Parameters
-    ----------
-    copies
-        Those of a plan.
-    live_bytes
-        [actions] on the device, with all host copies made.
-    room_bytes
-        What may be live: the plan's peak.
+    copies : those of a plan
+    live_bytes : [actions] on the device, with all host copies made
+    room_bytes : what may be live: the plan's peak
 
     Notes
     -----
@@ -143,7 +129,8 @@ def unneeded(copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> s
     """
     live = np.array(live_bytes, dtype=np.int64)
     staying: set[int] = set()
-    cost = [it.nbytes * (it.end - it.freed) for it in copies]
+    # Cheap ones first, so that as many as can stay do.
+    cost = [copy.nbytes * (copy.end - copy.freed) for copy in copies]
     for number in sorted(range(len(copies)), key=cost.__getitem__):
         away = live[copies[number].freed : copies[number].end]
         if away.size == 0 or int(away.max()) + copies[number].nbytes <= room_bytes:
@@ -183,11 +170,16 @@ class OffloadBuffers:
         pinned_bytes: int | None = None,
     ) -> None:
         self.engine = engine
-        self._nbytes = {number: it.nbytes for number, it in copies.items()}
+        self._nbytes = {number: copy.nbytes for number, copy in copies.items()}
         # Sizes rounded as offsets are: so the packing knows when it cannot be any lower.
         rows = [
-            (it.start, it.end + 1, max(1, -(-it.nbytes // _ALIGNMENT)) * _ALIGNMENT, _ALIGNMENT)
-            for it in copies.values()
+            (
+                copy.start,
+                copy.end + 1,
+                max(1, -(-copy.nbytes // _ALIGNMENT)) * _ALIGNMENT,
+                _ALIGNMENT,
+            )
+            for copy in copies.values()
         ]
         packed = arrange(rows)
         if pinned_bytes is not None and packed.height > pinned_bytes:
@@ -204,10 +196,10 @@ class OffloadBuffers:
         self.block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.buffers: dict[int, HostBuffer] = {}
         before: list[tuple[int, HostBuffer]] = []
-        for number, offset in sorted(self.offsets.items(), key=lambda it: it[1]):
+        for number, offset in sorted(self.offsets.items(), key=lambda entry: entry[1]):
             end = offset + self._nbytes[number]
             buffer = self.buffers[number] = HostBuffer(self.block[offset:end])
-            before = [it for it in before if it[0] > offset]
+            before = [entry for entry in before if entry[0] > offset]
             for _, other in before:
                 other.overlapping.append(buffer)
                 buffer.overlapping.append(other)

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...base.native import core
-from .known_values import is_ones
+from ...base.errors import core
 from .modes import casting
 from .sharded import is_elsewhere
 from .signature import (
@@ -40,6 +39,7 @@ from .signature import (
     form_of_leaf,
     forms_of,
     is_hashable,
+    is_ones,
     leaves_of,
     plain,
 )
@@ -93,6 +93,7 @@ def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
     """Record which attributes of a model's modules are read inside; gives what returns them."""
     modules = list(model.modules())
     recording: dict[int, set[str]] = {id(module): set() for module in modules}
+    # Found by it also in another form of the model, which shares its modules; see `_reading`.
     recording[id(model.__dict__["_modules"])] = recording[id(model)]
     kind: Any = torch.nn.Module
     with _RECORDING:
@@ -103,7 +104,7 @@ def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
     finally:
         with _RECORDING:
             # By identity: dictionaries that are equal may be of two recordings.
-            _RECORDINGS[:] = [it for it in _RECORDINGS if it is not recording]
+            _RECORDINGS[:] = [other for other in _RECORDINGS if other is not recording]
             if not _RECORDINGS:
                 del kind.__getattribute__
 
@@ -140,8 +141,8 @@ def every_read(model: torch.nn.Module) -> Reads:
 def joined(reads: Reads, others: Reads) -> Reads:
     """Return what either read; the same object where the others add nothing."""
     both = zip_longest(reads, others, fillvalue=frozenset[str]())
-    found = _once(mine | theirs for mine, theirs in both)
-    return reads if found == reads else found
+    pairs = _once(mine | theirs for mine, theirs in both)
+    return reads if pairs == reads else pairs
 
 
 # What it finds there
@@ -184,32 +185,34 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
     watch : told of all that would have to change for this to change
     """
     if isinstance(value, _PLAIN):
-        found: Hashable = plain(value)
+        content: Hashable = plain(value)
     elif isinstance(value, _BY_TEXT):
-        found = type(value), repr(value)
+        content = type(value), repr(value)
     elif isinstance(value, np.ndarray | np.generic):
-        found = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
+        content = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
     elif not isinstance(value, _CONTAINERS):
-        found = _of_object(value, watch, room)
+        content = _of_object(value, watch, room)
     elif room <= 0:
-        found = type(value), id(value), len(value)
+        content = type(value), id(value), len(value)
     elif isinstance(value, Mapping):
         pairs = [
-            (contents(key, watch, room - 1), contents(it, watch, room - 1))
-            for key, it in value.items()
+            (contents(key, watch, room - 1), contents(item, watch, room - 1))
+            for key, item in value.items()
         ]
-        found = type(value), tuple(pairs)
+        content = type(value), tuple(pairs)
     else:
-        items = [contents(it, watch, room - 1) for it in value]
-        found = type(value), frozenset(items) if isinstance(value, Set) else tuple(items)
+        items = [contents(item, watch, room - 1) for item in value]
+        content = type(value), frozenset(items) if isinstance(value, Set) else tuple(items)
     if watch is not None:
-        watch.add(value, found)
-    return found
+        watch.add(value, content)
+    return content
 
 
 def _of_object(value: Any, watch: _Watch | None, room: int) -> Hashable:
     attributes = attributes_held(value) if room > 0 and not isinstance(value, OPAQUE) else {}
-    held = tuple((name, contents(it, watch, room - 2)) for name, it in attributes.items())
+    held = tuple(
+        (name, contents(attribute, watch, room - 2)) for name, attribute in attributes.items()
+    )
     return (_Same(value), held) if held else _Same(value)
 
 
@@ -230,24 +233,27 @@ class _Watch:
         self._references: list[Any] = []
         self._gone: list[Any] = []
 
-    def add(self, value: Any, found: Hashable) -> None:
+    def add(self, value: Any, content: Hashable) -> None:
         """Watch a value of which this was found, but for what is in it: that is added as well."""
         if type(value) is dict:
             self.dicts.append(value)
         elif isinstance(value, _PLAIN + _BY_TEXT):
             self._kept.append(value)
         elif isinstance(value, Mapping | np.ndarray):
-            self._others.append((value, found))
+            self._others.append((value, content))
         elif isinstance(value, _CONTAINERS):
             self._containers.append((value, [*map(id, value)]))
         else:
             self.identity(value)
-            if isinstance(found, tuple) and type(held := getattr(value, "__dict__", None)) is dict:
+            if (
+                isinstance(content, tuple)
+                and type(held := getattr(value, "__dict__", None)) is dict
+            ):
                 self.dicts.append(held)
                 self._objects.append((value, held))
             slotted = any("__slots__" in kind.__dict__ for kind in type(value).__mro__)
-            if isinstance(found, tuple) and slotted:
-                self._others.append((value, found))
+            if isinstance(content, tuple) and slotted:
+                self._others.append((value, content))
 
     def identity(self, value: Any) -> None:
         """Watch that a value is still there."""
@@ -270,8 +276,8 @@ class _Watch:
             not self._gone
             and bool(self._known)
             and core().unchanged(self._known, self.dicts)
-            and all([*map(id, it)] == addresses for it, addresses in self._containers)
-            and all(contents(it) == found for it, found in self._others)
+            and all([*map(id, container)] == addresses for container, addresses in self._containers)
+            and all(contents(value) == content for value, content in self._others)
             and all(value.__dict__ is held for value, held in self._objects)
             and all(
                 getattr(kind, name, None) is value
@@ -299,7 +305,7 @@ def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashab
     if name in module.__dict__:
         return contents(module.__dict__[name], watch)
     kind = type(module)
-    value = next((it.__dict__[name] for it in kind.__mro__ if name in it.__dict__), None)
+    value = next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
     if value is None or not isinstance(value, _PLAIN):
         return None
     if watch is not None:
@@ -317,20 +323,22 @@ def settings_of(
     Hooks of all modules count once, with the outermost.
     """
     # Copied at once: other threads trace meanwhile, and set hooks of this package's own.
-    of_all = [number for it in GLOBAL_HOOKS for number in tuple(it)]
-    found = []
+    of_all = [number for hooks in GLOBAL_HOOKS for number in tuple(hooks)]
+    settings = []
     for place, module in enumerate(model.modules()):
         names = reads[place] if place < len(reads) else every_name(module)
         if place:
             held: list[tuple[str, Any]]
             held = [("its class", type(module)), ("its hooks", hooks(module))]
         else:
-            numbers = tuple(it for it in of_all if it not in TRACING_HOOKS)
+            numbers = tuple(hook for hook in of_all if hook not in TRACING_HOOKS)
             held = [("hooks of all modules", numbers)]
-        found.append(frozenset((*held, *((it, _held_by(module, it, watch)) for it in names))))
+        settings.append(
+            frozenset((*held, *((name, _held_by(module, name, watch)) for name in names)))
+        )
     # Of the many modules that are alike, what they hold is kept once.
     alike: dict[Settings, Settings] = {}
-    return tuple(alike.setdefault(it, it) for it in found)
+    return tuple(alike.setdefault(form, form) for form in settings)
 
 
 def signature_of(
@@ -342,23 +350,18 @@ def signature_of(
 ) -> InputSignature | None:
     """Return the signature of an input; None if an argument cannot be compared.
 
-    Parameters
-    ----------
-    model, given
-        The plain or the planned model, and what its forward is given.
-    settings
-        What counts of the modules.
-    loosely
-        Of what cannot be compared, take the type: enough for the bytes a step holds.
+    model, given : the plain or the planned model, and what its forward is given
+    settings : what counts of the modules
+    loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
-    found = InputSignature(
+    signature = InputSignature(
         forms_of(model, given, loosely=loosely),
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in casting()),
-        tuple(it.requires_grad for it in model.parameters()),
+        tuple(param.requires_grad for param in model.parameters()),
         any(map(is_elsewhere, model.parameters())),
         settings,
     )
-    return found if is_hashable(found) else None
+    return signature if is_hashable(signature) else None
 
 
 def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:
@@ -410,14 +413,9 @@ class GuardCache:
     ) -> InputSignature:
         """Return the signature that a step is for, and compare what it depends on from now on.
 
-        Parameters
-        ----------
-        signature, model, given
-            What the step was planned for.
-        reads
-            What it read of modules.
-        value_places
-            Places among the flat arguments of which it counts whether they are all ones.
+        signature, model, given : what the step was planned for
+        reads : what it read of modules
+        value_places : places among the flat arguments of which it counts whether they are all ones
         """
         self.reads = joined(self.reads, reads)
         flat = tree_leaves(given)
@@ -430,15 +428,15 @@ class GuardCache:
         if not names_of_wanted <= self.value_guards:
             self.value_guards |= names_of_wanted
             self._places.clear()
-        found = replace(signature, settings=settings_of(model, reads), free=())
-        return self._with_ones(found, model, given).without(signature.free)
+        kept = replace(signature, settings=settings_of(model, reads), free=())
+        return self._with_ones(kept, model, given).without(signature.free)
 
     def signature_of(
         self, model: torch.nn.Module, given: Arguments, *, loosely: bool = False
     ) -> InputSignature | None:
         """Return the signature of an input, by all that steps depend on; see `signature_of`."""
-        found = signature_of(model, given, settings_of(model, self.reads), loosely=loosely)
-        return found and self._with_ones(found, model, given)
+        signature = signature_of(model, given, settings_of(model, self.reads), loosely=loosely)
+        return signature and self._with_ones(signature, model, given)
 
     def _with_ones(
         self, signature: InputSignature, model: torch.nn.Module, given: Arguments
@@ -467,11 +465,11 @@ class GuardCache:
             self._signatures.clear()
         elif form in self._places:
             key = form, _ones(self._places[form], model, given)
-            found = self._signatures.get(key)
-            if found is not None:
-                if found not in known:
-                    found = self._signatures[key] = _accepting(known, found)
-                return found, *tensors
+            entry = self._signatures.get(key)
+            if entry is not None:
+                if entry not in known:
+                    entry = self._signatures[key] = _accepting(known, entry)
+                return entry, *tensors
         signature = signature_of(model, given, before.settings)
         if signature is not None:
             signature = _accepting(known, self._with_ones(signature, model, given))
@@ -483,7 +481,7 @@ class GuardCache:
 
 def _accepting(known: Iterable[InputSignature], signature: InputSignature) -> InputSignature:
     """Return the known signature that accepts another; if none does, that itself."""
-    return next((it for it in known if it.accepts(signature)), signature)
+    return next((kept for kept in known if kept.accepts(signature)), signature)
 
 
 class _ModelWatch:
@@ -497,24 +495,27 @@ class _ModelWatch:
         self._watch = watch = _Watch()
         self.settings = settings_of(model, reads, watch)
         inside = list(model.modules())[1:]
-        slots = [getattr(it, slot) for it in (model, *inside) for slot in SLOTS]
+        slots = [getattr(module, slot) for module in (model, *inside) for slot in SLOTS]
         # Of each module most of the three are empty, and stay so while there are as many.
         self._full = [*filter(None, slots)]
         held = self._held()
-        for it in held:
-            watch.identity(it)
+        for module in held:
+            watch.identity(module)
         # Hooks of the outermost module run around its forward, and its other attributes are what
         # trainers note on it: only what was read of it is compared.
-        watch.dicts += [it.__dict__ for it in inside]
+        watch.dicts += [module.__dict__ for module in inside]
         watch.dicts += slots
-        watch.dicts += [*GLOBAL_HOOKS, *(getattr(it, slot) for it in inside for slot in HOOKS)]
+        watch.dicts += [
+            *GLOBAL_HOOKS,
+            *(getattr(module, slot) for module in inside for slot in HOOKS),
+        ]
         self._own_names = [*reads[0]] if reads else []
         self._own = self._addresses(model)
         watch.begin()
-        place = {id(it): at for at, it in reversed([*enumerate(held)])}
-        self._parameters = _places(place[id(it)] for it in model.parameters())
-        self._buffers = _places(place[id(it)] for it in model.buffers())
-        self._wanted = [it.requires_grad for it in model.parameters()]
+        place = {id(value): at for at, value in reversed([*enumerate(held)])}
+        self._parameters = _places(place[id(param)] for param in model.parameters())
+        self._buffers = _places(place[id(buffer)] for buffer in model.buffers())
+        self._wanted = [param.requires_grad for param in model.parameters()]
         self.state = (self.settings, self._wanted, [*map(is_elsewhere, model.parameters())])
 
     def tensors(self, model: torch.nn.Module, reads: Reads) -> tuple[list[Any], list[Any]] | None:
@@ -523,8 +524,8 @@ class _ModelWatch:
             return None
         if not self._watch.holds():
             return None
-        found = self.tensors_of()
-        return found if [*map(_WANTED, found[0])] == self._wanted else None
+        current = self.tensors_of()
+        return current if [*map(_WANTED, current[0])] == self._wanted else None
 
     def tensors_of(self) -> tuple[list[Any], list[Any]]:
         """Return all parameters and buffers, where modules hold as many as they held."""
@@ -556,18 +557,18 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
     first: dict[int, int] = {}
     waiting: list[Any] = [args, *kwargs.values()]
-    for it in waiting:
-        kind = type(it)
-        if isinstance(it, torch.Tensor):
-            forms.append(form_of_leaf(it, first, len(forms)))
+    for value in waiting:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            forms.append(form_of_leaf(value, first, len(forms)))
         elif kind in _LEAVES:
-            forms.append(plain(it))
+            forms.append(plain(value))
         elif kind is list or kind is tuple:
-            forms.append((kind, len(it)))
-            waiting += it
+            forms.append((kind, len(value)))
+            waiting += value
         elif kind is dict:
-            forms.append((kind, *it))
-            waiting += it.values()
+            forms.append((kind, *value))
+            waiting += value.values()
         else:
             return None
     return tuple(forms)

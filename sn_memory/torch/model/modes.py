@@ -39,10 +39,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def warn(text: str) -> None:
     """Warn where the user's code called a model, or for a backward pass."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+    # Code of torch, and of ours.
+    inside = (torch.__path__[0], __file__.removesuffix("torch/model/modes.py"))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, PlanWarning, stacklevel=level + 1)
+    warnings.warn(text, PlanWarning, stacklevel=level)
 
 
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
@@ -55,10 +57,10 @@ def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
     if all(have == want for have, want in steps) or not all(have for have, _ in steps):
         return ""
     return (
-        f"the gradient of an output of shape {tuple(gradient.shape)} comes with strides "
-        f"{gradient.stride()}, and planned was {tuple(like)}, which the output has. It is copied, "
-        "so kernels that sum in the order of memory may round otherwise than without the plan. "
-        "For equal bits let the model return its output in the layout of the gradient, as "
+        f"the gradient of an output of shape {tuple(gradient.shape)} has strides "
+        f"{gradient.stride()}; the plan expects {tuple(like)}, those of the output. It is copied, "
+        "so kernels that sum in the order of memory may round otherwise than without the plan. For "
+        "equal bits let the model return its output in the layout of the gradient, as "
         "out.contiguous() has it."
     )
 
@@ -93,6 +95,7 @@ def outside_saved_tensors_hooks() -> Iterator[None]:
     try:
         yield
     finally:
+        # The outermost was taken last and has to go back first.
         for pack, unpack in reversed(taken):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 

@@ -33,16 +33,10 @@ _WHOLE = (
 class Form:
     """How leaves make up what a forward pass returns.
 
-    Parameters
-    ----------
-    spec
-        Of the first leaves.
-    shells
-        Objects among these, as a list copied at once, with a place for each tensor.
-    places
-        Per place in the shells, the leaf that stands there.
-    whole
-        By id, what the copies share with the objects.
+    spec : of the first leaves
+    shells : objects among these, as a list copied at once, with a place for each tensor
+    places : per place in the shells, the leaf that stands there
+    whole : by id, what the copies share with the objects
     """
 
     spec: TreeSpec
@@ -54,9 +48,12 @@ class Form:
         """Put leaves together; objects are new ones."""
         first = list(leaves[: self.spec.num_leaves])
         if self.shells:
+            # What deepcopy finds in its memo it takes for the copy.
             memo = {id(place): leaves[at] for place, at in self.places} | self.whole
-            made = copy.deepcopy(self.shells, memo)
-            first = [made[it.number] if isinstance(it, Shell) else it for it in first]
+            results = copy.deepcopy(self.shells, memo)
+            first = [
+                results[output.number] if isinstance(output, Shell) else output for output in first
+            ]
         return tree_unflatten(first, self.spec)
 
 
@@ -76,12 +73,8 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
 
     Tensors in objects are the last leaves, each once; the objects' own leaves are a Shell.
 
-    Parameters
-    ----------
-    results
-        What it returned.
-    model
-        Its modules and what is an attribute of these is not copied.
+    results : what it returned
+    model : its modules and what is an attribute of these is not copied
 
     Raises
     ------
@@ -89,10 +82,13 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
         If an object cannot be copied.
     """
     leaves, spec = tree_flatten(results)
-    at = [place for place, it in enumerate(leaves) if not isinstance(it, (torch.Tensor, *_WHOLE))]
+    at = [
+        place for place, leaf in enumerate(leaves) if not isinstance(leaf, (torch.Tensor, *_WHOLE))
+    ]
     if not at:
         return leaves, Form(spec, [], (), {})
     whole: dict[int, Any] = {}
+    # Parts of the model that an object refers to are not copied with it.
     for module in model.modules():
         whole[id(module)] = module
         for value in module.__dict__.values():
@@ -119,8 +115,8 @@ def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
         return flatten_outputs(results, model)[0]
     except TraceError:
         leaves = tree_leaves(results)
-        inside = {id(it): it for it in StateSnapshot([("results", leaves)]).tensors()}
-        return [*leaves, *(it for key, it in inside.items() if key not in {*map(id, leaves)})]
+        inside = {id(tensor): tensor for tensor in StateSnapshot([("results", leaves)]).tensors()}
+        return [*leaves, *(value for key, value in inside.items() if key not in {*map(id, leaves)})]
 
 
 class _Opened(TorchFunctionMode):
@@ -129,7 +125,9 @@ class _Opened(TorchFunctionMode):
     def __init__(self, leaves: list[Any]) -> None:
         super().__init__()
         self._leaves = leaves
-        self._at = {id(it): at for at, it in enumerate(leaves) if isinstance(it, torch.Tensor)}
+        self._at = {
+            id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        }
         self.places: dict[int, tuple[_Place, int]] = {}
 
     def __torch_function__(
@@ -151,14 +149,16 @@ def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     The loss is the output of that name, if it has one element. Of a tuple or list that begins with
     an output of no dimensions, it is that one, and the others like it, which may be added to it.
     """
-    wanted = [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+    wanted = [
+        output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad
+    ]
     named = returned.get("loss") if isinstance(returned, Mapping) else None
     loss: Any = getattr(returned, "loss", named)
-    if any(it is loss and it.numel() == 1 for it in wanted):
+    if any(tensor is loss and tensor.numel() == 1 for tensor in wanted):
         return [loss]
     first: Any = next(iter(returned), None) if isinstance(returned, tuple | list) else None
-    if any(it is first and not it.dim() for it in wanted):
-        return [it for it in wanted if not it.dim()]
+    if any(tensor is first and not tensor.dim() for tensor in wanted):
+        return [tensor for tensor in wanted if not tensor.dim()]
     return wanted
 
 
@@ -179,17 +179,19 @@ def differences(expected: Results, got: Results) -> dict[str, float]:
     rounding (the bias of attention's keys) has an error of the order of 1. Infinite where one is
     missing, of another type or shape, or NaN in other places.
     """
-    gradients = [it for name, it in expected.items() if _is_gradient(name) and it is not None]
-    size = math.sqrt(sum(_norm(it) ** 2 for it in gradients))
-    count = sum(it.numel() for it in gradients)
-    found = {}
+    gradients = [
+        value for name, value in expected.items() if _is_gradient(name) and value is not None
+    ]
+    size = math.sqrt(sum(_norm(_numbers(grad)) ** 2 for grad in gradients))
+    count = sum(grad.numel() for grad in gradients)
+    errors = {}
     for name in sorted({*expected, *got}):
         left, right = expected.get(name), got.get(name)
         if same_bits(left, right):
             continue
         share = _SHARE * size * math.sqrt(left.numel() / count) if left is not None and count else 0
-        found[name] = _distance(left, right, share if _is_gradient(name) else 0.0)
-    return found
+        errors[name] = _distance(left, right, share if _is_gradient(name) else 0.0)
+    return errors
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
@@ -206,17 +208,24 @@ def _is_gradient(name: str) -> bool:
     return name.startswith("gradient of ")
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    # Complex numbers count by their two parts.
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(plain.detach().double().nan_to_num().norm())
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as float64; complex numbers count by their two parts."""
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return plain.detach().double()
+
+
+def _norm(numbers: torch.Tensor) -> float:
+    # Of what is finite alone: with an infinite norm any two tensors would be equal.
+    return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
 
 
 def _distance(left: torch.Tensor | None, right: torch.Tensor | None, least: float) -> float:
     if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
         return math.inf
-    left, right = left.detach(), right.detach()
-    if not torch.equal(left.isfinite(), right.isfinite()):
+    expected, got = _numbers(left), _numbers(right)
+    lost = ~(expected.isfinite() & got.isfinite())
+    # NaN and Inf have no distance: they are the same, or infinitely far apart.
+    if not torch.allclose(expected[lost], got[lost], rtol=0, atol=0, equal_nan=True):
         return math.inf
-    apart, size = _norm(left.double() - right.double()), max(_norm(left), least)
+    apart, size = _norm(expected - got), max(_norm(expected), least)
     return apart / size if size else (math.inf if apart else 0.0)

@@ -72,7 +72,10 @@ def of_first_fsdp(model: torch.nn.Module) -> bool:
     """Whether the first FSDP holds parameters of the model: it wraps modules, and flattens."""
     return any(
         type(module).__name__ == _FIRST
-        or any(hasattr(it, _FLAT) or hasattr(it._base, _FLAT) for it in module.parameters(False))
+        or any(
+            hasattr(param, _FLAT) or hasattr(param._base, _FLAT)
+            for param in module.parameters(False)
+        )
         for module in model.modules()
     )
 
@@ -80,18 +83,18 @@ def of_first_fsdp(model: torch.nn.Module) -> bool:
 def first_fsdp_refused() -> TraceError:
     """Return the refusal of a model that the first FSDP wraps."""
     return TraceError(
-        "the model is wrapped by FullyShardedDataParallel, torch's first FSDP, which puts flat "
-        "parameters in the place of its own. Shard it by torch.distributed.fsdp.fully_shard, "
-        "after planning or before."
+        "the model is wrapped by FullyShardedDataParallel, torch's first FSDP, which replaces its "
+        "parameters by flat ones. Shard it by torch.distributed.fsdp.fully_shard, after planning "
+        "or before."
     )
 
 
 def register_fsdp_alias(twin: torch.nn.Module, model: torch.nn.Module) -> None:
     """Let FSDP2 know a module that shares all that another has, and stands in its place."""
-    found = sys.modules.get(_STATE)
-    state = found and found._get_module_fsdp_state(model)
-    if found and state is not None and found._get_module_state(twin) is None:
-        found._insert_module_state(twin, state)
+    module = sys.modules.get(_STATE)
+    state = module and module._get_module_fsdp_state(model)
+    if module and state is not None and module._get_module_state(twin) is None:
+        module._insert_module_state(twin, state)
 
 
 def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
@@ -100,12 +103,14 @@ def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
     Where no parameter is split over ranks, the values as they are. A collective: each rank calls
     it at the same place.
     """
+    # A dict and no set: all ranks have to go through the meshes in one order.
     meshes: dict[Any, None] = {}
     for tensor in (*model.parameters(), *_looked_after(model)):
         if _is_split(tensor):
             meshes.setdefault(tensor.device_mesh)  # type: ignore[attr-defined]
     if not meshes:
         return list(values)
+    # One mesh after the other: the largest of one is what the next compares.
     for mesh in meshes:
         held = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
         for group in mesh.get_all_groups():
@@ -127,31 +132,33 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     copies of its own, and hooks on the user's, which it calls, are taken off meanwhile.
     """
     states = _states(model)
-    groups = [it for state in states for it in state._fsdp_param_groups]
+    groups = [group for state in states for group in state._fsdp_param_groups]
     before = _begun_here(states)
     for group in groups:
         if group._all_gather_result is not None:  # asked for ahead
             group.wait_for_unshard()
-    contexts = list({id(it._state_ctx): it._state_ctx for it in states}.values())
-    shared = list({id(it._comm_ctx): it._comm_ctx for it in states}.values())
+    contexts = list({id(state._state_ctx): state._state_ctx for state in states}.values())
+    shared = list({id(state._comm_ctx): state._comm_ctx for state in states}.values())
     before += _fields(states, "_training_state")
     before += _fields(groups, "_training_state", "_partial_reduce_output")
     before += _fields(contexts, "iter_forward_root", "post_backward_final_callback_queued")
-    lists = [it.post_forward_order for it in shared]
-    lists += [it._post_forward_indices for it in groups]
-    orders = [(it, list(it)) for it in lists]
-    begun = [(it, set(it)) for it in (state._modules_to_run_forward for state in states)]
-    gathered = [it.is_unsharded for it in groups]
-    owned = [it for group in groups for it in group.fsdp_params]
+    lists = [state.post_forward_order for state in shared]
+    lists += [group._post_forward_indices for group in groups]
+    orders = [(order, list(order)) for order in lists]
+    begun = [
+        (forward, set(forward)) for forward in (state._modules_to_run_forward for state in states)
+    ]
+    gathered = [group.is_unsharded for group in groups]
+    owned = [param for group in groups for param in group.fsdp_params]
     before += _fields(owned, "unsharded_accumulated_grad")
     known = _looked_after(model)
-    gradients = [(it, it.grad) for it in known]
-    hooks = [(it, it._post_accumulate_grad_hooks) for it in known]
-    for it, _ in hooks:
-        it._post_accumulate_grad_hooks = None
-    _idle(states, groups, contexts, [*lists, *(it for it, _ in begun)])
+    gradients = [(param, param.grad) for param in known]
+    hooks = [(param, param._post_accumulate_grad_hooks) for param in known]
+    for with_hooks, _ in hooks:
+        with_hooks._post_accumulate_grad_hooks = None
+    _idle(states, groups, contexts, [*lists, *(state for state, _ in begun)])
     try:
-        yield {id(it) for it in known}
+        yield {id(param) for param in known}
     finally:
         for group, whole in zip(groups, gathered, strict=True):
             if whole and not group.is_unsharded:
@@ -174,7 +181,12 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
 
 def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
     """Return some attributes of objects as they are now; one that is missing is left out."""
-    return [(it, name, getattr(it, name)) for it in holders for name in names if hasattr(it, name)]
+    return [
+        (holder, name, getattr(holder, name))
+        for holder in holders
+        for name in names
+        if hasattr(holder, name)
+    ]
 
 
 def _begun_here(states: list[Any]) -> list[tuple[Any, str, Any]]:
@@ -182,31 +194,31 @@ def _begun_here(states: list[Any]) -> list[tuple[Any, str, Any]]:
 
     A module around the model that is sharded may want to be the root, once it runs.
     """
-    new = [it for it in states if it._is_root is None]
-    groups = [it for state in new for it in state._fsdp_param_groups]
+    new = [state for state in states if state._is_root is None]
+    groups = [group for state in new for group in state._fsdp_param_groups]
     before = _fields(new, "_is_root", "_state_ctx", "_comm_ctx")
     before += _fields(groups, "comm_ctx", "post_forward_mesh_info", "_module_fqn")
-    for it in new:
-        it._state_ctx, it._comm_ctx = type(it._state_ctx)(), type(it._comm_ctx)()
-    for it in new:  # modules come before those inside them
-        it._lazy_init()
+    for fresh in new:
+        fresh._state_ctx, fresh._comm_ctx = type(fresh._state_ctx)(), type(fresh._comm_ctx)()
+    for fresh in new:  # modules come before those inside them
+        fresh._lazy_init()
     return before
 
 
 def _idle(states: Any, groups: Any, contexts: Any, containers: Any) -> None:
     """Let all look as between two steps."""
-    for it in states:
-        it._training_state = type(it._training_state).IDLE
-    for it in groups:
-        it._training_state = type(it._training_state).IDLE
-        it._partial_reduce_output = None
-        for parameter in it.fsdp_params:
+    for state in states:
+        state._training_state = type(state._training_state).IDLE
+    for state in groups:
+        state._training_state = type(state._training_state).IDLE
+        state._partial_reduce_output = None
+        for parameter in state.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-    for it in contexts:
-        it.iter_forward_root = None
-        it.post_backward_final_callback_queued = False
-    for it in containers:
-        it.clear()
+    for state in contexts:
+        state.iter_forward_root = None
+        state.post_backward_final_callback_queued = False
+    for state in containers:
+        state.clear()
 
 
 def _is_split(tensor: torch.Tensor) -> bool:
@@ -215,21 +227,26 @@ def _is_split(tensor: torch.Tensor) -> bool:
 
 def _states(model: torch.nn.Module) -> list[Any]:
     """Return FSDP2's states of the model's modules, and of those it runs within."""
-    found = sys.modules.get(_STATE)
-    if found is None:
+    composable = sys.modules.get(_STATE)
+    if composable is None:
         return []
-    own = [found._get_module_fsdp_state(it) for it in model.modules()]
-    around = [state for it in own if it is not None for state in (it, *it._state_ctx.all_states)]
-    return list({id(it): it for it in around}.values())
+    own = [composable._get_module_fsdp_state(module) for module in model.modules()]
+    around = [
+        state
+        for context in own
+        if context is not None
+        for state in (context, *context._state_ctx.all_states)
+    ]
+    return list({id(value): value for value in around}.values())
 
 
 def _looked_after(model: torch.nn.Module) -> list[Any]:
     """Return the parameters of FSDP2's groups: the shards, and the whole ones where there are."""
-    found = []
+    params = []
     for state in _states(model):
         for group in state._fsdp_param_groups:
-            for it in group.fsdp_params:
-                found.append(it.sharded_param)
+            for param in group.fsdp_params:
+                params.append(param.sharded_param)
                 with suppress(AttributeError):  # not gathered yet
-                    found.append(it._unsharded_param)
-    return found
+                    params.append(param._unsharded_param)
+    return params

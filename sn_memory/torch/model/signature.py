@@ -8,7 +8,7 @@ default spelled out. What of the modules counts is what a trace read; see `guard
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,9 +16,46 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .snapshot import StateSnapshot
+
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
+# Torch has others, for storing only: they cannot even be compared.
+INTEGERS = {
+    torch.bool,
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
+# What is made of integers, or of nothing, may be floats on its way to a mask.
+COMPUTED = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def may_be_known(tensor: torch.Tensor, dtypes: Container[torch.dtype] = INTEGERS) -> bool:
+    """Whether a tensor has values that a model may look at: a few that are there.
+
+    dtypes : of an input, integers: floats of ones are what many write for any input
+    """
+    return (
+        tensor.dtype in dtypes
+        and tensor.layout == torch.strided
+        and not isinstance(tensor, FakeTensor)
+        and not is_traceable_wrapper_subclass(tensor)
+        and not tensor.is_meta
+        and tensor.numel() <= MOST_KNOWN
+    )
+
+
+def is_ones(value: object) -> bool:
+    """Whether it is a tensor whose values may be known, and all are 1.
+
+    On a GPU this waits for it, as a model that looks does.
+    """
+    return isinstance(value, torch.Tensor) and may_be_known(value) and bool((value == 1).all())
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How arguments are written: how many by place, and the names of the rest.
@@ -84,13 +121,13 @@ class InputSignature:
     def nbytes(self) -> int:
         """Bytes of the tensors among the arguments."""
         leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
-        return sum(prod(it[0]) * it[3].itemsize for it in leaves if _is_tensor(it))
+        return sum(prod(leaf[0]) * leaf[3].itemsize for leaf in leaves if _is_tensor(leaf))
 
     def shapes(self) -> str:
         """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
         shown, ones = [], self._names_of_ones()
         for name, (_, leaves) in self.arguments:
-            sizes = [str(it[0]) for it in leaves if _is_tensor(it)]
+            sizes = [str(leaf[0]) for leaf in leaves if _is_tensor(leaf)]
             more = " and more" if len(sizes) > 3 else ""
             if sizes:
                 held = " of ones" if name in ones else ""
@@ -112,7 +149,7 @@ class InputSignature:
             return self
         names = set(free)
         arguments = tuple(
-            (name, (spec, tuple(it if _is_tensor(it) else (object, "any") for it in leaves)))
+            (name, (spec, tuple(leaf if _is_tensor(leaf) else (object, "any") for leaf in leaves)))
             if (OF_CALL, name) in names
             else (name, (spec, leaves))
             for name, (spec, leaves) in self.arguments
@@ -121,7 +158,9 @@ class InputSignature:
         )
         settings = list(self.settings)
         for place in {place for place, _ in free if 0 <= place < len(settings)}:
-            settings[place] = frozenset(it for it in settings[place] if (place, it[0]) not in names)
+            settings[place] = frozenset(
+                setting for setting in settings[place] if (place, setting[0]) not in names
+            )
         return replace(self, arguments=arguments, settings=tuple(settings), free=free)
 
     def changed_since(self, other: InputSignature) -> set[Name]:
@@ -195,8 +234,8 @@ class InputSignature:
                 for path, now, then in zip(paths, self.settings, planned.settings, strict=False)
                 for name in _changed_settings(now, then)
             }
-            told = ", ".join(sorted(names)[:4]) or "other modules"
-            unlike.append(f"modes and numbers in its modules are otherwise ({told})")
+            modules = ", ".join(sorted(names)[:4]) or "other modules"
+            unlike.append(f"modes and numbers in its modules are otherwise ({modules})")
         return unlike
 
 
@@ -229,21 +268,21 @@ def _holds(leaf: Any, other: Any) -> bool:
 
 def _shown(form: Any, other: Any) -> str:
     """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
-    told = [_leaf(it) for it in form[1]]
-    if told == [_leaf(it) for it in other[1]]:
-        told = [_leaf(it, whole=True) for it in form[1]]
-    return " and ".join(told[:3]) + (" and more" if len(told) > 3 else "")
+    leaves = [_leaf(leaf) for leaf in form[1]]
+    if leaves == [_leaf(leaf) for leaf in other[1]]:
+        leaves = [_leaf(leaf, whole=True) for leaf in form[1]]
+    return " and ".join(leaves[:3]) + (" and more" if len(leaves) > 3 else "")
 
 
 def _leaf(leaf: Any, *, whole: bool = False) -> str:
     if not _is_tensor(leaf):
         return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
     size, stride, offset, dtype, wanted, same, shared = leaf
-    told = f"{str(dtype).removeprefix('torch.')} of shape {size}"
+    text = f"{str(dtype).removeprefix('torch.')} of shape {size}"
     if whole:
-        told += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
-        told += f"{same}, memory of input {shared})"
-    return told
+        text += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
+        text += f"{same}, memory of input {shared})"
+    return text
 
 
 def plain(value: Any) -> Hashable:
@@ -254,14 +293,9 @@ def plain(value: Any) -> Hashable:
 def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     """Return what of a leaf among the arguments is part of the signature.
 
-    Parameters
-    ----------
-    leaf
-        The leaf.
-    first
-        Per tensor and per memory that was seen, the place where it was first; added to here.
-    place
-        The leaf's own.
+    leaf : the leaf
+    first : per tensor and per memory that was seen, the place where it was first; added to here
+    place : the leaf's own
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
@@ -375,7 +409,7 @@ def _named(
     for name, value in list(bound.arguments.items())[1:]:
         parameter = signature.parameters[name]
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            yield from ((f"{name}[{place}]", it) for place, it in enumerate(value))
+            yield from ((f"{name}[{place}]", item) for place, item in enumerate(value))
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             yield from value.items()
         elif not _is(value, parameter.default):

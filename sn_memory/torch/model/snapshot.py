@@ -83,16 +83,18 @@ class StateSnapshot:
 
     def changed(self) -> list[str]:
         """Return the names of the values that hold something else now."""
-        found = [name for name, holder, it in self._before if not _held(holder).same(it)]
-        return list(dict.fromkeys(found))
+        names = [name for name, holder, value in self._before if not _held(holder).same(value)]
+        return list(dict.fromkeys(names))
 
     def values(self) -> list[Any]:
         """Return what was held."""
-        return [it for _, _, was in self._before for it in (*was.items, *was.attributes.values())]
+        return [
+            item for _, _, was in self._before for item in (*was.items, *was.attributes.values())
+        ]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that were held."""
-        return [it for it in self.values() if isinstance(it, torch.Tensor)]
+        return [tensor for tensor in self.values() if isinstance(tensor, torch.Tensor)]
 
     def restore(self) -> None:
         """Let all hold what they held."""
@@ -105,11 +107,11 @@ class Values:
     """The values of some tensors when this is made; of leaves that are trained, none."""
 
     def __init__(self, tensors: Iterable[Any], weights: Iterable[torch.Tensor]) -> None:
-        spared = {id(it) for it in weights}
+        spared = {id(weight) for weight in weights}
         self._before = {
-            id(it): (it, _copyable(it.detach()).clone())
-            for it in tensors
-            if isinstance(it, torch.Tensor) and id(it) not in spared
+            id(tensor): (tensor, _copyable(tensor.detach()).clone())
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in spared
         }
 
     def restore(self) -> None:
@@ -159,8 +161,8 @@ class WrittenWeights(TorchDispatchMode):
             # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
             return NotImplemented
         kwargs = kwargs or {}
-        for it in written_to(func, args, kwargs):
-            key = it.untyped_storage()._cdata
+        for tensor in written_to(func, args, kwargs):
+            key = tensor.untyped_storage()._cdata
             if key in self._weights:
                 part = self._weights[key][1]
                 if key not in self._before:
@@ -185,15 +187,15 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     if not func._schema.is_mutable:
         return []
     written = written_arguments(func, args, kwargs)
-    return [it for it in tree_leaves(written) if isinstance(it, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a call writes into, in the order of its schema."""
     return [
-        args[at] if at < len(args) else kwargs.get(it.name)
-        for at, it in enumerate(func._schema.arguments)
-        if it.alias_info is not None and it.alias_info.is_write
+        args[at] if at < len(args) else kwargs.get(arg.name)
+        for at, arg in enumerate(func._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
     ]
 
 
@@ -211,7 +213,7 @@ def kept_by_global_hooks() -> Iterator[tuple[str, Any]]:
 def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]:
     for hook in [hook for slot in slots for hook in slot.values()]:
         name = getattr(hook, "__name__", type(hook).__name__)
-        yield from ((f"what its hook {name} holds", it) for it in _reached(hook))
+        yield from ((f"what its hook {name} holds", value) for value in _reached(hook))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -221,12 +223,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def fingerprint(value: Any) -> Hashable:
     """Return what differs when something in a value was changed; it holds nothing alive."""
-    found: list[Hashable] = []
+    prints: list[Hashable] = []
     for holder in _holders(value, set(), _DEPTH):
         held = _held(holder)
-        found.append(id(holder))
-        found += [_print_of(it) for it in (*held.items, *held.attributes.values())]
-    return tuple(found)
+        prints.append(id(holder))
+        prints += [_print_of(item) for item in (*held.items, *held.attributes.values())]
+    return tuple(prints)
 
 
 def _print_of(value: Any) -> Hashable:
@@ -251,14 +253,14 @@ def _holders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
         inside = (*held.items, *held.attributes.values())
         if inside or isinstance(value, _GROUPS) or hasattr(value, "__dict__"):
             yield value
-    for it in inside:
-        yield from _holders(it, seen, depth - 1)
+    for inner in inside:
+        yield from _holders(inner, seen, depth - 1)
 
 
 def _held(holder: Any) -> _Held:
     items: tuple[Any, ...] = ()
     if isinstance(holder, dict):
-        items = tuple(it for pair in dict.items(holder) for it in pair)
+        items = tuple(item for pair in dict.items(holder) for item in pair)
     elif isinstance(holder, _GROUPS):
         items = tuple(holder)
     return _Held(items, attributes_held(holder))
@@ -269,13 +271,13 @@ def attributes_held(value: Any) -> dict[str, Any]:
     if type(value).__module__.partition(".")[0] in _THEIRS:
         # Of no forward: an op of torch, for one, keeps where it is dispatched to.
         return {}
-    found = dict(getattr(value, "__dict__", ()))
+    attributes = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if not name.startswith("__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 def _reached(hook: Any, depth: int = _DEPTH) -> Iterator[Any]:

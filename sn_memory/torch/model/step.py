@@ -6,24 +6,249 @@ parameters, gradients, buffers, attributes and random states are as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..errors import SetsStateError, TraceError
 from ..quirks.recurrent import refresh_flat_weights
-from ..target.accelerator import in_use, now
-from ..target.host_resident import working_device
-from .allocations import AllocationTracker, is_profiled
+from ..target.accelerator import in_use, now, working_device
 from .modes import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
-from .restore import OUTSIDE_TORCH, Generators, ModelSnapshot
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
-from .snapshot import StateSnapshot, Values, WrittenWeights
-from .tracker import Scratch, StorageTracker
+from .snapshot import SLOTS, StateSnapshot, Values, WrittenWeights, kept_by, kept_by_global_hooks
+from .tracker import AllocationTracker, Scratch, StorageTracker, is_profiled
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# The generators behind the functions of `random` and `numpy.random`, which models draw from.
+OUTSIDE_TORCH: dict[str, Any] = {
+    "random": random._inst,  # type: ignore[attr-defined]
+    "numpy.random": np.random.mtrand._rand,  # type: ignore[attr-defined]
+}
+
+
+class Generators:
+    """The states of random number generators among some values, when this is made."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        generators = {id(value): value for value in values if isinstance(value, _GENERATORS)}
+        self._before = [(generator, _state(generator)) for generator in generators.values()]
+
+    def changed(self) -> bool:
+        """Whether one of them was drawn from."""
+        # The text of a tensor leaves values out.
+        return any(
+            not torch.equal(_state(generator), state)
+            if isinstance(generator, torch.Generator)
+            else _comparable(_state(generator)) != _comparable(state)
+            for generator, state in self._before
+        )
+
+    def seed(self, number: int) -> None:
+        """Let each draw as one that was made with this seed."""
+        for generator, _ in self._before:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(number)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(number).state
+            else:
+                generator.seed(number)
+
+    def restore(self) -> None:
+        """Let them go on from where they were."""
+        for generator, state in self._before:
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, np.random.RandomState):
+                generator.set_state(state)
+            else:
+                generator.setstate(state)
+
+
+def seed(model: torch.nn.Module, number: int | None) -> None:
+    """Let a step draw what one draws after this seed; None leaves all generators as they are."""
+    if number is None:
+        return
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - what models draw from
+    Generators(kept for module in model.modules() for _, kept in kept_by(module)).seed(number)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def outside_states() -> list[Any]:
+    """Return the states of the generators outside torch, as something that can be compared."""
+    return [_comparable(_state(generator)) for generator in OUTSIDE_TORCH.values()]
+
+
+def _comparable(state: Any) -> Any:
+    # As text a state of NumPy's takes five milliseconds, and each module that is called asks.
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+@contextmanager
+def forbid_external_rng() -> Iterator[None]:
+    """Refuse a forward that draws random numbers outside torch: a replay would go one way only."""
+    before = {name: Generators([generator]) for name, generator in OUTSIDE_TORCH.items()}
+    drawn = []
+    try:
+        yield
+    finally:
+        drawn = [name for name, generators in before.items() if generators.changed()]
+        for generators in before.values():
+            generators.restore()
+    if drawn:
+        raise TraceError(
+            f"the forward pass draws from {' and '.join(drawn)}, so what it does differs from step "
+            "to step. Draw with torch and compute with the result."
+        )
+
+
+class ModelSnapshot:
+    """All that a step may change of a model and of what it is given, when this is made.
+
+    model, given : what the step runs on
+    others : tensors and generators that it may change beside those that modules hold as attributes
+    spared : tensors that it changes only as training does
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        given: Any,
+        others: Iterable[Any],
+        spared: Iterable[torch.Tensor],
+    ) -> None:
+        self._modules = [
+            (path, module, dict(module.__dict__), [dict(getattr(module, slot)) for slot in SLOTS])
+            for path, module in model.named_modules()
+        ]
+        of_modules = (
+            (_joined(path, name), value)
+            for path, module, _, _ in self._modules
+            for name, value in kept_by(module)
+            # The slots may be full of fake tensors by the time they are looked at.
+            if name not in SLOTS and not name.startswith("_flat_weight")
+        )
+        self._kept = StateSnapshot(chain(of_modules, kept_by_global_hooks()))
+        self.given = StateSnapshot([("arguments", given)])
+        leaves = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        flags = (*model.parameters(), *model.buffers(), *leaves)
+        self._wanted = [(flag, flag.requires_grad) for flag in flags]
+        # Under fake tensors a real one that is met is computed with, and written to.
+        attributes = (hooks for _, _, own, _ in self._modules for hooks in own.values())
+        held = [*others, *self._kept.values(), *attributes]
+        self._values = Values(held, spared)
+        self.generators = Generators(held)
+
+    def changed(self) -> list[str]:
+        """Return the names of attributes that are others, or hold something else, now."""
+        names = self._kept.changed()
+        for path, module, attributes, slots in self._modules:
+            now = module.__dict__
+            other = [
+                name
+                for name in now.keys() | attributes.keys()
+                if now.get(name) is not attributes.get(name)
+            ]
+            for slot, before in zip(SLOTS[:2], slots, strict=False):
+                other += getattr(module, slot).keys() ^ before.keys()
+            names += [_joined(path, name) for name in other if not name.startswith("_flat_weight")]
+        return list(dict.fromkeys(names))
+
+    def restore(self) -> None:
+        """Let all be as it was."""
+        for _, module, attributes, slots in self._modules:
+            _refill(module.__dict__, attributes)
+            for slot, before in zip(SLOTS, slots, strict=True):
+                _refill(getattr(module, slot), before)
+        for snapshot in (self._kept, self.given):
+            snapshot.restore()
+        for tensor, wanted in self._wanted:
+            if tensor.requires_grad != wanted:
+                tensor.requires_grad_(wanted)
+        self._values.restore()
+        self.generators.restore()
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a dict hold what it held before.
+
+    One that still does is left alone: filled anew, the attributes of each module would take three
+    times the memory, as they no longer share their names with those of its kind.
+    """
+    pairs = zip_longest(held.items(), before.items(), fillvalue=("", None))
+    if any(now[0] != then[0] or now[1] is not then[1] for now, then in pairs):
+        held.clear()
+        held.update(before)
+
+
+def changes_what_it_is_given() -> TraceError:
+    """Return the refusal of a forward that writes into its arguments."""
+    return TraceError(
+        "the forward pass changes what it is given: it writes into a list, mapping or object among "
+        "its arguments, such as the cache of keys and values of a text model; a replay of its "
+        "calls would not. Train without it."
+    )
+
+
+@contextmanager
+def restore_model(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+    """Put the model, and what its forward is given, back as they were after it was traced.
+
+    Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
+    hold: in these, in what it is given, in what hooks of the modules reach. Such a forward means to
+    leave a mark (a count, a new buffer), and a replay of its calls would not.
+    """
+    before = ModelSnapshot(model, given, (), (*model.parameters(), *model.buffers()))
+    changed: list[str] = []
+    received = drawn = False
+    try:
+        with outside_saved_tensors_hooks():
+            yield
+    finally:
+        # Read before it is put back, and all is put back whatever is found.
+        changed, received = before.changed(), bool(before.given.changed())
+        drawn = before.generators.changed()
+        before.restore()
+        # It may hold casts of tensors that stood in for the weights.
+        torch.clear_autocast_cache()
+    if received:
+        raise changes_what_it_is_given()
+    if drawn:
+        raise TraceError(
+            "the forward pass draws from a generator of the model's own, so what it does differs "
+            "from step to step. Draw with torch's default generator and compute with the result."
+        )
+    if changed:
+        raise SetsStateError(
+            f"the forward pass sets {', '.join(changed[:5])}; a replay of its calls would not. "
+            "Keep that in a buffer changed in place. If it does so in its first step only, run one "
+            "step before planning."
+        )
+
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
 Forward = Callable[..., Any]
@@ -32,13 +257,13 @@ Loss = Callable[[Any], torch.Tensor]
 
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
-    held = (it.grad for it in model.parameters() if it.is_leaf and it.grad is not None)
-    return sum(piece.nbytes for it in held for piece in pieces(it))
+    held = (param.grad for param in model.parameters() if param.is_leaf and param.grad is not None)
+    return sum(piece.nbytes for tensor in held for piece in pieces(tensor))
 
 
 def wanted_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of gradients that parameters may have."""
-    return sum(it.nbytes for it in model.parameters() if it.requires_grad)
+    return sum(param.nbytes for param in model.parameters() if param.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -82,7 +307,7 @@ def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples and mappings."""
-    return [it for it in tree_leaves(tree) if isinstance(it, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -143,7 +368,7 @@ def run_step(
     if accumulate:
         for leaf in model.parameters():
             leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
-        known = [*known, *(it.grad for it in model.parameters() if it.grad is not None)]
+        known = [*known, *(param.grad for param in model.parameters() if param.grad is not None)]
     there = [*model.parameters(), *model.buffers(), *inputs, *known]
     tracker: StorageTracker | AllocationTracker
     if by_allocator or (kernels and not is_profiled()):
@@ -172,18 +397,20 @@ def run_step(
         torch.autograd.backward(ends, output_gradients)
     seconds = now(device) - began
     results: dict[str, torch.Tensor | None] = {
-        f"output {place}": here(it)
-        for place, it in enumerate(outputs)
-        if isinstance(it, torch.Tensor)
+        f"output {place}": here(output)
+        for place, output in enumerate(outputs)
+        if isinstance(output, torch.Tensor)
     }
     results |= {
-        f"gradient of {name}": None if it.grad is None else here(it.grad)
-        for name, it in model.named_parameters()
+        f"gradient of {name}": None if param.grad is None else here(param.grad)
+        for name, param in model.named_parameters()
     }
     results |= {
-        f"gradient of input {place}": it.grad for place, it in enumerate(inputs) if it.is_leaf
+        f"gradient of input {place}": value.grad
+        for place, value in enumerate(inputs)
+        if value.is_leaf
     }
-    results |= {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
+    results |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left)
 
 
@@ -228,8 +455,8 @@ def restore_step(
         that seconds are the step's own.
     """
     weights, given = list(model.parameters()), tensors(inputs)
-    gradients = [(it, it.grad) for it in (*weights, *given) if it.is_leaf]
-    spared = [*weights, *(it for it in given if it.requires_grad or not inputs_too)]
+    gradients = [(weight, weight.grad) for weight in (*weights, *given) if weight.is_leaf]
+    spared = [*weights, *(tensor for tensor in given if tensor.requires_grad or not inputs_too)]
     inside = StateSnapshot([("arguments", inputs)]).values()
     before = ModelSnapshot(model, inputs, (*model.buffers(), *given, *inside), spared)
     overwritten = Values(written or (), ())
@@ -268,9 +495,9 @@ def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
 
 
 def _stand_in(own: torch.nn.Parameter) -> torch.nn.Parameter:
-    made = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
-    made.__dict__.update(own.__dict__)
-    return made
+    param = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+    param.__dict__.update(own.__dict__)
+    return param
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:

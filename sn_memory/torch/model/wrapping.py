@@ -8,7 +8,6 @@ is refused here, by one error.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import update_wrapper, wraps
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 
-from ...base.errors import PlanWarning
 from ..errors import SampleError, TraceError
+from .modes import warn
 from .sharded import register_fsdp_alias
 from .step import tensors
 
@@ -72,14 +71,14 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
 
 def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
     """Return an instance without attributes."""
-    made: torch.nn.Module = object.__new__(kind)
-    return made
+    twin: torch.nn.Module = object.__new__(kind)
+    return twin
 
 
 def plain_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return what a planned class was made from; any other as it is."""
-    found: type[torch.nn.Module] = getattr(kind, _PLAIN, kind)
-    return found
+    cls: type[torch.nn.Module] = getattr(kind, _PLAIN, kind)
+    return cls
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -87,12 +86,12 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     if RECORD not in model.__dict__:
         return model
     plain = uninitialized(plain_class(type(model)))
-    for key, it in model.__dict__.items():
-        if isinstance(it, MethodType) and it.__self__ is model:
+    for key, value in model.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is model:
             # A forward that others have put on the instance, as accelerate does for autocast.
-            it = MethodType(it.__func__, plain)
+            value = MethodType(value.__func__, plain)
         if key != RECORD:
-            plain.__dict__[key] = it
+            plain.__dict__[key] = value
     register_fsdp_alias(plain, model)
     return plain
 
@@ -138,12 +137,10 @@ def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
     def enable(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RECORD not in self.__dict__:
             return original(self, *args, **kwargs)
-        warnings.warn(
-            f"gradient checkpointing was asked of a planned {type(self).__name__} and left out: "
-            "its plan says what is run again, within its budget. To have it all the same, enable "
-            "it before planning.",
-            PlanWarning,
-            stacklevel=2,
+        warn(
+            f"gradient checkpointing was requested of a planned {type(self).__name__} and ignored: "
+            "its plan decides what is run again, within its budget. To use it nevertheless, enable "
+            "it before planning."
         )
         return None
 
@@ -175,14 +172,14 @@ def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
 
     # Annotations may be strings, which are looked up among the globals of a function.
     theirs = getattr(inspect.unwrap(original), "__globals__", {})
-    made = FunctionType(forward.__code__, theirs, forward.__name__, None, forward.__closure__)
-    update_wrapper(made, original)
+    function = FunctionType(forward.__code__, theirs, forward.__name__, None, forward.__closure__)
+    update_wrapper(function, original)
     # Followed by those who take wrappers off (accelerate does), it would lead past the plan.
-    del made.__wrapped__  # type: ignore[attr-defined]
+    del function.__wrapped__  # type: ignore[attr-defined]
     # One that is written in C has none, and then there is none here.
     with suppress(TypeError, ValueError):
-        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return made
+        function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return function
 
 
 def check_model(model: Any) -> None:
@@ -201,8 +198,8 @@ def check_model(model: Any) -> None:
         )
     lazy = [
         name
-        for name, it in (*model.named_parameters(), *model.named_buffers())
-        if torch.nn.parameter.is_lazy(it)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if torch.nn.parameter.is_lazy(tensor)
     ]
     if lazy:
         raise TraceError(
@@ -229,7 +226,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_memory(model: torch.nn.Module, given: Any, why: str) -> None:
     """Raise TraceError for a model or a sample on the meta device; why : what needs memory."""
-    if any(it.is_meta for it in (*tensors(given), *model.parameters())):
+    if any(tensor.is_meta for tensor in (*tensors(given), *model.parameters())):
         raise TraceError(
             f"{why}, and the model or the sample is on the meta device. Pass them with memory, or "
             "plan with backend='graph', which then makes a plan to read."
@@ -242,10 +239,10 @@ def explained(given: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        made = [at for at, it in enumerate(tensors(given)) if it.is_inference()]
-        if not made or "inference" not in str(error).lower():
+        inference = [at for at, tensor in enumerate(tensors(given)) if tensor.is_inference()]
+        if not inference or "inference" not in str(error).lower():
             raise
         raise SampleError(
-            f"tensor {made[0]} of the sample was made in torch.inference_mode, and autograd saves "
-            "no such tensor for the backward pass. Make it outside, or pass its clone()."
+            f"tensor {inference[0]} of the sample was made in torch.inference_mode, and autograd "
+            "saves no such tensor for the backward pass. Make it outside, or pass its clone()."
         ) from error

@@ -16,11 +16,12 @@ import torch
 
 from ...base.sizes import parse_bytes
 from ..model.sharded import is_sharded
+from ..step import Call, Step
 from .rerun import Input, Unit, rerunning
 from .search import Search
 
 
-class ModuleStep:
+class ModuleStep(Step):
     """A model whose chosen modules run again in the backward pass.
 
     Parameters
@@ -31,8 +32,8 @@ class ModuleStep:
         As in `plan`.
     resident_bytes
         What counts beside the step: the optimizer's state.
-    accumulate
-        Measure with gradients of parameters that are there from the start.
+    earlier_bytes
+        Gradients that are there when a step begins; they count as well.
     safely
         For an input that may not fit without a plan: the model's own step is not run, of the
         choices the one with the smallest peak stays where none keeps the budget, and seconds are
@@ -44,7 +45,9 @@ class ModuleStep:
         If no choice of modules keeps the budget on the sample, unless `safely`.
     """
 
-    trace = None
+    backend = "modules"
+    covers_smaller = True
+    checkpoints_see = True  # it is run again inside of them
 
     def __init__(
         self,
@@ -54,10 +57,11 @@ class ModuleStep:
         budget: float | str,
         *,
         resident_bytes: int = 0,
-        accumulate: bool = False,
+        earlier_bytes: int = 0,
         safely: bool = False,
     ) -> None:
-        self.resident_bytes, self.accumulate = resident_bytes, accumulate
+        self.resident_bytes, self.earlier_bytes = resident_bytes, earlier_bytes
+        self.counts_gradients = bool(earlier_bytes)
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward
         self._again: dict[str, Unit] = {}
@@ -73,16 +77,12 @@ class ModuleStep:
         self.inputs = None
 
     @property
-    def known(self) -> list[torch.Tensor]:
-        """None: it holds nothing between steps."""
-        return []
+    def hidden_from_hooks(self) -> str:
+        """What modules keep that run again."""
+        again = self.plan.decided("recompute")
+        return "do not see what modules keep that run again" if again else ""
 
-    @property
-    def ignored(self) -> list[torch.Tensor]:
-        """None: nothing is moved to the host."""
-        return []
-
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with the chosen modules checkpointed."""
         modules = dict(model.named_modules())
         units = {modules[name]: unit for name, unit in self._again.items()}

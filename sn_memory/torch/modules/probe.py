@@ -21,10 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ..model.guards import joined, recorded_reads
-from ..model.restore import Generators, outside_states
 from ..model.sharded import is_elsewhere, most, pieces
 from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
-from ..model.step import device_of, restore_step, tensors
+from ..model.step import Generators, device_of, outside_states, restore_step, tensors
 from ..target.accelerator import rng_state
 
 
@@ -58,7 +57,7 @@ class Behaviour:
 class _Running:
     module: torch.nn.Module
     began: float
-    rng_state: list[str]
+    rng_state: list[Any]
     seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
     weights: list[tuple[torch.Tensor, int]]
@@ -109,19 +108,19 @@ class Probe:
         # What modules were given, and how it was: to be looked at again in the end.
         self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
-            it.untyped_storage()._cdata
+            piece.untyped_storage()._cdata
             for whole in (*model.parameters(), *model.buffers())
-            for it in pieces(whole)
+            for piece in pieces(whole)
         }
         args, kwargs = arguments
-        entered = [(it, version_of(it)) for it in tensors(arguments)]
+        entered = [(tensor, version_of(tensor)) for tensor in tensors(arguments)]
         with restore_step(model, arguments) as written:
             written.heard = self._wrote
             buffers = [
-                (module, name, it, it.clone())
+                (module, name, buffer, buffer.clone())
                 for module in model.modules()
-                for name, it in module._buffers.items()
-                if it is not None
+                for name, buffer in module._buffers.items()
+                if buffer is not None
             ]
             attributes = [
                 (module, dict(module.__dict__), StateSnapshot(_kept_by(module)))
@@ -214,7 +213,7 @@ class Probe:
     def agree(self) -> None:
         """Let ranks that share the model's parameters see the same of each module."""
         modules = list(self.model.modules())
-        seen = [self.behaviour.get(it, Behaviour()) for it in modules]
+        seen = [self.behaviour.get(module, Behaviour()) for module in modules]
         told = [
             (
                 *(it.seconds, it.saved_bytes, it.given_bytes, it.saved_input_bytes),
@@ -239,12 +238,12 @@ class Probe:
 
         def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             given = (args, kwargs)
-            plain = [it for it in tensors(given) if not is_batched(it)]
+            plain = [tensor for tensor in tensors(given) if not is_batched(tensor)]
             if len(plain) < len(tensors(given)):
                 self._mark(module)
             inputs = [(it, version_of(it)) for it in plain]
-            weights = [(it, version_of(it)) for it in module.parameters()]
-            own = {it.untyped_storage()._cdata for whole in plain for it in pieces(whole)}
+            weights = [(param, version_of(param)) for param in module.parameters()]
+            own = {piece.untyped_storage()._cdata for whole in plain for piece in pieces(whole)}
             rng_state, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
             began = time.perf_counter()
             self._running.append(_Running(module, began, rng_state, seen, inputs, weights, own))
@@ -254,11 +253,13 @@ class Probe:
             found = self.behaviour.setdefault(module, Behaviour())
             found.seconds += time.perf_counter() - run.began
             memories = {
-                it.untyped_storage()._cdata: it for whole, _ in run.inputs for it in pieces(whole)
+                piece.untyped_storage()._cdata: piece
+                for whole, _ in run.inputs
+                for piece in pieces(whole)
             }
             found.given_bytes += sum(
-                it.untyped_storage().nbytes()
-                for key, it in memories.items()
+                memory.untyped_storage().nbytes()
+                for key, memory in memories.items()
                 if key not in self._resident
             )
             given = _beside_tensors(args, kwargs)
@@ -289,7 +290,7 @@ class Probe:
 
         Of torch's ops one does: the kernel of RReLU fills the noise that was saved before it ran.
         """
-        waiting = [it.grad_fn for it in tensors(result) if not is_batched(it)]
+        waiting = [tensor.grad_fn for tensor in tensors(result) if not is_batched(tensor)]
         found = False
         while waiting:
             node = waiting.pop()
@@ -326,12 +327,12 @@ class Probe:
 
 def _beside_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what is given beside tensors, which would be held to the end of the pass."""
-    return tuple(it for it in (*args, *kwargs.values()) if not isinstance(it, torch.Tensor))
+    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     # FSDP2 puts gathered parameters in the place of the shards, and leaves a root's there.
-    split = any(it is not None and is_elsewhere(it) for it in module._parameters.values())
+    split = any(param is not None and is_elsewhere(param) for param in module._parameters.values())
     yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
 
 
@@ -352,7 +353,7 @@ class _Looks(TorchDispatchMode):
         tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         if func is torch.ops.aten.index.Tensor:
             # Of this it is so with a mask only.
-            self.looked |= any(it is not None and it.dtype == torch.bool for it in args[1])
+            self.looked |= any(arg is not None and arg.dtype == torch.bool for arg in args[1])
         else:
             self.looked |= not tags.isdisjoint(func.tags)
         if any(map(is_traceable_wrapper_subclass_type, types)):

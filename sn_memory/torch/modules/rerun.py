@@ -33,7 +33,7 @@ class Unit:
     name
         Its path.
     changed
-        Buffers that its forward pass changes, as (module, name).
+        Buffers that its forward pass changes, as (module, name); None to compare copies of all.
     seconds
         Of all its calls in one forward pass.
     saved_bytes
@@ -46,7 +46,7 @@ class Unit:
     """
 
     name: str
-    changed: tuple[tuple[torch.nn.Module, str], ...]
+    changed: tuple[tuple[torch.nn.Module, str], ...] | None
     seconds: float
     saved_bytes: int
     given_bytes: int = 0
@@ -76,6 +76,11 @@ def rerunning(
                 module.__dict__["forward"] = own
 
 
+def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a forward that keeps what a module is given, and runs it again for the rest."""
+    return _checkpointed(module, Unit(path, None, 0.0, 0, saves_early=True), None, False)
+
+
 def _checkpointed(
     module: torch.nn.Module, unit: Unit, inputs: list[Input] | None, sharded: bool
 ) -> Callable[..., Any]:
@@ -93,23 +98,25 @@ def _checkpointed(
         ):
             return forward(*args, **kwargs)
         if inputs is not None:
-            inputs.extend((unit.name, it, version_of(it)) for it in tensors((args, kwargs)))
+            inputs.extend(
+                (unit.name, tensor, version_of(tensor)) for tensor in tensors((args, kwargs))
+            )
         state = RunState(unit.name, module, (args, kwargs), unit.changed, sharded=sharded)
-        for it in tensors((args, kwargs)):
-            state.expect_unchanged(it, "an input")
-        wanted = [isinstance(it, torch.Tensor) and it.requires_grad for it in args]
+        for tensor in tensors((args, kwargs)):
+            state.expect_unchanged(tensor, "an input")
+        wanted = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
         # Tensors made in inference mode, which autograd cannot save. Attention asks whether its
         # query is its key, and computes otherwise if so, while a caller's hooks give back a copy of
         # each tensor saved: one that is given twice is saved once, and kept as those by name are.
-        by_name = {id(it) for it in kwargs.values()}
-        apart = {at: it for at, it in enumerate(args) if _is_inference(it) or id(it) in by_name}
+        by_name = {id(value) for value in kwargs.values()}
+        apart = {at: arg for at, arg in enumerate(args) if _is_inference(arg) or id(arg) in by_name}
         first_place = {id(it): at for at, it in reversed([*enumerate(args)])}
-        same_as = [first_place[id(it)] for it in args]
+        same_as = [first_place[id(arg)] for arg in args]
         first = True
 
         def once_more(*args: Any) -> Any:
             nonlocal first
-            args = tuple(apart.get(at, it) for at, it in enumerate(args))
+            args = tuple(apart.get(at, arg) for at, arg in enumerate(args))
             if first:
                 first = False
                 result = forward(*(args[at] for at in same_as), **kwargs)
@@ -122,7 +129,10 @@ def _checkpointed(
 
         return checkpoint(
             once_more,
-            *(it if at not in apart and same_as[at] == at else None for at, it in enumerate(args)),
+            *(
+                arg if at not in apart and same_as[at] == at else None
+                for at, arg in enumerate(args)
+            ),
             use_reentrant=False,
             preserve_rng_state=False,  # the state does, where any is drawn
             early_stop=not unit.saves_early,

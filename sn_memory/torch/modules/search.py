@@ -7,21 +7,18 @@ that may not fit: no step but those in which most runs again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
-from ..model.restore import Generators
 from ..model.sharded import most
-from ..model.snapshot import kept_by, version_of
-from ..model.step import Measured, around, device_of, restore_step, run_step
+from ..model.snapshot import version_of
+from ..model.step import Measured, around, device_of, restore_step, run_step, seed
 from .probe import Probe
 from .rerun import Input, Unit
 
@@ -40,7 +37,7 @@ class Chosen(Protocol):
 
     inputs: list[Input] | None
     resident_bytes: int
-    accumulate: bool
+    earlier_bytes: int
 
     def choose(self, units: Sequence[Unit]) -> None: ...
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -89,31 +86,22 @@ class Search:
         """Let the probe know all modules that some course runs; note the courses, largest first."""
         saved: dict[int, int] = {}
         seen = set()
-        for seed in range(_COURSES):
-            other = Probe(self.model, self.arguments, partial(self._begin, seed))
-            saved[seed] = int(most(self.model, [other.saved_bytes])[0])
-            seen.add(saved[seed])
+        for course in range(_COURSES):
+            other = Probe(self.model, self.arguments, partial(seed, self.model, course))
+            saved[course] = int(most(self.model, [other.saved_bytes])[0])
+            seen.add(saved[course])
             probe.join(other)
         if len(seen) > 1:
             self.all_courses = [*sorted(saved, key=saved.__getitem__, reverse=True)]
             self.courses = self.all_courses[:_MEASURED]
-
-    def _begin(self, course: int | None) -> None:
-        """Let a step draw what it draws in a course."""
-        if course is None:
-            return
-        torch.manual_seed(course)
-        random.seed(course)
-        np.random.seed(course)  # noqa: NPY002 - what models draw from
-        Generators(it for at in self.model.modules() for _, it in kept_by(at)).seed(course)
 
     def plan(self, budget: float | str) -> MeasuredPlan:
         while True:
             plan, again = self._plan(budget)
             # What is promised was seen: a course in which the choice holds more than the budget is
             # one that choices are measured on.
-            others = [it for it in self.all_courses if it not in self.courses]
-            found = {it: self._measured_on(it, again).peak_bytes for it in others}
+            others = [course for course in self.all_courses if course not in self.courses]
+            found = {other: self._measured_on(other, again).peak_bytes for other in others}
             largest = max(found, key=lambda it: found[it], default=None)
             if largest is None or found[largest] <= plan.budget_bytes:
                 return replace(plan, peak_bytes=max(plan.peak_bytes, *found.values(), 0))
@@ -200,19 +188,23 @@ class Search:
         for depth in range(1, _SAFE_DEPTH + 1):
             units = list(self.units(depth))
             cuts.setdefault(tuple(unit.name for unit in units), units)
-        return sorted((it for it in cuts.values() if it), key=self.expected) or [[]]
+        return sorted((cut for cut in cuts.values() if cut), key=self.expected) or [[]]
 
     def expected(self, units: list[Unit]) -> int:
         """Return what is saved in a cut when a unit runs again, as far as the probe tells."""
         does = self.behaviour.get(self.model)
-        inside = sum(it.saved_bytes + it.saved_input_bytes for it in units)
+        inside = sum(unit.saved_bytes + unit.saved_input_bytes for unit in units)
         outside = max(0, (does.saved_bytes if does else 0) - inside)
-        return outside + sum(it.given_bytes for it in units) + max(it.saved_bytes for it in units)
+        return (
+            outside
+            + sum(unit.given_bytes for unit in units)
+            + max(unit.saved_bytes for unit in units)
+        )
 
     def as_room_allows(self, units: list[Unit], room_bytes: int) -> list[Unit]:
         """Return what still runs again when those whose rerun costs most for a byte are kept."""
         again = []
-        for unit in sorted(units, key=lambda it: -it.seconds / max(1, it.saved_bytes)):
+        for unit in sorted(units, key=lambda unit: -unit.seconds / max(1, unit.saved_bytes)):
             if unit.saved_bytes <= room_bytes:
                 room_bytes -= unit.saved_bytes
             else:
@@ -246,7 +238,7 @@ class Search:
             try:
                 return units, self.measured(units)
             except _OverwrittenError as error:
-                units = [it for it in units if it.name != error.unit]
+                units = [unit for unit in units if unit.name != error.unit]
 
     def units(self, depth: int) -> Iterator[Unit]:
         """Cut the model into modules of a depth; what cannot be run again is cut further."""
@@ -271,7 +263,7 @@ class Search:
 
     def measured(self, again: Sequence[Unit]) -> Measured:
         """Return the step of the largest peak, of the courses, with units run again."""
-        found = [self._measured_on(it, again) for it in self.courses]
+        found = [self._measured_on(course, again) for course in self.courses]
         return max(found, key=lambda it: it.peak_bytes)
 
     def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
@@ -296,16 +288,14 @@ class Search:
         with restore_step(
             self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
         ):
-            self._begin(course)
+            seed(self.model, course)
             found = run_step(
                 forward,
                 self.model,
                 self.arguments,
-                accumulate=self.step.accumulate,
                 kernels=device_of(self.model).type == "cpu",
             )
+        beside = self.step.resident_bytes + self.step.earlier_bytes
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
-        peak, seconds = most(
-            self.model, [found.peak_bytes + self.step.resident_bytes, found.seconds]
-        )
+        peak, seconds = most(self.model, [found.peak_bytes + beside, found.seconds])
         return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)

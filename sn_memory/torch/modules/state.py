@@ -53,7 +53,10 @@ class RunState:
     ) -> None:
         self._name = name
         inputs = tensors(arguments)
-        devices = {torch.device("cpu"), *(it.device for it in inputs if is_apart(it.device))}
+        devices = {
+            torch.device("cpu"),
+            *(value.device for value in inputs if is_apart(value.device)),
+        }
         self._random = {device: rng_state(device) for device in devices}
         self._held = [_Held(it, sharded) for it in module.modules()]
         self._compares = changed is None
@@ -133,7 +136,7 @@ class _Held:
     def __init__(self, module: torch.nn.Module, sharded: bool) -> None:
         self.module, self.sharded = module, sharded
         self.attributes, self.slots = self._now()
-        self.wanted = {id(it): it.requires_grad for it in self._parameters()}
+        self.wanted = {id(param): param.requires_grad for param in self._parameters()}
 
     def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         own = self.module.__dict__
@@ -162,9 +165,11 @@ class _Held:
         attributes, slots = self._now()
         missing = object()
         self.attributes = {
-            name: it for name, it in self.attributes.items() if attributes.get(name, missing) is it
+            name: attribute
+            for name, attribute in self.attributes.items()
+            if attributes.get(name, missing) is attribute
         }
-        self.slots = {name: it for name, it in self.slots.items() if _same(it, slots[name])}
+        self.slots = {name: slot for name, slot in self.slots.items() if _same(slot, slots[name])}
 
     def put(self) -> None:
         """Let the module hold it again."""

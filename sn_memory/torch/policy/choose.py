@@ -5,23 +5,34 @@ other, so what a saved result spares is its op's own seconds, whatever else is s
 from its block's forward pass until that block runs again. So this is a knapsack with one bound for
 each stretch of a step. The sum is a model: the executor, run without values, has the last word,
 and where it holds more than the model said, the bound of that stretch is lowered by as much.
+
+Under torch.compile fused kernels make fewer values than eager ops do, so the eager peak is too high
+a promise: each choice is compiled and run once; where that holds more or less than was asked for,
+it is chosen anew with so much less or more.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
+import torch
+from torch._functorch import config as functorch_config
 
-from .contexts import Saved
-from .predict import Selection, Step
+from ...base.progress import report_progress
+from ..errors import TraceError
+from ..model.step import tensors
+from .predict import Saved, Selection, Step
 from .watch import Block, Result
 
 # A block that does not run again at all.
 KEPT = None
+# Each round is a step of the executor without values.
 _ROUNDS = 8
 
 
@@ -32,7 +43,9 @@ class Choice:
     chosen: dict[str, set[int] | None] = field(default_factory=dict)
 
     def copy(self) -> Choice:
-        return Choice({path: it if it is None else set(it) for path, it in self.chosen.items()})
+        return Choice(
+            {path: saved if saved is None else set(saved) for path, saved in self.chosen.items()}
+        )
 
 
 @dataclass
@@ -47,14 +60,9 @@ class Found:
 class Chooser:
     """Finds choices for the blocks of one cut.
 
-    Parameters
-    ----------
-    blocks
-        By path, those that may run again.
-    seconds
-        Per call of the recording.
-    tried
-        Runs the executor without values.
+    blocks : by path, those that may run again
+    seconds : per call of the recording
+    tried : runs the executor without values
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class Chooser:
         tried: Callable[[Selection], Step],
     ) -> None:
         self.blocks, self.seconds, self.tried = blocks, seconds, tried
-        self.nothing = self.found(Choice({path: set() for path in blocks}))
+        self.nothing = self.outcome(Choice({path: set() for path in blocks}))
 
     def rerun_s(self, choice: Choice) -> float:
         """Return the seconds of all second runs."""
@@ -73,20 +81,23 @@ class Chooser:
             if chosen is not KEPT:
                 block = self.blocks[path]
                 total += sum(self.seconds[at] for at in block.calls)
-                total -= block.times * sum(self.seconds[block.results[it].call] for it in chosen)
+                total -= block.times * sum(
+                    self.seconds[block.results[result].call] for result in chosen
+                )
         return total
 
-    def found(self, choice: Choice) -> Found:
+    def outcome(self, choice: Choice) -> Found:
         """Try a choice."""
         return Found(choice, self.tried(self.selection(choice)), self.rerun_s(choice))
 
     def selection(self, choice: Choice) -> Selection:
         """Return a choice as the executor takes it."""
         return {
-            path: KEPT if chosen is KEPT else saved_of(self.blocks[path].results[it] for it in
-                                                       sorted(chosen))
+            path: KEPT
+            if chosen is KEPT
+            else saved_of(self.blocks[path].results[result] for result in sorted(chosen))
             for path, chosen in choice.chosen.items()
-        }  # fmt: skip
+        }
 
     def within(self, budget_bytes: int) -> Found | None:
         """Return the quickest choice found that keeps a budget; None if none does."""
@@ -102,12 +113,13 @@ class Chooser:
                 if _is_better(start, best):
                     best = start
                 break
-            tried = self.found(choice)
+            tried = self.outcome(choice)
             if tried.step.peak_bytes <= budget_bytes:
                 if not _is_better(tried, best):
                     break
                 best = start = tried
                 continue
+            # Where the executor held more than the model said, there is so much less room.
             for key, peak in _peaks(tried.step).items():
                 if peak > budget_bytes:
                     lowered[key] += peak - budget_bytes
@@ -116,8 +128,9 @@ class Chooser:
 
     def filled(self, start: Choice, rooms: _Rooms) -> Choice:
         """Return a choice with what more there is room for: two ways, the quicker one."""
-        made = [self._filled(start, rooms.copy(), blocks_first=first) for first in (False, True)]
-        return min(made, key=self.rerun_s)
+        # Single results may take the room that a whole block needs, and the other way round.
+        choices = [self._filled(start, rooms.copy(), blocks_first=first) for first in (False, True)]
+        return min(choices, key=self.rerun_s)
 
     def _filled(self, start: Choice, rooms: _Rooms, *, blocks_first: bool) -> Choice:
         choice = start.copy()
@@ -151,9 +164,9 @@ class Chooser:
                 blocks.append((spared / max(1, block.saved_bytes), rooms.first(path), path))
         for _, _, path in sorted(blocks, reverse=True):
             block, chosen = self.blocks[path], choice.chosen[path]
-            held = [block.results[it] for it in chosen or ()]
-            more = block.saved_bytes - block.times * sum(it.bytes for it in held)
-            if rooms.take(path, more, -sum(it.beyond_bytes for it in held)):
+            held = [block.results[result] for result in chosen or ()]
+            more = block.saved_bytes - block.times * sum(result.bytes for result in held)
+            if rooms.take(path, more, -sum(result.beyond_bytes for result in held)):
                 choice.chosen[path] = KEPT
 
 
@@ -175,13 +188,15 @@ class _Rooms:
                 backward[path].append(at)
         for at, (path, phase, _) in enumerate(peaks):
             if path and phase == "forward":
+                # Second runs come in reverse: the first call has the last of them.
                 own = backward[path].pop() if backward[path] else -1
                 self._spans[path].append((at, own if own >= 0 else len(peaks), own))
 
     def copy(self) -> _Rooms:
-        made: _Rooms = object.__new__(_Rooms)
-        made.room, made._spans = self.room.copy(), self._spans
-        return made
+        # Not by `__init__`, which goes through all stretches: the spans stay, the room does not.
+        rooms: _Rooms = object.__new__(_Rooms)
+        rooms.room, rooms._spans = self.room.copy(), self._spans
+        return rooms
 
     def first(self, path: str) -> int:
         """Return where a block is first called."""
@@ -211,14 +226,155 @@ def _peaks(step: Step) -> dict[tuple[str, str, int], int]:
     """Return the peak of each stretch, by what begins it and how often that began before."""
     numbers: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
     return {
-        (it.path, it.phase, next(numbers[it.path, it.phase])): it.peak_bytes
-        for it in step.stretches
+        (
+            stretch.path,
+            stretch.phase,
+            next(numbers[stretch.path, stretch.phase]),
+        ): stretch.peak_bytes
+        for stretch in step.stretches
     }
 
 
 def saved_of(results: Iterable[Result]) -> Saved:
     """Return results as a policy names them: per op the numbers of its calls."""
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for it in results:
-        found[it.op].append(it.number)
-    return {op: tuple(sorted(calls)) for op, calls in sorted(found.items())}
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    for result in results:
+        numbers[result.op].append(result.number)
+    return {op: tuple(sorted(calls)) for op, calls in sorted(numbers.items())}
+
+
+def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """Return the most live bytes of a forward and backward pass of a model under torch.compile.
+
+    model : it is compiled and run once, and stays as it is; checkpoints in it are honoured
+    arguments : positional and by keyword: real tensors
+
+    Raises
+    ------
+    TraceError
+        If torch.compile breaks the model into several graphs, or if no gradient is wanted.
+    """
+    args, kwargs = arguments
+    known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
+    # Not before they are asked for: the search needs torch's hooks of 2.13, and torch.compile takes
+    # seconds to import.
+    compiling: Any = importlib.import_module("..compile.backend", __package__)
+    search: Any = importlib.import_module("..compile.search", __package__)
+    peaks: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        inputs = list(inputs)
+        unused = compiling.storage_bytes(known) - compiling.storage_bytes(tensors(inputs))
+        # More than any budget: nothing is to run again but what the policy says.
+        request = search.Request(1 << 62, max(0, unused), False, False, ())
+        # As users call backward: outside of the `with torch.autocast` of the forward pass.
+        with functorch_config.patch(backward_pass_autocast="off"):
+            compiled_search = search.Search(module, inputs, request)
+        if compiled_search.plain is not None:
+            peaks.append(compiled_search.peak_bytes(compiled_search.plain))
+
+        def ready(*_: Any) -> Any:
+            raise compiling.Ready
+
+        return ready
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    # Many tries of one model are many compilations of its forward.
+    with compiling.until_ready(), torch._dynamo.config.patch(recompile_limit=1 << 20):
+        compiled(*args, **kwargs)
+    if not peaks:
+        raise TraceError("torch.compile found nothing to differentiate in the model.")
+    return peaks[0]
+
+
+# Choices that are measured for one budget and one cut.
+_TRIES = 4
+# So near below the budget a choice is near enough.
+_NEAR = 0.01
+
+
+def shell(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of the modules of a model, with its own parameters and buffers in them."""
+    known: dict[int, torch.nn.Module] = {}
+
+    def copied(module: torch.nn.Module) -> torch.nn.Module:
+        # By id: a module that is in two places is one module in the copy as well.
+        if id(module) not in known:
+            copy = known[id(module)] = object.__new__(type(module))
+            copy.__dict__.update(module.__dict__)
+            copy.__dict__["_modules"] = {
+                name: child and copied(child) for name, child in module._modules.items()
+            }
+        return known[id(module)]
+
+    return copied(model)
+
+
+class CompiledPeaks:
+    """Peaks of a model under torch.compile, by what its blocks save.
+
+    model, arguments : as in `compiled_peak`
+    held : bytes beside the step
+    wrapped : puts checkpoints into a model
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        held: int,
+        wrapped: Callable[[torch.nn.Module, Selection], torch.nn.Module],
+    ) -> None:
+        self.model, self.arguments, self.held, self.wrapped = model, arguments, held, wrapped
+        self.measured = 0
+        self.whole = self.of({}) - held
+
+    def of(self, selection: Selection) -> int:
+        """Return the peak with a selection; it is compiled and run for it."""
+        self.measured += 1
+        report_progress("compile", self.measured, self.measured + 1)
+        wrapped = self.wrapped(shell(self.model), selection)
+        return compiled_peak(wrapped, self.arguments) + self.held
+
+    def outcome(self, chooser: Chooser, chosen: Found) -> Found:
+        """Return what was found, with the peak it has when compiled."""
+        peak = self.of(chooser.selection(chosen.choice)) - self.held
+        return replace(chosen, step=replace(chosen.step, peak_bytes=peak))
+
+    def within(self, chooser: Chooser, nothing: Found, budget_bytes: int) -> Found | None:
+        """Return the quickest choice found whose compiled step keeps a budget.
+
+        nothing : what is held when nothing is saved, measured
+        budget_bytes : without `held`
+        """
+        if nothing.step.peak_bytes > budget_bytes:
+            return None
+        best = nothing
+        if self.whole <= budget_bytes:
+            # All is kept: that is the step without a policy.
+            everything = chooser.within(1 << 62)
+            assert everything is not None
+            return replace(everything, step=replace(everything.step, peak_bytes=self.whole))
+        # What is saved costs the same bytes either way, so the peaks move together.
+        asked = budget_bytes + chooser.nothing.step.peak_bytes - nothing.step.peak_bytes
+        low, high = chooser.nothing.step.peak_bytes, 1 << 62
+        for _ in range(_TRIES):
+            eager = chooser.within(asked)
+            if eager is None:
+                break
+            measured = self.outcome(chooser, eager)
+            over = measured.step.peak_bytes - budget_bytes
+            if over <= 0:
+                low = max(low, asked)
+                if measured.rerun_s < best.rerun_s:
+                    best = measured
+                if -over <= _NEAR * budget_bytes or not measured.rerun_s:
+                    break
+            else:
+                high = min(high, asked)
+            # As if a byte asked for were a byte held; between what kept the budget and what did
+            # not, so that no amount is asked for twice.
+            asked = min(max(asked - over, low + 1), high - 1)
+            if asked <= low or asked >= high:
+                break
+        return best

@@ -35,13 +35,72 @@ from ..trace.op_seconds import (
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from ..trace.trace import call_arguments, resident_storages
-from .blocks import named, rows
-from .choose import Chooser, Found
-from .compiled import CompiledPeaks
-from .contexts import Saved, context_fn
-from .predict import Selection, Step, Stretch, predicted
-from .sharded import sharded_peak
+from .choose import Chooser, CompiledPeaks, Found
+from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sharded_peak
 from .watch import OF_CACHE, Watched, watch
+
+_ROWS = (torch.nn.Sequential, torch.nn.ModuleList)
+
+
+def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
+    """Return cuts of a model into blocks, each as paths of modules, the coarsest first.
+
+    A block is a module in a row (Sequential, ModuleList) that has modules itself; where such lie
+    within each other, the outermost make one cut and the innermost another. A model without any is
+    cut into its own modules.
+    """
+    names = {module: path for path, module in model.named_modules() if module is not model and path}
+    paths = [
+        names[module]
+        for row in model.modules()
+        if isinstance(row, _ROWS)
+        for module in row.children()
+        if module in names and next(module.children(), None) is not None
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+    ]
+    if not paths:
+        # Lists and dicts of modules have no forward that could run again.
+        paths = [name for name, module in model.named_children() if _runs(module)]
+    outer = tuple(path for path in paths if not any(_inside(path, other) for other in paths))
+    inner = tuple(path for path in paths if not any(_inside(other, path) for other in paths))
+    return [outer] if outer == inner else [outer, inner]
+
+
+def named(model: torch.nn.Module, blocks: Sequence[Any]) -> tuple[str, ...]:
+    """Return the paths of the blocks that a user names: paths, classes or modules.
+
+    Raises TraceError where one is none of the model's, or lies within another.
+    """
+    paths = {path: module for path, module in model.named_modules() if path}
+    blocks_named: list[str] = []
+    for block in blocks:
+        if isinstance(block, str):
+            of_it = [block] if block in paths else []
+        elif isinstance(block, type):
+            of_it = [path for path, module in paths.items() if isinstance(module, block)]
+        else:
+            of_it = [path for path, module in paths.items() if module is block]
+        if not of_it:
+            raise TraceError(
+                f"got block {block!r}, expected a path, a class or a module within the "
+                f"{type(model).__name__}."
+            )
+        blocks_named += of_it
+    for one in blocks_named:
+        if around := next((path for path in blocks_named if _inside(one, path)), None):
+            raise TraceError(
+                f"the block {one!r} lies within the block {around!r}: what runs again as a part of "
+                "one would run again within it once more. Name one of them."
+            )
+    return tuple(dict.fromkeys(blocks_named))
+
+
+def _inside(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.")
+
+
+def _runs(module: torch.nn.Module) -> bool:
+    return not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -109,17 +168,18 @@ class SelectivePolicy:
         return sharded_peak(model, (*self.saved, *self.kept), self.stretches, ranks)
 
     def __repr__(self) -> str:
-        calls = sum(len(it) for saved in self.saved.values() for it in saved.values())
+        calls = sum(len(numbers) for saved in self.saved.values() for numbers in saved.values())
         return (
             f"SelectivePolicy: peak {show_bytes(self.baseline_peak_bytes)} -> "
-            f"{show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}; "
-            f"{len(self.saved)} blocks run again, of which {calls} results are saved, "
-            f"{len(self.kept)} do not; second runs take {self.rerun_s:.3g} s beside "
-            f"{self.forward_s:.3g} s of the forward pass"
+            f"{show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}; {len(self.saved)} "
+            f"blocks run again, of which {calls} results are saved, {len(self.kept)} do not; "
+            f"second runs take {self.rerun_s:.3g} s in addition to {self.forward_s:.3g} s of the "
+            "forward pass"
         )
 
 
 def _key(saved: Mapping[str, Saved]) -> str:
+    # Another torch may make other calls of a block, and what is saved goes by their numbers.
     text = json.dumps([list(saved.items()), torch.__version__], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -131,7 +191,7 @@ def _wrapped(model: torch.nn.Module, saved: Mapping[str, Saved], key: str) -> to
             block = model.get_submodule(path)
         except AttributeError as error:
             raise PlanError(
-                f"the {type(model).__name__} has no block {path!r}; expected a model like that "
+                f"the {type(model).__name__} has no block {path!r}; expected a model like the one "
                 "the policy was made for."
             ) from error
         wrapped = checkpoint_wrapper(block, context_fn=context_fn(results, f"{key}/{path}"))
@@ -140,7 +200,7 @@ def _wrapped(model: torch.nn.Module, saved: Mapping[str, Saved], key: str) -> to
 
 
 def _selected(model: torch.nn.Module, selection: Selection) -> torch.nn.Module:
-    saved = {path: it for path, it in selection.items() if it is not None}
+    saved = {path: saved for path, saved in selection.items() if saved is not None}
     return _wrapped(model, saved, _key(saved))
 
 
@@ -203,7 +263,7 @@ def checkpoint_policy(
     check_model(model)
     check_optimizer(optimizer)
     arguments = call_arguments(sample)
-    held = sum(it.bytes for it in resident_storages(model, optimizer))
+    held = sum(storage.bytes for storage in resident_storages(model, optimizer))
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
     plain = predicted(model, arguments, {}, known, scratch)
@@ -212,12 +272,16 @@ def checkpoint_policy(
     budget_bytes = parse_bytes(budget, whole=whole)
     best: Found | None = None
     smallest: Found | None = None
-    made: tuple[Chooser, Watched, list[float]] | None = None
+    choice_made: tuple[Chooser, Watched, list[float]] | None = None
     reasons: dict[str, str] = {}
     for paths in [named(model, blocks)] if blocks is not None else rows(model):
         watched = watch(model, arguments, paths)
-        able = {path: it for path, it in watched.blocks.items() if it.times and not it.reason}
-        reasons |= {path: it.reason for path, it in watched.blocks.items() if it.reason}
+        able = {
+            path: block
+            for path, block in watched.blocks.items()
+            if block.times and not block.reason
+        }
+        reasons |= {path: block.reason for path, block in watched.blocks.items() if block.reason}
         if not able:
             continue
         seconds = _seconds(watched.recording, model, profile=profile, device=device)
@@ -226,32 +290,34 @@ def checkpoint_policy(
             return predicted(model, arguments, selection, known, scratch)
 
         chooser = Chooser(able, seconds, tried)
-        nothing = chooser.nothing if peaks is None else peaks.found(chooser, chooser.nothing)
+        nothing = chooser.nothing if peaks is None else peaks.outcome(chooser, chooser.nothing)
         if smallest is None or nothing.step.peak_bytes < smallest.step.peak_bytes:
             smallest = nothing
         room = budget_bytes - held
-        found = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
-        if found is not None and (best is None or found.rerun_s < best.rerun_s):
-            best, made = found, (chooser, watched, seconds)
+        choice = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
+        if choice is not None and (best is None or choice.rerun_s < best.rerun_s):
+            best, choice_made = choice, (chooser, watched, seconds)
+        # Everything fits as it is; another cut could spare nothing.
         if whole <= budget_bytes:
             break
     if smallest is None:
         paths_of = {
-            it: [path for path in reasons if reasons[path] == it] for it in reasons.values()
+            reason: [path for path in reasons if reasons[path] == reason]
+            for reason in reasons.values()
         }
-        why = "; ".join(f"{', '.join(paths)}: {it}" for it, paths in paths_of.items())
+        why = "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in paths_of.items())
+        hint = _WITHOUT_CACHE if any(OF_CACHE in reason for reason in paths_of) else ""
         raise TraceError(
             f"the {type(model).__name__} has no block that may run again ({why or 'none runs'}). "
-            f"{_WITHOUT_CACHE if any(OF_CACHE in it for it in paths_of) else ''}Name others with "
-            "blocks=."
+            f"{hint}Name others with blocks=."
         )
-    if best is None or made is None:
+    if best is None or choice_made is None:
         raise _refused(smallest, whole, held, budget_bytes)
-    chooser, watched, seconds = made
+    chooser, watched, seconds = choice_made
     selection = chooser.selection(best.choice)
     return SelectivePolicy(
-        saved={path: it for path, it in selection.items() if it is not None},
-        kept=tuple(path for path, it in selection.items() if it is None),
+        saved={path: saved for path, saved in selection.items() if saved is not None},
+        kept=tuple(path for path, saved in selection.items() if saved is None),
         budget_bytes=budget_bytes,
         peak_bytes=best.step.peak_bytes + held,
         baseline_peak_bytes=whole,
@@ -287,13 +353,16 @@ def _seconds(
     profile = profile and place.type != "meta"
     if device is None:
         device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
-    found = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
-    return [_roofline(recording, at, device) if it is None else it for at, it in enumerate(found)]
+    measured = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
+    return [
+        _roofline(recording, at, device) if seconds is None else seconds
+        for at, seconds in enumerate(measured)
+    ]
 
 
 def _roofline(recording: Recording, at: int, device: Device) -> float:
     call = recording.calls[at]
-    moved = sum(recording.nbytes[it] for it in {*call.reads, *call.makes, *call.writes})
+    moved = sum(recording.nbytes[read] for read in {*call.reads, *call.makes, *call.writes})
     return max(
         flops(call) / (device.flops_per_s or float("inf")),
         moved / (device.bytes_per_s or float("inf")),

@@ -2,21 +2,158 @@
 
 Where each block's forward pass and second run begin is noted, so that the most live bytes of each
 stretch between them are known, and what one more saved result would do to them.
+
+torch's selective checkpointing asks a policy at each op of the forward pass, and looks saved
+results up in the second run by (op, number of the call). Two things it leaves to its users: what a
+second run writes is written twice (statistics of batch norm, counters), and a dropout is one op
+under torch.compile where it is four in eager, so that later calls of the same ops would get other
+numbers. Here writes to what was there before are left out of the second run, and the ops of a
+dropout do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..model.tracker import Scratch
 from ..trace.fake_step import fake_step
-from .contexts import Saved, SecondRun, contexts
+
+_STATISTICS = ("running_mean", "running_var")
+_DROPOUT = ("aten.bernoulli_.float", "aten.div_.Scalar", "aten.mul.Tensor")
+
+# Per op, the numbers of its calls whose results are saved.
+Saved = Mapping[str, tuple[int, ...]]
+
+
+class Numbers:
+    """Numbers calls of ops as both eager torch and torch.compile see them."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._dropout = 0
+
+    def of(self, op: str) -> int | None:
+        """Return the number of this call among those of its op; None for a part of a dropout."""
+        at = self._dropout
+        if op == _DROPOUT[0]:
+            self._dropout = 1
+            return None
+        if at and op == _DROPOUT[at]:
+            self._dropout = (at + 1) % len(_DROPOUT)
+            return None
+        self._dropout = 0
+        self._count[op] += 1
+        return self._count[op] - 1
+
+
+def contexts(saved: Saved) -> tuple[Any, Any]:
+    """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`."""
+    numbers = Numbers()
+    kept = {op: frozenset(calls) for op, calls in saved.items()}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        if numbers.of(name) in kept.get(name, ()):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, second = create_selective_checkpoint_contexts(policy)
+    return first, SecondRun(None, second.storage)
+
+
+def context_fn(saved: Saved, key: str) -> Any:
+    """Return the `context_fn` of a block; `key` stands for it in the cache of torch.compile."""
+    context_of = partial(contexts, saved)
+    context_of.cache_hash = key  # type: ignore[attr-defined]
+    return context_of
+
+
+# Others build on torch's class too, so it keeps its signature.
+class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
+    """Gives saved results; leaves out what would be written a second time."""
+
+    def __init__(self, policy: Any, storage: Any) -> None:
+        super().__init__(policy, storage)
+        self._made: set[int] = set()
+
+    def __enter__(self) -> Any:
+        # A graph that is retained runs backward once more, with another second run.
+        self._made.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable and (into := self._written_before(func, args, kwargs)):
+            # It counts, so that later calls have their numbers.
+            self.func_counter[func] += 1
+            return into[0] if len(into) == 1 else tuple(into)
+        args, kwargs = without_statistics(func, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._made.add(_key(leaf))
+        return result
+
+    def _written_before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return what a call writes to, if all of it was there before the second run."""
+        into = written(func, args, kwargs)
+        return into if into and all(_key(tensor) not in self._made for tensor in into) else []
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes to, by its schema."""
+    tensors = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tensors
+
+
+def without_statistics(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a batch norm in training without its running statistics.
+
+    Its schema names no write, but it changes them; without them it returns the same.
+    """
+    names = [arg.name for arg in func._schema.arguments]
+    # The functional form returns new statistics and writes none.
+    if "running_mean" not in names or str(func.overloadpacket).endswith("_functional"):
+        return args, kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not (given.get("training") or given.get("train")):
+        return args, kwargs
+    positional = [
+        None if name in _STATISTICS else arg for name, arg in zip(names, args, strict=False)
+    ]
+    named = {name: None if name in _STATISTICS else value for name, value in kwargs.items()}
+    return tuple(positional), named
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 # Per block, what is saved of it; None for one that does not run again.
 Selection = Mapping[str, Saved | None]
@@ -77,8 +214,8 @@ def predicted(
         step.stretches.append(Stretch(path, phase, gradient_bytes=made))
 
     with checkpointed(model, saved, begun):
-        found = fake_step(model, arguments, known, heard, scratch=scratch)
-    step.peak_bytes, step.peak_op = found.peak_bytes, found.peak_op
+        peak = fake_step(model, arguments, known, heard, scratch=scratch)
+    step.peak_bytes, step.peak_op = peak.peak_bytes, peak.peak_op
     return step
 
 
@@ -91,6 +228,7 @@ def checkpointed(
     for path, results in saved.items():
         module = model.get_submodule(path)
         before.append((module, module.__dict__.get("forward")))
+        # On the instance, where it hides the method of the class.
         module.__dict__["forward"] = _around(module.forward, path, results, begun)
     try:
         yield
@@ -106,17 +244,19 @@ def _around(
 ) -> Callable[..., Any]:
     def both() -> tuple[Any, Any]:
         assert saved is not None
-        first, again = contexts(saved)
-        return first, _Told(again.storage, lambda: begun(path, "backward"))
+        first, second = contexts(saved)
+        return first, _Told(second.storage, lambda: begun(path, "backward"))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         begun(path, "forward")
         if saved is None:
-            made = forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
         else:
-            made = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
+            # Only the form that is not reentrant takes a `context_fn`.
+            result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
+        # What comes next is of no block.
         begun("", "forward")
-        return made
+        return result
 
     return run
 
@@ -124,10 +264,46 @@ def _around(
 class _Told(SecondRun):
     """A second run that tells when it begins."""
 
-    def __init__(self, storage: Any, told: Callable[[], None]) -> None:
+    def __init__(self, storage: Any, hear: Callable[[], None]) -> None:
         super().__init__(None, storage)
-        self._told = told
+        self._told = hear
 
     def __enter__(self) -> Any:
         self._told()
         return super().__enter__()
+
+
+def sharded_peak(
+    model: torch.nn.Module, blocks: Iterable[str], stretches: Sequence[Stretch], ranks: int
+) -> int:
+    """Return the most live bytes of a rank; each block is a unit, all else another.
+
+    stretches : of a step in one process, with the blocks as they run
+    """
+    if ranks < 1:
+        raise ValueError(f"got ranks {ranks!r}, expected 1 or more.")
+    units: dict[str, int] = {}
+    counted: set[int] = set()
+    for path in blocks:
+        # A parameter that two blocks share is gathered with the first.
+        own = [
+            param for param in model.get_submodule(path).parameters() if id(param) not in counted
+        ]
+        units[path] = sum(param.nbytes for param in own)
+        counted |= {id(param) for param in own}
+    whole = sum(param.nbytes for param in model.parameters())
+    rest = whole - sum(units.values())
+    order = [stretch.path for stretch in stretches if stretch.path and stretch.phase == "forward"]
+    most = 0
+    for stretch in stretches:
+        held = stretch.peak_bytes - whole - stretch.gradient_bytes
+        shards = (whole + stretch.gradient_bytes) / ranks
+        if stretch.phase == "forward":
+            gathered = 2 * units.get(stretch.path, 0)
+        else:
+            place = order.index(stretch.path)
+            ahead = units[order[place - 1]] if place else 0
+            # Its own gathered parameters, those asked for ahead, and its gradients' reduction.
+            gathered = units[stretch.path] + 2 * ahead + units[stretch.path]
+        most = max(most, round(held + shards + rest + gathered))
+    return most

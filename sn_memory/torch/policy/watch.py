@@ -19,13 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
-from ..model.restore import restore_model
 from ..model.snapshot import fingerprint
-from ..model.step import restore_rng_state, tensors
+from ..model.step import restore_model, restore_rng_state, tensors
 from ..trace.capture import scopes
 from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
-from .contexts import Numbers
+from .predict import Numbers
 
 # Why a block may not run again that writes into a cache.
 OF_CACHE = "it changes an object it is given, as a cache of keys and values"
@@ -128,6 +127,7 @@ class _Ops(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.running is not None:
             number = self.running.numbers.of(str(func))
+            # Numbered in any case, as torch does; what the recorder left out has no call.
             if len(calls) > before:
                 self.running.ops.append((str(func), number, before))
         return result
@@ -148,7 +148,7 @@ def watch(
     blocks = {path: Block(path) for path in paths}
     runs: list[_Run] = []
     modules = {model.get_submodule(path): blocks[path] for path in paths}
-    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+    arguments = tree_map_only(torch.Tensor, lambda tensor: fake_of(mode, tensor), arguments)
 
     def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         block = modules[module]
@@ -157,9 +157,9 @@ def watch(
                 f"the block {block.path!r} runs within the block {ops.running.block.path!r}. Name "
                 "one of them."
             )
-        given = {recorder.meet(it).storage for it in tensors((args, kwargs))}
+        given = {recorder.meet(tensor).storage for tensor in tensors((args, kwargs))}
         ops.running = _Run(block, given, _held_by(args, kwargs))
-        if any(isinstance(it, torch.Tensor) and it.is_inference() for it in args):
+        if any(isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args):
             block.reason = "it is given a tensor made in inference mode, which no checkpoint saves"
         runs.append(ops.running)
 
@@ -169,30 +169,31 @@ def watch(
         if _held_by(args, kwargs) != run.seen:
             run.block.reason = OF_CACHE
 
-    def saved(it: torch.Tensor) -> torch.Tensor:
+    def saved(tensor: torch.Tensor) -> torch.Tensor:
         if ops.running is not None:
-            run, storage = ops.running, recorder.meet(it).storage
+            run, storage = ops.running, recorder.meet(tensor).storage
+            # Several tensors may be saved after one op.
             if run.last != len(run.ops):
                 run.saved_last.clear()
             run.saved.add(storage)
             run.saved_last.add(storage)
             run.last = len(run.ops)
-        return it
+        return tensor
 
     with restore_model(model), restore_rng_state(), swapped(model, mode), torch.enable_grad(), mode:
         resident = {
-            recorder.give(it, "given").storage
-            for it in (*model.parameters(), *model.buffers(), *tensors(arguments))
+            recorder.give(param, "given").storage
+            for param in (*model.parameters(), *model.buffers(), *tensors(arguments))
         }
         with (
             _hooked(modules, enter, leave),
-            saved_tensors_hooks(saved, lambda it: it),
+            saved_tensors_hooks(saved, lambda value: value),
             recorder,
             ops,
             scopes(model, recorder),
         ):
             model.forward(*arguments[0], **arguments[1])
-    changed = {it for call in recorder.recording.calls for it in call.writes}
+    changed = {write for call in recorder.recording.calls for write in call.writes}
     for run in runs:
         _finish(run, recorder.recording, resident, changed)
     return Watched(blocks, tuple(run.block.path for run in runs), recorder.recording)
@@ -200,10 +201,10 @@ def watch(
 
 def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[int]) -> None:
     """Say of a block what its call showed; of several calls of it the first has its results."""
-    block, again = run.block, run.block.times > 0
+    block, is_rerun = run.block, run.block.times > 0
     block.times += 1
     calls = [recording.calls[at] for _, _, at in run.ops]
-    if (run.given - resident) & {it for call in calls for it in call.writes}:
+    if (run.given - resident) & {write for call in calls for write in call.writes}:
         block.reason = "it changes what it is given in place"
     following = run.ops[run.last :][:1]
     if any(run.saved_last & {*recording.calls[at].writes} for _, _, at in following):
@@ -212,23 +213,25 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
             "ends a second run when the last tensor is saved; end the block with an op that saves "
             "something after it"
         )
+    # A second run ends when the last tensor is saved, so the ops after it do not run again.
     block.calls += [at for _, _, at in run.ops[: run.last]]
     inside = run.saved - resident - run.given
-    block.saved_bytes += sum(recording.nbytes[it] for it in inside)
-    if again:
+    block.saved_bytes += sum(recording.nbytes[storage] for storage in inside)
+    # What is saved goes by numbers that are the same in each call.
+    if is_rerun:
         return
     for op, number, at in run.ops[: run.last]:
         call = recording.calls[at]
         if number is None or call.random or not call.makes or changed & set(call.makes):
             continue
-        made = sum(recording.nbytes[it] for it in call.makes)
-        held = sum(recording.nbytes[it] for it in call.makes if it not in inside)
-        block.results.append(Result(op, number, at, made, held, call.scope))
+        nbytes = sum(recording.nbytes[make] for make in call.makes)
+        held = sum(recording.nbytes[make] for make in call.makes if make not in inside)
+        block.results.append(Result(op, number, at, nbytes, held, call.scope))
 
 
 def _held_by(args: Any, kwargs: Mapping[str, Any]) -> Any:
     return fingerprint(
-        tuple(it for it in (*args, *kwargs.values()) if not isinstance(it, torch.Tensor))
+        tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
     )
 
 

@@ -55,14 +55,14 @@ def no_flattening() -> Iterator[None]:
 
 def layer_result(args: tuple[Any, ...], result: Any) -> Any:
     """Correct a fake result of oneDNN's layer: with the workspace, if gradients are wanted."""
-    *made, _ = result
+    *outputs, _ = result
     if not torch.is_grad_enabled():
-        return (*made, None)
+        return (*outputs, None)
     x, cell, hidden = args[0], args[6], args[10]
     steps, batch, inputs = x.shape
     sizes = x.element_size(), cell.element_size()
     nbytes = workspace_bytes(steps, batch, inputs, hidden, *sizes)
-    return (*made, torch.empty(nbytes, dtype=torch.uint8, device=x.device))
+    return (*outputs, torch.empty(nbytes, dtype=torch.uint8, device=x.device))
 
 
 def layer_gradients(args: tuple[Any, ...], result: Any) -> Any:
@@ -86,11 +86,11 @@ def cudnn_result(args: tuple[Any, ...], result: Any) -> Any:
 def cudnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return fake gradients of input, states and weights; torch has no rule for them."""
     x, weights, hidden, cell, wanted = args[0], args[1], args[4], args[5], args[21]
-    made = [
-        torch.empty_like(it) if it is not None and want else None
-        for it, want in zip((x, hidden, cell), wanted, strict=False)
+    gradients = [
+        torch.empty_like(tensor) if tensor is not None and want else None
+        for tensor, want in zip((x, hidden, cell), wanted, strict=False)
     ]
-    return (*made, [torch.empty_like(it) for it in weights] if wanted[3] else [])
+    return (*gradients, [torch.empty_like(weight) for weight in weights] if wanted[3] else [])
 
 
 # What corrects the result of torch's rule, by op.
@@ -139,7 +139,7 @@ def flops(target: Any, sizes: Sequence[tuple[int, ...]]) -> float:
         (steps, batch, inputs), hidden = sizes[0], sizes[1][0] // 4
         forward = 2.0 * steps * batch * 4 * hidden * (inputs + hidden)
     else:
-        weights = sum(math.prod(it) for it in sizes[1:] if len(it) == 2)
+        weights = sum(math.prod(size) for size in sizes[1:] if len(size) == 2)
         forward = 2.0 * math.prod(sizes[0][:-1]) * weights
     return forward if target in (LAYER, CUDNN) else 2 * forward
 
@@ -183,7 +183,7 @@ def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
     per_layer = len(weights) // (layers * (2 if both else 1))
     projected = hidden.size(2) if per_layer in (3, 5) else 0
     size = cell.size(2) if cell is not None else hidden.size(2)
-    made = torch.ops.aten._cudnn_rnn(
+    outputs = torch.ops.aten._cudnn_rnn(
         x.to(weights[0].dtype),
         weights,
         per_layer,
@@ -201,4 +201,4 @@ def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
         batch_sizes,
         None,
     )
-    return made[:3] if kind == "lstm" else made[:2]
+    return outputs[:3] if kind == "lstm" else outputs[:2]

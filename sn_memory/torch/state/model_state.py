@@ -15,27 +15,23 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import UPDATES
 from ...graph.liveness import unplanned_bytes
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.replay import Replay
 from ..eager.trial import is_real, until_laid_out
 from ..errors import ReplayError, TraceError, first_line
-from ..host.buffers import PinnedState, StateBuffers
+from ..host.buffers import HostState, PinnedState, StateBuffers
 from ..host.copies import Wait
-from ..host.files import HostState
 from ..model.results import ends_of, tensors_of
 from ..model.signature import Arguments
 from ..model.step import apart, device_of, restore_rng_state, tensors
-from ..target.accelerator import has_streams, is_apart
-from ..target.host_resident import OnDeviceMode
+from ..target.accelerator import OnDeviceMode, has_streams, is_apart
 from ..trace.record import Layouts
 from ..trace.to_graph import GraphBinding
 from ..trace.trace import Trace
 from .optimizer import StateUnits, UsedGradient, replace_step, step_without
-from .parameter import Fetched, ParameterState
-from .update_ops import StateOps
+from .parameter import Fetched, ParameterState, StateOps
 
 
 def host_buffers_for(
@@ -74,12 +70,13 @@ def check_model(model: torch.nn.Module) -> None:
         if parameter.device.type not in ("cpu", "meta") and not has_streams(parameter.device):
             raise PlanError(
                 f"state: got the parameter {name!r} on {parameter.device}. State on the host is "
-                "for models on the CPU, or on a device with streams beside its ops. Leave state "
-                "out."
+                "for models on the CPU, or on a device whose streams copy while ops run. Leave "
+                "state out."
             )
     for name, parameter in named:
         if parameter.is_meta or not parameter.numel():
             continue
+        # By storage: two parameters over the same bytes are two Python objects.
         other = seen.setdefault(parameter.untyped_storage()._cdata, name)
         if other != name:
             raise PlanError(
@@ -105,24 +102,12 @@ def check_model(model: torch.nn.Module) -> None:
 class ModelState:
     """Parameters and optimizer state of a model, and where they lie.
 
-    Parameters
-    ----------
-    model
-        The plain model.
-    optimizer
-        Who updates it.
-    buffers
-        Where what moves lies.
-    update
-        `step`: gradients wait on the host for `optimizer.step()`. `backward`: each parameter is
-        updated as soon as its gradient is complete.
+    model : the plain model
+    optimizer : who updates it
+    buffers : where what moves lies
 
-    Attributes
-    ----------
-    parameters
-        Of the model, by path, once the first plan has said where each lies.
-    latest
-        The plan made last.
+    parameters : of the model, by path, once the first plan has said where each lies
+    latest : the plan made last
     """
 
     def __init__(
@@ -130,11 +115,8 @@ class ModelState:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         buffers: StateBuffers,
-        update: str = "step",
     ) -> None:
-        if update not in UPDATES:
-            raise ValueError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
-        self.optimizer, self.buffers, self.update = optimizer, buffers, update
+        self.optimizer, self.buffers, self.update = optimizer, buffers, buffers.update
         self.units = StateUnits(optimizer)
         self.parameters: dict[str, ParameterState] = {}
         self.latest: StatePlan | None = None
@@ -156,7 +138,7 @@ class ModelState:
     @property
     def places(self) -> dict[str, str]:
         """Per parameter, where it lies: `device`, `state` or `host`."""
-        return {name: it.place for name, it in self.parameters.items()}
+        return {name: param.place for name, param in self.parameters.items()}
 
     def replay(
         self,
@@ -184,39 +166,45 @@ class ModelState:
         """
         graph = self._with_speeds(traced.graph) if measured else traced.graph
         units = self.units.of(model, traced)
-        sizes = {it.name: it.bytes for it in graph.storages}
+        sizes = {storage.name: storage.bytes for storage in graph.storages}
         # Of each parameter, its gradient as well.
-        by = self.buffers.updater(sum(2 * sizes[it.parameter] + it.state_bytes for it in units))
-        whole = unplanned_bytes(graph) + sum(it.state_bytes + it.counts_bytes for it in units)
+        by = self.buffers.updater(
+            sum(2 * sizes[unit.parameter] + unit.state_bytes for unit in units)
+        )
+        whole = unplanned_bytes(graph) + sum(unit.state_bytes + unit.counts_bytes for unit in units)
         budget_bytes = parse_bytes(budget, whole=whole)
+        # Planned before, for another input: what lies where is settled and stays.
         if self.parameters:
-            found = planned_with(
+            planned = planned_with(
                 graph, units, self.places, budget_bytes, planner, update=self.update,
-                updaters={name: it.by for name, it in self.parameters.items()},
+                updaters={name: param.by for name, param in self.parameters.items()},
             )  # fmt: skip
         else:
-            found = plan_state(
+            planned = plan_state(
                 graph, units, budget_bytes, planner, update=self.update, updaters=(by,),
                 places=self._possible_places(),
             )  # fmt: skip
-        plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
-        self.latest = found = replace(found, plan=plan)
-        self._place(model, found)
+        plan = replace(planned.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
+        self.latest = planned = replace(planned, plan=plan)
+        self._place(model, planned)
         if by != "in place":
             self.buffers.let_go()
         self._step_bytes = {
-            name: step_bytes(it, found.places[name], sizes[name], self.parameters[name].by)
-            for it in units
-            for name in (it.parameter,)
+            name: step_bytes(unit, planned.places[name], sizes[name], self.parameters[name].by)
+            for unit in units
+            for name in (unit.parameter,)
         }
-        self._stays_bytes = found.step_peak_bytes - max(
-            (sum(self._step_bytes[it.parameter]) for it in units if it.gradient), default=0
+        self._stays_bytes = planned.step_peak_bytes - max(
+            (sum(self._step_bytes[unit.parameter]) for unit in units if unit.gradient), default=0
         )
         replace_step(self.optimizer, self)
         numbers = dict(traced.named.storage_of)
-        for storage in found.graph.storages:
+        for storage in planned.graph.storages:
+            # Above all numbers of recorded storages.
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
-        named = GraphBinding(found.graph, traced.named.call_of, numbers, traced.named.random_states)
+        named = GraphBinding(
+            planned.graph, traced.named.call_of, numbers, traced.named.random_states
+        )
         ops = StateOps(self.parameters, named, traced, begin=self.begin, end=self.end)
         return Replay(replace(traced, named=named), plan, ops)
 
@@ -224,11 +212,13 @@ class ModelState:
         """Finish the step of the optimizer: all that was not updated in the backward pass."""
         inside = self._updated_inside()
         if self.update == "step":
-            row = [it for it in inside.values() if it.parameter.grad is not None]
+            row = [state for state in inside.values() if state.parameter.grad is not None]
             assert self.latest is not None
             assert self.latest.plan.budget_bytes is not None
             room = self.latest.plan.budget_bytes - self._stays_bytes
-            sequential_update([it for it in row if it.by == "device"], self._step_bytes, room)
+            sequential_update(
+                [state for state in row if state.by == "device"], self._step_bytes, room
+            )
             for state in row:
                 if state.by != "device":
                     state.update_in_place()
@@ -245,29 +235,30 @@ class ModelState:
         step_without(self.optimizer, inside)
         if self.update == "backward":
             for state in inside.values():
+                # The placeholder has done its work; the next step has to find no gradient.
                 state.is_updated, state.parameter.grad = False, None
         self.buffers.finish()
 
     def _updated_inside(self) -> dict[int, ParameterState]:
         """Return the parameters that are not updated by the optimizer's own step, by id."""
-        trained = (it for it in self.parameters.values() if it.optimizer is not None)
+        trained = (param for param in self.parameters.values() if param.optimizer is not None)
         return {
-            id(it.parameter): it
-            for it in trained
-            if self.update == "backward" or it.place != "device"
+            id(state.parameter): state
+            for state in trained
+            if self.update == "backward" or state.place != "device"
         }
 
     def begin(self) -> None:
         """Raise PlanError where a forward pass comes that would see half of an update."""
         if self.update == "step":
             return
-        late = next((it for it in self.parameters.values() if it.is_updated), None)
+        late = next((param for param in self.parameters.values() if param.is_updated), None)
         if late is not None:
             raise PlanError(
                 f"a second forward pass comes before optimizer.step(): {late.name!r} was updated "
                 "in the backward pass of the first, so this one would compute with new parameters. "
                 "Call optimizer.step() after each backward pass; to add gradients of several "
-                "micro-batches, plan with update='step'."
+                "micro-batches, plan with a state object of update='step'."
             )
 
     def brought(self) -> AbstractContextManager[Any]:
@@ -288,7 +279,9 @@ class ModelState:
         return tree_map_only(  # type: ignore[no-any-return]
             torch.Tensor,
             # A number in a tensor goes with tensors of any device.
-            lambda it: it.to(device) if it.device.type == "cpu" and it.dim() else it,
+            lambda tensor: (
+                tensor.to(device) if tensor.device.type == "cpu" and tensor.dim() else tensor
+            ),
             arguments,
         )
 
@@ -301,7 +294,8 @@ class ModelState:
     def without_updates(self) -> Iterator[None]:
         """Let steps inside change no parameter, no gradient and no state."""
         states = list(self.parameters.values())
-        gradients = [it.parameter.grad for it in states]
+        gradients = [state.parameter.grad for state in states]
+        # Gradients of the caller's are put aside: the dry run must not add to them.
         for state in states:
             state.is_dry, state.parameter.grad = True, None
         try:
@@ -330,14 +324,9 @@ class ModelState:
         with nothing updated, to see whether kernels lay results out otherwise than traced, and
         whether it runs at all.
 
-        Parameters
-        ----------
-        replay
-            The step.
-        model, given
-            The plain model, and the sample; one without memory is not run.
-        planned_with
-            Traces and plans the step with such layouts.
+        replay : the step
+        model, given : the plain model, and the sample; one without memory is not run
+        planned_with : traces and plans the step with such layouts
 
         Raises
         ------
@@ -358,17 +347,20 @@ class ModelState:
                     f"{first_line(error)}"
                 ) from error
 
-        return until_laid_out({}, lambda it: planned_with(it) if it else replay, run)[0]
+        return until_laid_out(
+            {}, lambda layouts: planned_with(layouts) if layouts else replay, run
+        )[0]
 
     def _dry_run(self, step: Replay, model: torch.nn.Module, given: Arguments) -> None:
         args, kwargs = apart(given)
-        buffers = [(it, it.detach().clone()) for it in model.buffers()]
+        # A forward pass writes statistics and counters, also where nothing is updated.
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             with restore_rng_state(), self.without_updates(), torch.enable_grad():
                 returned = step.run(model, args, kwargs)
                 ends = ends_of(returned, tensors_of(returned, model))
                 if ends:
-                    torch.autograd.backward(ends, [torch.ones_like(it) for it in ends])
+                    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -385,18 +377,18 @@ class ModelState:
         apart = is_apart(self.buffers.device)
         return ("host",) if apart and self.update == "step" else ("state", "host")
 
-    def _place(self, model: torch.nn.Module, found: StatePlan) -> None:
+    def _place(self, model: torch.nn.Module, plan: StatePlan) -> None:
         for name, parameter in model.named_parameters():
             if name not in self.parameters:
                 group = self.units.groups.get(id(parameter))
                 self.parameters[name] = ParameterState(
                     name,
                     parameter,
-                    found.places.get(name, "device"),
+                    plan.places.get(name, "device"),
                     self.buffers,
                     None if group is None else self.optimizer,
                     group,
-                    found.updaters.get(name, "device"),
+                    plan.updaters.get(name, "device"),
                 )
 
     def _with_speeds(self, graph: Graph) -> Graph:
@@ -415,14 +407,9 @@ def sequential_update(
 
     The next is fetched, and those before are written, beside an update where there is room.
 
-    Parameters
-    ----------
-    states
-        Parameters, with gradients.
-    needs
-        Per path, bytes that an update fetches, and that it holds beside them.
-    room_bytes
-        The budget without what is on the device anyway.
+    states : parameters, with gradients
+    needs : per path, bytes that an update fetches, and that it holds beside them
+    room_bytes : the budget without what is on the device anyway
     """
     storing: list[tuple[int, Wait]] = []
     fetched: Fetched | None = None
@@ -430,20 +417,24 @@ def sequential_update(
         for at, state in enumerate(states):
             nbytes, scratch = needs[state.name]
             room = room_bytes - nbytes - scratch
+            # There was no room to fetch it ahead, so all that is being written has to go first.
             if fetched is None:
                 while storing:
                     storing.pop(0)[1]()
                 fetched = state.fetch_all()
             current, fetched = fetched, None
+            # After the last nothing follows, which is more than there is room for.
             following = needs[states[at + 1].name][0] if at + 1 < len(states) else room + 1
             ahead = following if following <= room else 0
-            while storing and sum(it for it, _ in storing) + ahead > room:
+            while storing and sum(state for state, _ in storing) + ahead > room:
                 storing.pop(0)[1]()
             if following <= room:
                 fetched = states[at + 1].fetch_all()
             storing.append((nbytes, state.update_fetched(current)))
+            # Now `storing` alone holds it, until it is written.
             del current
     finally:
+        # After an error as well: no copy may go on in memory that is given back.
         if fetched is not None:
             fetched.wait()
         for _, wait in storing:

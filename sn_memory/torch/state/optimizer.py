@@ -48,7 +48,7 @@ def check_optimizer(optimizer: Any) -> None:
         BY_PARAMETER
     ):
         got = optimizer if isinstance(optimizer, type) else type(optimizer)
-        names = ", ".join(it.__name__ for it in BY_PARAMETER)
+        names = ", ".join(cls.__name__ for cls in BY_PARAMETER)
         raise PlanError(
             f"state: got optimizer {getattr(got, '__name__', got)}, expected an instance of one "
             f"whose update is by parameter: {names} of torch.optim. Make one before planning, and "
@@ -91,17 +91,13 @@ def updated(
 ) -> dict[str, Any]:
     """Make the optimizer's step on one parameter, in place; return its state after it.
 
-    Parameters
-    ----------
-    optimizer, group
-        Whose step, and with which settings.
-    parameter, gradient
-        Tensors of one form on one device.
-    state
-        What the optimizer keeps for it, on the device; empty before its first step.
+    optimizer, group : whose step, and with which settings
+    parameter, gradient : tensors of one form on one device
+    state : what the optimizer keeps for it, on the device; empty before its first step
     """
     alone = torch.nn.Parameter(parameter.detach(), requires_grad=True)
     alone.grad = gradient
+    # Not by `__init__`, which checks groups anew and, for some, makes state (Adagrad).
     twin = object.__new__(_plain_class(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # that of a scheduler, which counts
@@ -140,15 +136,17 @@ def update_bytes(
                 is_tensor = isinstance(value, torch.Tensor)
                 state[name] = torch.zeros_like(value) if is_tensor else value
         state = updated(optimizer, group, fake, gradient, state)
-        held = [it for it in state.values() if is_movable(it)]
+        held = [tensor for tensor in state.values() if is_movable(tensor)]
         counts = [
-            it for it in state.values() if isinstance(it, torch.Tensor) and not is_movable(it)
+            tensor
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor) and not is_movable(tensor)
         ]
         with StorageTracker([fake, gradient, *held, *counts]) as tracker:
             state = updated(optimizer, group, fake, gradient, state)
     return (
-        sum(it.untyped_storage().nbytes() for it in state.values() if is_movable(it)),
-        sum(it.untyped_storage().nbytes() for it in counts),
+        sum(tensor.untyped_storage().nbytes() for tensor in state.values() if is_movable(tensor)),
+        sum(count.untyped_storage().nbytes() for count in counts),
         max(0, tracker.peak_bytes - tracker.start_bytes),
     )
 
@@ -156,21 +154,17 @@ def update_bytes(
 class StateUnits:
     """The parameters of models that one optimizer updates, as units of the planner.
 
-    Parameters
-    ----------
-    optimizer
-        Which; PlanError if it does not update parameter by parameter.
+    optimizer : which; PlanError if it does not update parameter by parameter
 
-    Attributes
-    ----------
-    groups
-        The group of each of its parameters, by id.
+    groups : the group of each of its parameters, by id
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
+        self.groups = {
+            id(param): group for group in optimizer.param_groups for param in group["params"]
+        }
         self._bytes: dict[Any, tuple[int, int, int]] = {}
 
     def of(
@@ -178,21 +172,16 @@ class StateUnits:
     ) -> list[Unit]:
         """Return the units of a model.
 
-        Parameters
-        ----------
-        model
-            The plain model.
-        traced
-            Its step, without an optimizer.
-        host_bytes_per_s
-            What the host's memory moves; None if host and device are one processor.
+        model : the plain model
+        traced : its step, without an optimizer
+        host_bytes_per_s : what the host's memory moves; None if host and device are one processor
         """
         parameters = dict(model.named_parameters())
         captured = traced.captured
         names = {number: name for name, number in traced.named.storage_of.items()}
         gradients = dict(captured.gradients)
-        outputs = {it.storage for it in captured.outputs if isinstance(it, View)}
-        kept = {it.storage for it in captured.output_gradients} | set(captured.recording.given)
+        outputs = {output.storage for output in captured.outputs if isinstance(output, View)}
+        kept = {grad.storage for grad in captured.output_gradients} | set(captured.recording.given)
         speed = traced.graph.device.bytes_per_s
         host_speed = speed if host_bytes_per_s is None else host_bytes_per_s
         units = []
@@ -204,7 +193,9 @@ class StateUnits:
                 assert gradient is not None
                 state, counts, scratch = self._update_bytes(parameter)
                 size = parameter.numel() * parameter.element_size()
+                # Laid out otherwise it is copied first: see `ParameterState.update`.
                 scratch += 0 if gradient.stride == form.stride else size
+            # Parameter, gradient and state are read; parameter and state are written.
             moved = 3 * size + 2 * state
             units.append(
                 Unit(
@@ -223,6 +214,7 @@ class StateUnits:
 
     def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
         group = self.groups[id(parameter)]
+        # The settings of a group, such as amsgrad, say what is kept.
         key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
         if key not in self._bytes:
             self._bytes[key] = update_bytes(self.optimizer, group, parameter)
@@ -267,13 +259,13 @@ class UsedGradient(torch.Tensor):
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
             return args[0]
         if func is torch.ops.aten._foreach_zero_.default and all(
-            isinstance(it, UsedGradient) for it in tree_leaves(args[0])
+            isinstance(leaf, UsedGradient) for leaf in tree_leaves(args[0])
         ):
             return None
         raise PlanError(
-            f"{func} was called on a gradient that was used up: the model is planned with "
+            f"{func} was called on a gradient that was already applied: the model is planned with "
             "update='backward', which updates each parameter in the backward pass. What needs all "
-            "gradients at once (clipping by norm, a loss scaler, logging of norms, accumulation) "
+            "gradients together (clipping by norm, a loss scaler, logging of norms, accumulation) "
             "needs update='step', which keeps them on the host until optimizer.step()."
         )
 
@@ -305,10 +297,12 @@ class _PlannedStep:
 
 def replace_step(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Make an optimizer one whose step is that of a ModelState."""
+    # Planned a second time it is not wrapped a second time.
     plain = _plain_class(optimizer)
     optimizer.__dict__[_STATE] = state
     kind: Any = type(plain.__name__, (_PlannedStep, plain), {"sn_memory_of": plain})
     kind.__module__, kind.__qualname__ = plain.__module__, plain.__qualname__
+    # Schedulers and loops hold this very object.
     optimizer.__class__ = kind
     # Hooks of a step run around the whole of it.
     optimizer._patch_step_function()
@@ -318,9 +312,10 @@ def step_without(optimizer: torch.optim.Optimizer, updated_ids: Mapping[int, Any
     """Make the optimizer's own step on all parameters but those of these ids."""
     groups = optimizer.param_groups
     rest = [
-        {**it, "params": [p for p in it["params"] if id(p) not in updated_ids]} for it in groups
+        {**group, "params": [p for p in group["params"] if id(p) not in updated_ids]}
+        for group in groups
     ]
-    if not any(p.grad is not None for it in rest for p in it["params"]):
+    if not any(p.grad is not None for group in rest for p in group["params"]):
         return
     try:
         optimizer.param_groups = rest

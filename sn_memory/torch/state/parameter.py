@@ -1,17 +1,21 @@
-"""A parameter with its optimizer state, wherever they lie: fetched, updated, stored."""
+"""A parameter with its optimizer state, wherever they lie, and the ops of a plan that move both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...base.errors import PlanError
+from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, STORE_GRADIENT, UPDATE
+from ..eager.instructions import Instruction, Memory, ViewLoad
 from ..host.buffers import StateBuffers, set_memory
 from ..host.copies import HostBuffer, Wait, no_wait
-from ..target.host_resident import working_device
+from ..target.accelerator import working_device
 from ..trace.record import View, form_of
+from ..trace.to_graph import GraphBinding
+from ..trace.trace import Trace
 from .optimizer import UsedGradient, is_movable, updated
 
 
@@ -166,6 +170,7 @@ class ParameterState:
         """Start to write the parameter, where it was moved, and its state; return what waits."""
         assert self.optimizer is not None
         before = self.state
+        # The host's memory is written while ops go on, so whoever reads it waits.
         waits = [] if here is None else [self.engine.to_host(here, self._buffer())]
         kept = dict[str, Any]()
         for name, value in state.items():
@@ -190,16 +195,20 @@ class ParameterState:
         On the host `.grad` is a tensor like any other: it can be clipped, scaled and added to.
         """
         earlier = self.parameter.grad
+        # Of an earlier micro-batch.
         if earlier is not None:
             if (buffer := self.buffers.buffer_of(earlier)) is not None:
+                # Its own copy to the host may still be under way.
                 self.engine.finish(buffer)
             with torch.no_grad():
                 earlier.add_(gradient.to(earlier.device))
             return no_wait
+        # Made once: each step writes into the same buffer.
         if self._gradient is None:
             self._gradient = self.buffers.empty_like(self.parameter)
         buffer = self.buffers.buffer_of(self._gradient)
         assert buffer is not None
+        # A buffer has the layout of the parameter, and copies are of whole storages.
         whole = gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
         if gradient.stride() != self.parameter.stride() or not whole:
             gradient = torch.empty_like(self.parameter, device=gradient.device).copy_(gradient)
@@ -212,8 +221,8 @@ class ParameterState:
         buffer = self.buffers.buffer_of(self.parameter)
         if buffer is None:
             raise PlanError(
-                f"the parameter {self.name!r} lay on the host and has other memory by now, as "
-                "after `model.to` or `parameter.data = ...`. Plan the model as it is now; to load "
+                f"the parameter {self.name!r} was on the host and has other memory now, as after "
+                "`model.to` or `parameter.data = ...`. Plan the model as it is now; to load "
                 "values, use load_state_dict or copy_."
             )
         return buffer
@@ -231,3 +240,143 @@ def _all(waits: Sequence[Wait]) -> Wait:
             one()
 
     return wait
+
+
+# Longest first: "fetch " begins "fetch state of " as well.
+_PREFIXES = (FETCH_STATE, STORE_GRADIENT, FETCH, UPDATE, STORE)
+
+
+class StateOps:
+    """Carries out the ops of `with_state`; see `UpdateOps` of eager/instructions.py.
+
+    parameters : by path
+    named, traced : the graph with these ops, and the step without them
+    begin, end : called before a forward pass, and after a backward pass
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, ParameterState],
+        named: GraphBinding,
+        traced: Trace,
+        *,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        captured, graph = traced.captured, named.graph
+        self.parameters, self.named = parameters, named
+        self.forms, self.gradients = dict(captured.parameters), dict(captured.gradients)
+        self.places = {name: place for place, (name, _) in enumerate(captured.gradients)}
+        self.storages = max(named.storage_of.values()) + 1
+        fetched = {output for op in graph.ops if op.kind == "fetch" for output in op.outputs}
+        # A fetched parameter is made by an op, so it is none of the tensors that a step is given.
+        self.fetched = frozenset(
+            view.storage for name, view in captured.parameters if name in fetched
+        )
+        self.used_gradients = frozenset(
+            op.name.removeprefix(prefix)
+            for op in graph.ops
+            for prefix in (UPDATE, STORE_GRADIENT)
+            if op.kind in ("update", "store") and op.name.startswith(prefix)
+        )
+        self.begin, self.end = begin, end
+
+    def copied(self, op: str) -> tuple[int, ...] | None:
+        """Return the storages that an op starts to copy; None if it is a call."""
+        record = self.named.graph.ops[self.named.graph.op_index[op]]
+        if record.kind not in ("fetch", "update", "store") or op in self.named.call_of:
+            return None
+        copied = {"fetch": record.outputs, "store": record.inputs, "update": ()}[record.kind]
+        return tuple(self.named.storage_of[name] for name in copied)
+
+    def instruction(self, op: str, load: Callable[[View], ViewLoad]) -> Instruction:
+        """Return what carries an op out."""
+        prefix = next(prefix for prefix in _PREFIXES if op.startswith(prefix))
+        name = op.removeprefix(prefix)
+        parameter, number = self.parameters[name], self.named.storage_of
+        if prefix == FETCH:
+            return _fetch(parameter, number[name], self.forms[name])
+        if prefix == FETCH_STATE:
+            return _fetch_state(parameter, number[name + STATE])
+        # Of an update in place nothing is copied.
+        is_copied = parameter.place == "host" and parameter.by == "device"
+        storage, state = number[name] if is_copied else None, number.get(name + STATE)
+        if prefix == STORE:
+            return _store(parameter, storage, state, self.places[name])
+        gradient = self.gradients[name]
+        assert gradient is not None
+        if prefix == STORE_GRADIENT:
+            return _store_gradient(parameter, load(gradient), self.places[name])
+        return _update(parameter, storage, state, load(gradient), self.places[name])
+
+
+def _fetch(parameter: ParameterState, storage: int, form: View) -> Instruction:
+    def fetch(memory: Memory) -> None:
+        memory.held[storage], memory.pending_copies[storage] = parameter.fetch(form)
+
+    return fetch
+
+
+def _fetch_state(parameter: ParameterState, storage: int) -> Instruction:
+    def fetch_state(memory: Memory) -> None:
+        held: list[Any] = memory.held
+        held[storage], memory.pending_copies[storage] = parameter.fetch_state()
+
+    return fetch_state
+
+
+def _is_left_out(parameter: ParameterState, place: int, memory: Memory) -> bool:
+    """Whether there is no update: a dry run, or a loss of other outputs than it comes from."""
+    return parameter.is_dry or place in memory.left_out
+
+
+def _update(
+    parameter: ParameterState, storage: int | None, state: int | None, load: ViewLoad, place: int
+) -> Instruction:
+    """Update a parameter whose gradient is complete; None: a storage that is not copied.
+
+    place : of the gradient among all
+    """
+
+    def update(memory: Memory) -> None:
+        held: list[Any] = memory.held
+        gradient = load(held)
+        if _is_left_out(parameter, place, memory):
+            return
+        parameter.mark_updated()
+        if state is None and storage is None:
+            parameter.update_in_place(gradient)
+            return
+        here = parameter.parameter if storage is None else held[storage]
+        after = parameter.update(here, gradient, {} if state is None else held[state])
+        if state is None:
+            parameter.counts = after
+        else:
+            held[state] = after
+
+    return update
+
+
+def _store(
+    parameter: ParameterState, storage: int | None, state: int | None, place: int
+) -> Instruction:
+    def store(memory: Memory) -> None:
+        if _is_left_out(parameter, place, memory):
+            return
+        held: list[Any] = memory.held
+        here = None if storage is None else held[storage]
+        wait = parameter.store(here, parameter.counts if state is None else held[state])
+        for copied in (storage, state):
+            if copied is not None:
+                memory.pending_copies[copied] = wait
+
+    return store
+
+
+def _store_gradient(parameter: ParameterState, load: ViewLoad, place: int) -> Instruction:
+    def store_gradient(memory: Memory) -> None:
+        if not _is_left_out(parameter, place, memory):
+            wait = parameter.store_gradient(load(memory.held))
+            memory.pending_copies[load.view.storage] = wait
+
+    return store_gradient

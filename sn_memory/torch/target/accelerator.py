@@ -6,15 +6,22 @@ CUDA has (its caching allocator's rounding, cuDNN) is asked for by name where it
 A copy on the stream of the ops delays them; a synchronisation stops the program. On a GPU each
 direction has a stream of its own: a copy waits, on the device, for what was queued before it, and
 ops wait, on the device, for the copy they need. On the CPU a copy is done when it is asked for.
+
+A parameter whose state is planned may lie in pinned memory: a tensor of the CPU, whose ops run on a
+device. Who traces a model asks `working_device` on which.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 # Those whose memory is the host's, or nowhere.
 _ON_HOST = ("cpu", "meta", "mkldnn", "mps")
@@ -78,6 +85,7 @@ def free_bytes(device: torch.device) -> int | None:
     if not hasattr(module, "mem_get_info"):
         return None
     memory = memory_of(device)
+    # What the allocator keeps for later is free for tensors, and in use to the driver.
     kept = memory.memory_reserved(device) - memory.memory_allocated(device)
     free: int = module.mem_get_info(device)[0] + kept
     return free
@@ -91,9 +99,9 @@ def device_types() -> tuple[str, ...]:
 def in_use() -> list[str]:
     """Return those of them that this process has begun to use."""
     has_begun = {
-        it: getattr(getattr(torch, it, None), "is_initialized", None) for it in device_types()
+        kind: getattr(getattr(torch, kind, None), "is_initialized", None) for kind in device_types()
     }
-    return [it for it, begun in has_begun.items() if begun is not None and begun()]
+    return [kind for kind, begun in has_begun.items() if begun is not None and begun()]
 
 
 # What a copy gives back to wait for.
@@ -148,6 +156,7 @@ class StreamLanes:
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Queue the copy behind the ops so far, and behind those that read its place before."""
         self.out.wait_event(self.of.current_stream(self.device).record_event())
+        # The host's memory may still be read by a copy of what lay there before.
         for ticket in after:
             self.out.wait_event(ticket)
         with self.of.stream(self.out):
@@ -175,3 +184,69 @@ class StreamLanes:
 def lanes_for(device: torch.device) -> Lanes:
     """Return streams where a device has them, copies that are done when asked for elsewhere."""
     return StreamLanes(device) if has_streams(device) else PlainLanes()
+
+
+class Buffers(Protocol):
+    """Host memory that knows its tensors."""
+
+    def buffer_of(self, tensor: torch.Tensor) -> Any: ...
+
+
+_DEVICE = torch.ops.prim.device.default
+_devices: WeakKeyDictionary[Buffers, torch.device] = WeakKeyDictionary()
+
+
+def resident_for(buffers: Buffers, device: torch.device) -> None:
+    """Note that ops on the tensors in these buffers run on a device."""
+    _devices[buffers] = device
+
+
+def working_device(tensor: torch.Tensor) -> torch.device:
+    """Return where ops on a tensor run: where it is, or where it is copied for them."""
+    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+        return tensor.device
+    for buffers, device in _devices.items():
+        if buffers.buffer_of(tensor) is not None:
+            return device
+    return tensor.device
+
+
+def asked_for_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """Return the answer where a call only asks a fake tensor for its device; None for other calls.
+
+    Autograd asks so six times an op that it runs, and each mode would pass the question on. The
+    mode that comes first may answer it, as the one of fake tensors does.
+    """
+    if func is not _DEVICE or not isinstance(args[0], FakeTensor):
+        return None
+    kernel = args[0].fake_mode.in_kernel_invocation
+    return torch.device("meta") if kernel else args[0].fake_device
+
+
+class OnDeviceMode(TorchFunctionMode):
+    """Copies host-resident tensors to the device for each call, as where a model is evaluated.
+
+    Nothing is kept: a parameter that two calls read is copied twice.
+    """
+
+    def __init__(self, buffers: Buffers, device: torch.device) -> None:
+        super().__init__()
+        self.buffers, self.device = buffers, device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call with copies on the device; what is only asked of a tensor is asked of itself."""
+        if getattr(func, "__name__", "") == "__get__":
+            owner = getattr(func, "__self__", None)
+            if owner is torch.Tensor.device and self.buffers.buffer_of(args[0]) is not None:
+                return self.device
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._to_device, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and self.buffers.buffer_of(tensor) is not None:
+            # Ops on the same stream come after the copy; the program need not wait.
+            return tensor.to(self.device, non_blocking=True)
+        return tensor

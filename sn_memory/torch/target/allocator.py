@@ -52,7 +52,7 @@ def use_placing_allocator() -> None:
     if torch.version.cuda is None:
         raise RuntimeError(
             "use_placing_allocator() got a torch without CUDA; expected one built for CUDA, whose "
-            "allocator it takes the place of. Leave the call out on other devices."
+            "allocator it replaces. Leave the call out on other devices."
         )
     if torch.cuda.is_initialized():
         raise RuntimeError(
@@ -91,7 +91,7 @@ def placing_statistics(device: torch.device | str | int | None = None) -> Placin
     if _active is None:
         raise RuntimeError(
             "placing_statistics() got torch's own allocator; expected use_placing_allocator() "
-            "before the first use of CUDA. torch.cuda.memory_stats() tells of torch's own."
+            "before the first use of CUDA. For torch's own call torch.cuda.memory_stats()."
         )
     return _active.statistics(index_of(device))
 
@@ -165,8 +165,8 @@ class StepPool:
             return _NO_POOL
         if self._pool is None or first_bytes > self._first_bytes:
             self._begin(module, device, first_bytes)
-        found: AbstractContextManager[Any] = module.use_mem_pool(self._pool, device)
-        return found
+        pool: AbstractContextManager[Any] = module.use_mem_pool(self._pool, device)
+        return pool
 
     def _placed(
         self, memory: PlacingAllocator, device: torch.device, step: int, *, begins: bool

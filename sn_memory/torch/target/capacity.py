@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...cost.blocks import Settings
-from ...cost.caching import AllocatorSettings
+from ...cost.caching import AllocatorSettings, Settings
 from ...cost.devices import CONTEXT_BYTES, named
 from ...graph.records import Device
-from ...run.fit import Units
-from ...run.process import host_budget, left, unknown
-from ...run.reserved import PlacingSettings
+from ...run.estimate import Units
+from ...run.reserved import PlacingSettings, host_budget, left, unknown
 from ..model.sharded import here
 from ..model.step import device_of, tensors
 from .accelerator import free_bytes, is_apart
@@ -37,7 +35,7 @@ def limit_budget(
     What the limits leave, less a margin, and what of the step is there already: parameters,
     buffers, gradients, the optimizer's state if it is given, the largest sample. On a host the
     limits are RLIMIT_DATA, RLIMIT_AS, those of cgroups, and free memory; the margin is in
-    `run/process.py`. On a device apart it is what its driver says, less `CONTEXT_BYTES` for what
+    `run/reserved.py`. On a device apart it is what its driver says, less `CONTEXT_BYTES` for what
     that loads later. Processes that share a limit have to share it out: each then needs a budget.
 
     Raises
@@ -64,10 +62,10 @@ def _resident_bytes(
 ) -> int:
     """Return what of a step has memory on a device by now, each storage once."""
     ours = [*model.parameters(), *model.buffers()]
-    ours += [it.grad for it in ours if it.is_leaf and it.grad is not None]
+    ours += [our.grad for our in ours if our.is_leaf and our.grad is not None]
     ours += tensors([*getattr(optimizer, "state", {}).values()])
     samples = sample if isinstance(sample, list) else [sample]
-    largest = max((_bytes_on(where, tensors(it)) for it in samples), default=0)
+    largest = max((_bytes_on(where, tensors(sample)) for sample in samples), default=0)
     return _bytes_on(where, ours) + largest
 
 
@@ -90,13 +88,17 @@ def units_of(model: torch.nn.Module) -> Units:
     """
 
     def own(module: torch.nn.Module) -> int:
-        return sum({id(it): it.nbytes for it in module.parameters()}.values())
+        return sum({id(param): param.nbytes for param in module.parameters()}.values())
 
-    lists = [it for it in model.modules() if isinstance(it, torch.nn.ModuleList) and len(it) > 1]
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1
+    ]
     if not lists:
         return Units(0, own(model))
     blocks = max(lists, key=own)
-    sizes = [own(it) for it in blocks]
+    sizes = [own(block) for block in blocks]
     return Units(max(sizes), max(0, own(model) - sum(sizes)))
 
 
@@ -107,11 +109,11 @@ def allocator_settings() -> AllocatorSettings:
         text = read()
     else:  # torch before 2.9, which has no way to ask
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        text = next((os.environ[it] for it in names if it in os.environ), "")
-    found = AllocatorSettings.of(text)
+        text = next((os.environ[name] for name in names if name in os.environ), "")
+    settings = AllocatorSettings.of(text)
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        return replace(found, caching=False, text="PYTORCH_NO_CUDA_MEMORY_CACHING")
-    return found
+        return replace(settings, caching=False, text="PYTORCH_NO_CUDA_MEMORY_CACHING")
+    return settings
 
 
 def planned_settings() -> Settings:

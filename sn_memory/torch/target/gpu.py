@@ -18,8 +18,10 @@ The table is the exported `c10::impl::device_guard_impl_registry`, one pointer a
 from __future__ import annotations
 
 import ctypes
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -34,7 +37,150 @@ from ...cost.devices import NamedDevice, is_here, named
 from ...graph.records import Device
 from ..errors import TraceError
 from ..quirks import recurrent
-from .backward import Take, Walk
+
+# What takes the gradient of a leaf.
+Take = Callable[[torch.Tensor, torch.Tensor], None]
+_LAST = 1 << 62
+_COPY_THEIR_RESERVE = ("CudnnRnnBackward0", "CudnnBatchNormBackward0")
+
+
+class _Saved:
+    """A tensor that a node saved, until that node has run."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+
+class Walk:
+    """Backward passes of forward passes that ran inside `saving`.
+
+    The engine asks the accelerator for its stream wherever a gradient arrives, and there is none.
+    So autograd's nodes are called one by one, in the engine's order: of those whose gradients are
+    all there, the one made last. What a node saved goes when it has run, as in the engine; hooks of
+    tensors and nodes do not run.
+    """
+
+    def __init__(self) -> None:
+        # A node of cuDNN's runs, which copies what it reserved unless torch's engine calls it; the
+        # mode of fake tensors lets it read that as it is.
+        self.copies_reserve = False
+        self._unpacked: list[_Saved] = []
+        self._caller: Any = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a forward pass: hold what nodes save, so that it can be let go."""
+        with torch.autograd.graph.saved_tensors_hooks(_Saved, self._unpack):
+            yield
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        assert saved.tensor is not None
+        # A node of torch's own asks from within its call. Who asks from elsewhere, as a checkpoint
+        # for its inputs, may ask again.
+        if sys._getframe(1) is self._caller:
+            self._unpacked.append(saved)
+        return saved.tensor
+
+    def back(
+        self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take
+    ) -> None:
+        """Carry the gradients of the ends back to the leaves."""
+        arrived: dict[Any, dict[int, torch.Tensor]] = {}
+        for end, gradient in zip(ends, gradients, strict=True):
+            if end.grad_fn is None:
+                take(end, gradient)
+            else:
+                _add(arrived.setdefault(end.grad_fn, {}), end.output_nr, gradient)
+        waits = _arrivals(list(arrived))
+        ready: list[tuple[int, int, Any]] = []
+        for node in arrived:
+            if not waits.get(node):
+                heapq.heappush(ready, (-node._sequence_nr(), len(ready), node))
+        count = len(ready)
+        while ready:
+            node = heapq.heappop(ready)[2]
+            results = self._run(node, arrived.pop(node, {}), take)
+            for place, (target, slot) in enumerate(node.next_functions):
+                if target is None:
+                    continue
+                if place < len(results) and results[place] is not None:
+                    form = target._input_metadata[slot]
+                    _add(arrived.setdefault(target, {}), slot, _formed(results[place], form))
+                waits[target] -= 1
+                if not waits[target]:
+                    heapq.heappush(ready, (-_number(target), count, target))
+                    count += 1
+            del results
+
+    def _run(self, node: Any, given: dict[int, torch.Tensor], take: Take) -> Sequence[Any]:
+        forms = node._input_metadata
+        if hasattr(node, "variable"):
+            if given:
+                take(node.variable, given.pop(0))
+            return ()
+        if not given:
+            return ()
+        arguments = [given.get(place) for place in range(len(forms))]
+        given.clear()
+        if isinstance(node, BackwardCFunction):
+            # A function of Python's is given zeros, unless it says that it need not.
+            if getattr(node, "materialize_grads", True):
+                arguments = [
+                    torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+                    if arg is None
+                    else arg
+                    for arg, form in zip(arguments, forms, strict=True)
+                ]
+            results: Any = node.apply(*arguments)
+            node.maybe_clear_saved_tensors()
+        else:
+            self._caller = sys._getframe()
+            self.copies_reserve = node.name() in _COPY_THEIR_RESERVE
+            try:
+                results = node(*arguments)
+            finally:
+                self._caller, self.copies_reserve = None, False
+            for saved in self._unpacked:
+                saved.tensor = None
+            self._unpacked.clear()
+        return results if isinstance(results, tuple) else (results,)
+
+
+def _arrivals(roots: list[Any]) -> dict[Any, int]:
+    """Return per node how many others send it a gradient."""
+    waits: dict[Any, int] = {}
+    seen: set[Any] = set()
+    left = list(roots)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for target, _ in node.next_functions:
+            if target is not None:
+                waits[target] = waits.get(target, 0) + 1
+                left.append(target)
+    return waits
+
+
+def _number(node: Any) -> int:
+    # Gradients of leaves are taken at once.
+    return _LAST if hasattr(node, "variable") else int(node._sequence_nr())
+
+
+def _formed(gradient: torch.Tensor, form: Any) -> torch.Tensor:
+    """Return a gradient in the shape and type of what it is a gradient of, as the engine does."""
+    if tuple(gradient.shape) != tuple(form.shape):
+        gradient = gradient.sum_to_size(form.shape)
+    return gradient if gradient.dtype == form.dtype else gradient.to(form.dtype)
+
+
+def _add(slots: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:
+    before = slots.get(place)
+    slots[place] = gradient if before is None else before + gradient
+
 
 _aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -56,12 +202,8 @@ _MASK_GRAIN = 16
 class Gpu:
     """A GPU of the table, as fake tensors are on it.
 
-    Parameters
-    ----------
-    named
-        Its figures.
-    notes
-        What of a step is estimated or counted otherwise than the GPU would run it, once it ran.
+    named : its figures
+    notes : what of a step is estimated or counted otherwise than the GPU would run it, once it ran
     """
 
     named: NamedDevice
@@ -95,13 +237,13 @@ class Gpu:
         output_gradients: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """Return the gradients of leaves, None where there is none."""
-        found: dict[int, torch.Tensor] = {}
+        by_leaf: dict[int, torch.Tensor] = {}
 
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-            found[id(leaf)] = gradient
+            by_leaf[id(leaf)] = gradient
 
         self.back(ends, output_gradients, take)
-        return [found.get(id(leaf)) for leaf in wanted]
+        return [by_leaf.get(id(leaf)) for leaf in wanted]
 
     def back(
         self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take
@@ -115,8 +257,8 @@ def gpu_of(device: Device | str | None, place: torch.device) -> Gpu | None:
     """Return the GPU that a name stands for; None for a model that is on one, or for no name."""
     if not isinstance(device, str) or is_here(device):
         return None
-    found = named(device)
-    return None if place.type == "cuda" else Gpu(found)
+    gpu = named(device)
+    return None if place.type == "cuda" else Gpu(gpu)
 
 
 @cache
@@ -165,7 +307,9 @@ class Kernels(TorchFunctionMode):
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Choose inside."""
-        before = [(it, name, it.__dict__.get(name)) for it, own in self._places for name in own]
+        before = [
+            (place, name, place.__dict__.get(name)) for place, own in self._places for name in own
+        ]
         for place, own in self._places:
             for name, function in own.items():
                 setattr(place, name, function)
@@ -220,14 +364,14 @@ class Kernels(TorchFunctionMode):
             )
         if _autocast():
             kind = torch.get_autocast_dtype("cuda")
-            query, key, value = (it.to(kind) for it in (query, key, value))
+            query, key, value = (tensor.to(kind) for tensor in (query, key, value))
             attn_mask = attn_mask if attn_mask is None else _cast_mask(attn_mask, kind)
             chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
         # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
         # fake tensors do not know it.
         if enable_gqa and key.size(1) != query.size(1) and chosen == "efficient":
             times = query.size(1) // key.size(1)
-            key, value = (it.repeat_interleave(times, 1) for it in (key, value))
+            key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
             self.notes[_GROUPED] = None
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, chosen)
 
@@ -255,8 +399,10 @@ class Kernels(TorchFunctionMode):
             and (x.dtype != torch.float16 or weight.dtype == torch.float32)
             and (mean is not None or training)
         ):
-            made = _aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
-            return made[0]
+            outputs = _aten.cudnn_batch_norm(
+                x, weight, bias, mean, variance, training, momentum, eps
+            )
+            return outputs[0]
         return _BATCH_NORM(x, weight, bias, mean, variance, training, momentum, eps, cudnn)
 
     def _rms_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -278,8 +424,8 @@ def flags_of_autocast() -> Iterator[None]:
     `torch.autocast("cuda")` turns itself off in a build without CUDA, so the one for the CPU says
     what is wanted.
     """
-    wanted = next((it for it in ("cuda", "cpu") if torch.is_autocast_enabled(it)), None)
-    before = {it: torch.is_autocast_enabled(it) for it in ("cuda", "cpu")}
+    wanted = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")}
     dtype = torch.get_autocast_dtype("cuda")
     try:
         if wanted is not None:
@@ -367,16 +513,17 @@ def _attend(
 ) -> torch.Tensor:
     """Run attention by a kernel that is not `math`; arguments as of torch's own."""
     if mask is not None and mask.dtype == torch.bool:
+        # Kernels read a mask as numbers that are added to the scores.
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, torch.full_like(zero, -math.inf))
-    logsumexp = any(it.requires_grad for it in (query, key, value))
+    logsumexp = any(tensor.requires_grad for tensor in (query, key, value))
     if chosen == "flash":
         head = query.size(-1)
         scale = 1 / math.sqrt(head) if scale is None else scale
         padding = -head % _HEAD_GRAIN
         if padding:
             query, key, value = (
-                torch.nn.functional.pad(it, (0, padding)) for it in (query, key, value)
+                torch.nn.functional.pad(tensor, (0, padding)) for tensor in (query, key, value)
             )
         result = _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale

@@ -53,17 +53,17 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
 
 
-def cpu_scratch_bytes(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
+def cpu_scratch_bytes(name: str, given: Sequence[Form], outputs: Sequence[Form]) -> int:
     """Return at least what a kernel of the CPU takes, by its name and the forms of its tensors.
 
     Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
     units of single ops, of which tests hold examples. Ops that are not here take next to nothing.
 
-    given, made : of its arguments and its results
+    given, outputs : of its arguments and its results
     """
-    results = sum(map(_bytes, made))
+    results = sum(map(_bytes, outputs))
     if name in _CONVOLUTIONS:
-        return _convolution(name, given, made)
+        return _convolution(name, given, outputs)
     if name == "native_batch_norm_backward":
         # The gradient is made in the input's form, and a copy of either that lies otherwise.
         return _bytes(given[0]) + _copied(given[:2])
@@ -79,29 +79,30 @@ def cpu_scratch_bytes(name: str, given: Sequence[Form], made: Sequence[Form]) ->
     if name.startswith("mkldnn_rnn_layer"):
         return _recurrent(given, results)
     if name in _PRODUCTS:
-        return _copied([it for it in given if not _is_matrix(it)])
+        return _copied([form for form in given if not _is_matrix(form)])
     if name in ("_softmax", "_log_softmax"):
         return 2 * _copied(given)
     return _copied(given) if name in _COPIES else 0
 
 
-def _convolution(name: str, given: Sequence[Form], made: Sequence[Form]) -> int:
+def _convolution(name: str, given: Sequence[Form], outputs: Sequence[Form]) -> int:
     backward = name == "convolution_backward"
     # Backward: the gradient, the input, the weight. Forward: the input and the weight.
-    images, weight = [*given[: 2 if backward else 1], *made[:1]], given[2 if backward else 1]
-    if not backward and not made:
+    images, weight = [*given[: 2 if backward else 1], *outputs[:1]], given[2 if backward else 1]
+    if not backward and not outputs:
         return 0
-    blocked = sum(_blocked(it) for it in images)
+    blocked = sum(_blocked(image) for image in images)
     taken_in = given[1 if backward else 0][0]
     channels = max(1, taken_in[1] if len(taken_in) > 1 else 1)
     groups = max(1, channels // max(1, weight[0][1]))
     padded = _padded_weight(weight, groups)
     threads = torch.get_num_threads()
     taken = threads * _TABLES + blocked + (2 if backward else 1) * padded
-    spatial = max(math.prod(it[0][2:]) for it in images)
+    spatial = max(math.prod(image[0][2:]) for image in images)
     batch = images[0][0][0]
     unfolded = spatial * math.prod(weight[0][1:]) * weight[2].itemsize
     alone = batch == 1 and math.prod(images[0][0]) <= _UNFOLDED
+    # An upper rule: other types than float32 may be unfolded as well.
     unfolded_at_once = batch if alone or weight[2] != torch.float32 else 0
     if groups > 1:
         # Of groups of few channels oneDNN unfolds an image at a time, in each thread.
@@ -147,7 +148,7 @@ def _recurrent(given: Sequence[Form], results: int) -> int:
 
 
 def _copied(given: Sequence[Form]) -> int:
-    return sum(_bytes(it) for it in given if not _contiguous(it))
+    return sum(_bytes(form) for form in given if not _contiguous(form))
 
 
 def _is_matrix(form: Form) -> bool:
@@ -186,7 +187,9 @@ def gpu_scratch_bytes(name: str, forms: Sequence[Form], gpu: NamedDevice) -> int
         return batch * heads * length * ((head * 4 if half else 0) + 4)
     if name in ("convolution", "convolution_backward") and _on_tensor_cores(forms[0][2], gpu):
         copied = forms[:3] if name == "convolution_backward" else forms[:2]
-        return sum(math.prod(it[0]) * it[2].itemsize for it in copied if not _channels_last(it))
+        return sum(
+            math.prod(form[0]) * form[2].itemsize for form in copied if not _channels_last(form)
+        )
     return 0
 
 

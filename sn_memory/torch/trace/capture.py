@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guards import recorded_reads
-from ..model.known_values import is_ones, may_be_known
 from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
-from ..model.restore import changes_what_it_is_given, forbid_external_rng, restore_model
 from ..model.results import ends_of, flatten_outputs, same_bits
+from ..model.signature import is_ones, may_be_known
 from ..model.snapshot import TRACING_HOOKS, StateSnapshot
+from ..model.step import changes_what_it_is_given, forbid_external_rng, restore_model
 from ..target.gpu import Gpu
 from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
 from .rearrange import without_unused
@@ -47,23 +47,25 @@ def capture(
     gpu: Gpu | None = None,
     *,
     ends: Sequence[bool] = (),
+    arriving: Sequence[tuple[int, ...] | None] = (),
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
     layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
-    run, if not where the model is; ends : as in Captured, for a model with as many such outputs
+    run, if not where the model is; ends : as in Captured, for a model with as many such outputs;
+    arriving : per end the strides with which its gradient comes, None for those of the output
     """
 
-    def made(ones: frozenset[int], *, inside: bool = False) -> Captured:
-        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends)
+    def captured_with(ones: frozenset[int], *, inside: bool = False) -> Captured:
+        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends, arriving)
         return _captured(model, args, kwargs, capturing)
 
     with recorded_reads(model) as reads:
         if gpu is not None:
-            return replace(made(frozenset()), reads=reads())
-        captured = _assuming_ones(made, tree_leaves((args, kwargs)))
+            return replace(captured_with(frozenset()), reads=reads())
+        captured = _assuming_ones(captured_with, tree_leaves((args, kwargs)))
         if casting():
-            inside = made(captured.ones, inside=True)
+            inside = captured_with(captured.ones, inside=True)
             captured = replace(captured, only_outside=_course(inside) != _course(captured))
         return replace(captured, reads=reads())
 
@@ -90,9 +92,9 @@ def _captured(
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
-                f"{error.func} makes the course of the model depend on values, not only on shapes "
-                f"({innermost_line(error.__traceback__)}). Compute with tensors instead of Python "
-                "numbers there."
+                f"{error.func} makes the control flow of the model depend on values, not only on "
+                f"shapes ({innermost_line(error.__traceback__)}). Compute with tensors instead of "
+                "Python numbers there."
             ) from error
         except UnsupportedOperatorException as error:
             raise TraceError(
@@ -120,8 +122,10 @@ class _Capture:
         gpu: Gpu | None,
         ones: frozenset[int],
         ends: Sequence[bool],
+        arriving: Sequence[tuple[int, ...] | None],
     ) -> None:
         self.model, self.gpu, self.ones, self.ends = model, gpu, ones, ends
+        self.arriving = arriving
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
         values = ValueMode(tracing=True) if gpu is None else None
@@ -141,7 +145,9 @@ class _Capture:
         flat, spec = tree_flatten((args, kwargs))
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
-        given_as = [self.with_values(it) if at in self.ones else it for at, it in enumerate(inputs)]
+        given_as = [
+            self.with_values(value) if at in self.ones else value for at, value in enumerate(inputs)
+        ]
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
         given = StateSnapshot([("arguments", (args, kwargs))])
@@ -158,12 +164,12 @@ class _Capture:
             begins = set(map(id, ends_of(returned, outputs)))
             is_end = [id(out) in begins for out in outputs]
             del returned
-            self.recorder.hand_out(it for it in outputs if _is_tensor(it))
+            self.recorder.hand_out(output for output in outputs if _is_tensor(output))
             boundary = len(self.recorder.recording.calls)
             if given.changed():
                 raise changes_what_it_is_given()
             self.check_buffers()
-            leaves = [(name, it) for name, it in parameters if it.requires_grad]
+            leaves = [(name, param) for name, param in parameters if param.requires_grad]
             leaves += [
                 (f"input {place}", arg)
                 for place, arg in enumerate(inputs)
@@ -174,29 +180,35 @@ class _Capture:
             for name, leaf in leaves:
                 first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            places = [at for at, it in enumerate(outputs) if _is_tensor(it) and it.requires_grad]
+            places = [
+                at
+                for at, output in enumerate(outputs)
+                if _is_tensor(output) and output.requires_grad
+            ]
             ends = tuple(is_end[at] for at in places)
             ends = tuple(self.ends) if len(self.ends) == len(places) else ends
             apart: tuple[list[torch.Tensor], ...] = ([], [])
             for at, end in zip(places, ends, strict=True):
                 apart[end].append(outputs[at])
             others = _leaves_of(apart[False])
-            output_gradients, gradients = self.backward(apart[True], [it for _, it in wanted])
+            output_gradients, gradients = self.backward(
+                apart[True], [gradient for _, gradient in wanted]
+            )
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
         captured = Captured(
             recording=self.recorder.recording,
             boundary=boundary,
-            parameters=tuple((name, view(it)) for name, it in parameters),
-            buffers=tuple((name, view(it)) for name, it in buffers),
+            parameters=tuple((name, view(param)) for name, param in parameters),
+            buffers=tuple((name, view(buffer)) for name, buffer in buffers),
             inputs=views,
             outputs=tuple(view(out) if _is_tensor(out) else out for out in outputs),
             output_form=output_form,
             differentiable=tuple(_is_tensor(out) and out.requires_grad for out in outputs),
             output_gradients=tuple(view(output_gradient) for output_gradient in output_gradients),
             gradients=tuple(
-                (name, None if it is None else view(it))
-                for (name, _), it in zip(wanted, gradients, strict=True)
+                (name, None if grad is None else view(grad))
+                for (name, _), grad in zip(wanted, gradients, strict=True)
             ),
             ends=ends,
             of_others=tuple(
@@ -225,15 +237,17 @@ class _Capture:
 
     def swapped(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
         """Put fake tensors into the modules; return path and fake, each tensor once."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        swapped_tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for path, module in self.model.named_modules():
-            for name, real, fake in swap_tensors(module, slot, lambda it: self.fake(it, role)):
+            for name, real, fake in swap_tensors(
+                module, slot, lambda value: self.fake(value, role)
+            ):
                 self.memory[id(fake)] = self.recorder.view(fake).storage
                 if slot == "_parameters":
                     self.wanted[id(fake)] = fake.requires_grad
                     self.recorder.weights.add(real.untyped_storage()._cdata)
-                found.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
-        return list(found.values())
+                swapped_tensors.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
+        return list(swapped_tensors.values())
 
     def backward(
         self, ends: list[torch.Tensor], wanted: list[torch.Tensor]
@@ -246,21 +260,27 @@ class _Capture:
             )
         self.recorder.phase, self.recorder.scope = "backward", ""
         with self.recorder.silent():
+            # Made by the caller, so they are no calls of the step.
             output_gradients = [torch.empty_like(out) for out in ends]
+            for at, stride in enumerate(self.arriving):
+                if stride is not None:
+                    output_gradients[at] = torch.empty_strided(
+                        ends[at].shape, stride, dtype=ends[at].dtype, device=ends[at].device
+                    )
         for output_gradient in output_gradients:
             self.recorder.meet(output_gradient)
-        found: Sequence[torch.Tensor | None]
+        arrived: Sequence[torch.Tensor | None]
         if self.gpu is not None:
-            found = self.gpu.gradients(ends, wanted, output_gradients)
+            arrived = self.gpu.gradients(ends, wanted, output_gradients)
         else:
             with nullcontext() if self.inside else outside_autocast():
-                found = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
+                arrived = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
         taken = {
             self.recorder.view(output_gradient).storage for output_gradient in output_gradients
         }
         taken |= set(self.recorder.recording.given)
         gradients = []
-        for leaf, gradient in zip(wanted, found, strict=True):
+        for leaf, gradient in zip(wanted, arrived, strict=True):
             if gradient is not None:
                 gradient = self.as_autograd_keeps_it(leaf, gradient, taken)
                 taken.add(self.recorder.view(gradient).storage)
@@ -295,8 +315,8 @@ class _Capture:
                 where = f"{path}.{name}" if path else name
                 if tensor is not None and id(tensor) not in known:
                     raise TraceError(
-                        f"the forward pass puts a new tensor in the place of {where}. Change it in "
-                        "place (copy_, mul_)."
+                        f"the forward pass replaces {where} with a new tensor. Change it in place "
+                        "(copy_, mul_)."
                     )
                 if tensor is not None and self.recorder.view(tensor).storage != self.memory.get(
                     id(tensor)
@@ -339,6 +359,7 @@ def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
 def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+    # The hooks are those of all modules in the process, in other threads too.
     stack, tracing = [""], get_ident()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
@@ -357,7 +378,7 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         module_hooks.register_module_forward_pre_hook(enter),
         module_hooks.register_module_forward_hook(leave, always_call=True),
     ]
-    numbers = {it.id for it in hooks}
+    numbers = {hook.id for hook in hooks}
     TRACING_HOOKS.update(numbers)
     try:
         yield
@@ -368,36 +389,32 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def _assuming_ones(
-    made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]
+    record: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]
 ) -> Captured:
     """Return what is recorded of a step that may look at those of its inputs that are all ones.
 
     It says as well at which inputs the model would look if they were.
 
-    Parameters
-    ----------
-    made
-        Records the step, where these inputs, by their places, are ones and have values.
-    arguments
-        The flat arguments.
+    record : records the step, where these inputs, by their places, are ones and have values
+    arguments : the flat arguments
     """
     flags = [
-        (place, is_ones(it))
-        for place, it in enumerate(arguments)
-        if isinstance(it, torch.Tensor) and may_be_known(it) and _is_mask(it)
+        (place, is_ones(arg))
+        for place, arg in enumerate(arguments)
+        if isinstance(arg, torch.Tensor) and may_be_known(arg) and _is_mask(arg)
     ]
-    found = _as_it_looks(made, frozenset(place for place, ones in flags if ones))
+    captured = _as_it_looks(record, frozenset(place for place, ones in flags if ones))
 
     def differs(places: frozenset[int]) -> bool:
-        other = _or_none(made, found.ones | places)
-        return other is not None and not _same(found, other)
+        other = _or_none(record, captured.ones | places)
+        return other is not None and not _same(captured, other)
 
     others = frozenset(place for place, ones in flags if not ones)
-    looked = set(found.ones)
+    looked = set(captured.ones)
     # Together first: mostly none makes a difference.
     if others and differs(others):
-        looked |= {it for it in others if len(others) == 1 or differs(frozenset({it}))}
-    return replace(found, looked=frozenset(looked))
+        looked |= {other for other in others if len(others) == 1 or differs(frozenset({other}))}
+    return replace(captured, looked=frozenset(looked))
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
@@ -405,25 +422,25 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _or_none(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
+def _or_none(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
     try:
-        return made(ones)
+        return record(ones)
     except TraceError:
         return None
 
 
-def _as_it_looks(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
+def _as_it_looks(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
     """Return what is recorded where the model may look at these; what cannot be so, without."""
-    looking = _or_none(made, ones) if ones else None
+    looking = _or_none(record, ones) if ones else None
     if looking is None:
-        return made(frozenset())
+        return record(frozenset())
     # Where this raises, the model cannot be traced but for inputs of ones.
-    blind = _or_none(made, frozenset())
+    blind = _or_none(record, frozenset())
     if blind is not None and _same(blind, looking):
         return blind
     for place in sorted(ones) if len(ones) > 1 else ():
         # Where it cannot be recorded without the values of one, that one is looked at.
-        fewer = _or_none(made, ones - {place}) if len(ones) > 1 else None
+        fewer = _or_none(record, ones - {place}) if len(ones) > 1 else None
         if fewer is not None and _same(fewer, looking):
             looking, ones = fewer, ones - {place}
     return replace(looking, ones=ones)
@@ -436,7 +453,7 @@ def _same(one: Captured, other: Captured) -> bool:
         list(map(_as_made, one.recording.calls)) == list(map(_as_made, other.recording.calls))
         and (one.outputs, one.gradients) == (other.outputs, other.gradients)
         and constants.keys() == others.keys()
-        and all(_equal(it, others[storage]) for storage, it in constants.items())
+        and all(_equal(constant, others[storage]) for storage, constant in constants.items())
     )
 
 
@@ -444,11 +461,13 @@ def _as_made(call: Call) -> tuple[Any, ...]:
     """Return what is called with what; a default that is spelled out, as some modes do, is one."""
     args, kwargs = call.arguments(lambda view: view)
     given = [
-        args[at] if at < len(args) else kwargs.get(it.name, it.default_value)
-        for at, it in enumerate(call.target._schema.arguments)
+        args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
+        for at, arg in enumerate(call.target._schema.arguments)
     ]
     # What is asked for its form only stands there as a tensor of that form.
-    given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
+    given = tree_map_only(
+        torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), given
+    )
     # NaN, as it is written, is equal to itself.
     given = tree_map_only(float, repr, given)
     return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope

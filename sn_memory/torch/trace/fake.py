@@ -39,11 +39,11 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..errors import TraceError
-from ..model.known_values import COMPUTED, MOST_KNOWN, may_be_known
+from ..model.signature import COMPUTED, MOST_KNOWN, may_be_known
 from ..model.snapshot import written_to
 from ..quirks import grouped, recurrent
-from ..target.backward import Walk
-from ..target.host_resident import working_device
+from ..target.accelerator import working_device
+from ..target.gpu import Walk
 
 _ATEN = torch.ops.aten
 _LOOK = _ATEN._local_scalar_dense.default
@@ -69,7 +69,7 @@ def _in_format_of(place: int) -> _Strides:
 
 def _as_arguments(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return strides like those of the first argument that says how: the gradient comes first."""
-    alike = [it for it in args if isinstance(it, torch.Tensor) and it.size() == out.size()]
+    alike = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.size() == out.size()]
     return tuple(compute_elementwise_output_strides(*alike)) if alike else out.stride()
 
 
@@ -114,17 +114,17 @@ def _laid_out(strides: _Strides, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _with_types(dtypes: dict[int, torch.dtype], result: Any) -> Any:
-    made = list(result)
+    results = list(result)
     for at, dtype in dtypes.items():
-        if made[at] is not None and made[at].device.type == "cpu":
-            made[at] = torch.empty_like(made[at], dtype=dtype)
-    return tuple(made)
+        if results[at] is not None and results[at].device.type == "cpu":
+            results[at] = torch.empty_like(results[at], dtype=dtype)
+    return tuple(results)
 
 
 def _statistics_in_float32(parameters: slice, args: tuple[Any, ...], result: Any) -> Any:
     """Return results of a norm, with statistics in float32 if a parameter has another type."""
-    held = [it for it in args[parameters] if isinstance(it, torch.Tensor)]
-    mixed = any(it.dtype != args[0].dtype for it in held)
+    held = [arg for arg in args[parameters] if isinstance(arg, torch.Tensor)]
+    mixed = any(value.dtype != args[0].dtype for value in held)
     return _with_types(dict.fromkeys((1, 2), torch.float32) if mixed else {}, result)
 
 
@@ -215,7 +215,7 @@ class FakeMode(FakeTensorMode):
     def _some_number(self, dtype: torch.dtype) -> Any:
         self._looks_left -= 1
         if self._looks_left < 0:
-            raise RuntimeError("it looks at values again and again, and there are none")
+            raise RuntimeError("it reads values again and again, and fake tensors have none")
         if dtype == torch.bool:
             return True
         # Not 0 or 1, of which differences and logarithms are divisors of 0.
@@ -299,7 +299,7 @@ class ValueMode(FakeMode):
         if fill is not None:
             result = run(args, kwargs)
             return self._now_known(_filled(result, fill)) if self._may_know(result) else result
-        if given and all(isinstance(it, FakeTensor) for it in given):
+        if given and all(isinstance(value, FakeTensor) for value in given):
             return run(args, kwargs)  # most calls
         if not given:
             result = run(args, kwargs)
@@ -328,9 +328,9 @@ class ValueMode(FakeMode):
     ) -> Any:
         """Run an op whose result has no values; what it writes into has none any more."""
         written = written_to(func, args, kwargs)
-        for it in written:
-            if self._has_values(it):
-                memory = it.untyped_storage()
+        for tensor in written:
+            if self._has_values(tensor):
+                memory = tensor.untyped_storage()
                 self._stale[memory._cdata] = StorageWeakRef(memory)
         # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
         result = run(*tree_map_only(torch.Tensor, _detached, (args, kwargs)))
@@ -340,28 +340,28 @@ class ValueMode(FakeMode):
         returned = written[: len(func._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
-    def _lifted(self, func: Any, made: torch.Tensor, run: Callable[..., Any]) -> Any:
+    def _lifted(self, func: Any, lifted: torch.Tensor, run: Callable[..., Any]) -> Any:
         """A tensor that Python made, as torch.tensor([1, 2]), which is a constant of the plan."""
-        if isinstance(made, FakeTensor) or not self._may_know(made):
-            return run((made,), {})
+        if isinstance(lifted, FakeTensor) or not self._may_know(lifted):
+            return run((lifted,), {})
         with unset_fake_temporarily():
             # The constant stays as it is, whatever the model writes into it while it is traced.
-            return self._now_known(made.clone())
+            return self._now_known(lifted.clone())
 
-    def _now_known(self, made: Any) -> Any:
-        for it in _tensors(made) if self._tracing else ():
-            memory = it.untyped_storage()
+    def _now_known(self, result: Any) -> Any:
+        for tensor in _tensors(result) if self._tracing else ():
+            memory = tensor.untyped_storage()
             if memory._cdata not in self._known:
                 self._known[memory._cdata] = StorageWeakRef(memory)
-        return made
+        return result
 
-    def _may_know(self, made: Any) -> bool:
+    def _may_know(self, result: Any) -> bool:
         """Whether a result may have values: few, and where they do not take a device's memory."""
         return (
-            made.dtype in COMPUTED
-            and made.layout == torch.strided
-            and made.numel() <= MOST_KNOWN
-            and (self._tracing or made.device.type == "cpu")
+            result.dtype in COMPUTED
+            and result.layout == torch.strided
+            and result.numel() <= MOST_KNOWN
+            and (self._tracing or result.device.type == "cpu")
         )
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
@@ -402,14 +402,16 @@ def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _filled(like: torch.Tensor, fill: Any) -> torch.Tensor:
     """Return a tensor with values that lies as a fake one does."""
     with unset_fake_temporarily():
-        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-        return made.fill_(fill)
+        filled = torch.empty_strided(
+            like.size(), like.stride(), dtype=like.dtype, device=like.device
+        )
+        return filled.fill_(fill)
 
 
 @cache
 def _makes_tensors(func: Any) -> bool:
     """Whether an op returns tensors; others are looks: at a value, or at whether two are equal."""
-    return any("Tensor" in str(it.type) for it in func._schema.returns)
+    return any("Tensor" in str(output.type) for output in func._schema.returns)
 
 
 @cache
@@ -430,7 +432,7 @@ def _is_sure(func: Any) -> bool:
 @cache
 def _is_view(func: Any) -> bool:
     """Whether an op returns a view of what it is given."""
-    aliases = any(it.alias_info is not None for it in func._schema.returns)
+    aliases = any(output.alias_info is not None for output in func._schema.returns)
     return aliases and not func._schema.is_mutable
 
 
@@ -442,7 +444,7 @@ def _mask_place(func: Any) -> int | None:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [it for it in tree_leaves(tree) if isinstance(it, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -474,10 +476,10 @@ def fake_of(
     # On the meta device attention would be taken apart into its matrices.
     device = torch.device("cpu") if place is None else place
     with mode:
-        made = torch.empty_strided(
+        fake = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
         )
-    return made.requires_grad_(tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def swap_tensors(
@@ -485,10 +487,13 @@ def swap_tensors(
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Put fake tensors into a module's `_parameters` or `_buffers`: name, real one, fake one."""
     tensors = cast("dict[str, Any]", getattr(module, slot))
-    swapped = [(name, it, fake(it)) for name, it in tensors.items() if it is not None]
+    swapped = [
+        (name, tensor, fake(tensor)) for name, tensor in tensors.items() if tensor is not None
+    ]
     for name, _, made in swapped:
         tensors[name] = made
     if slot == "_parameters":
+        # They keep a list of their weights beside `_parameters`.
         recurrent.refresh_flat_weights([module])
     return swapped
 
@@ -498,15 +503,18 @@ def swapped(
     model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
 ) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            it = fake_of(mode, tensor, place)
+        if id(tensor) not in fakes:
+            fake_tensor = fake_of(mode, tensor, place)
             is_weight = isinstance(tensor, torch.nn.Parameter)
-            made[id(tensor)] = torch.nn.Parameter(it, tensor.requires_grad) if is_weight else it
-        return made[id(tensor)]
+            fakes[id(tensor)] = (
+                torch.nn.Parameter(fake_tensor, tensor.requires_grad) if is_weight else fake_tensor
+            )
+        return fakes[id(tensor)]
 
+    # Taken before the first swap: a parameter may be in several modules.
     before = [
         (tensors, dict(tensors))
         for module in model.modules()

@@ -7,7 +7,6 @@ itself is run, hooks and second runs included, and what is live is counted as in
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...base.errors import PlanWarning
 from ..chunked_loss import chunked_scratch, is_chunked_loss
-from ..model.restore import restore_model
+from ..model.modes import warn
 from ..model.results import ends_of, tensors_of
 from ..model.sharded import here
 from ..model.snapshot import WrittenWeights
-from ..model.step import Measured, device_of, restore_rng_state, run_step, tensors
+from ..model.step import Measured, device_of, restore_model, restore_rng_state, run_step, tensors
 from ..model.tracker import Scratch, StorageTracker
 from ..target.gpu import Gpu
 from ..target.scratch import form_of, gpu_scratch_bytes
@@ -53,7 +51,7 @@ def fake_step(
     mode = ValueMode()
     arguments = tree_map_only(torch.Tensor, mode.give, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
-    weights = WrittenWeights((it, it) for it in model.parameters())
+    weights = WrittenWeights((param, param) for param in model.parameters())
     with (
         op_times(device_of(model)),  # what `scratch` measures is saved once
         restore_model(model),
@@ -87,17 +85,19 @@ def fake_step_on(
     by now are there from the start, and added to. keep : whether parameters get gradients; else
     each is gone as soon as it is made
     """
-    earlier = [it.grad is not None for it in model.parameters()]
+    earlier = [param.grad is not None for param in model.parameters()]
     mode = FakeMode(gpu.walk)
-    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
+    arguments = tree_map_only(
+        torch.Tensor, lambda tensor: fake_of(mode, tensor, gpu.place), arguments
+    )
     with restore_model(model), restore_rng_state(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
         there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
-        leaves = {id(it): it for it in there if it.requires_grad}
+        leaves = {id(tensor): tensor for tensor in there if tensor.requires_grad}
         # A tensor is not counted before it is met, so those of earlier steps are made outside.
         held = {
-            id(it): torch.empty_like(it, requires_grad=False)
-            for it, has in zip(model.parameters(), earlier, strict=True)
+            id(param): torch.empty_like(param, requires_grad=False)
+            for param, has in zip(model.parameters(), earlier, strict=True)
             if has and keep
         }
         there += held.values()
@@ -108,7 +108,7 @@ def fake_step_on(
             scratch=partial(_scratch, gpu),
             moved=moved,
         )
-        taken = {it.untyped_storage()._cdata for it in held.values()}
+        taken = {tensor.untyped_storage()._cdata for tensor in held.values()}
 
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             if id(leaf) not in leaves or not keep:
@@ -129,14 +129,14 @@ def fake_step_on(
             ends = ends_of(returned, outputs)
             del returned
             left = tracker.live_bytes - tracker.start_bytes
-            gpu.back(ends, [torch.empty_like(it) for it in ends], take)
+            gpu.back(ends, [torch.empty_like(end) for end in ends], take)
     return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
 
 
 def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
     if is_chunked_loss(func):
         return chunked_scratch(func, args, gpu.place)
-    forms = [form_of(it) for it in tensors((args, kwargs))]
+    forms = [form_of(tensor) for tensor in tensors((args, kwargs))]
     return gpu_scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
 
 
@@ -174,13 +174,11 @@ def optimizer_memory(
     except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything in its step
         state = _bytes_of(getattr(optimizer, "state", None))
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        warnings.warn(
+        warn(
             f"a step of {getattr(kind, '__name__', kind)} does not run on tensors without values "
-            f"({type(error).__name__}: {error}), so its state cannot be told before. "
-            f"{state} bytes are counted, which it holds now; pass an optimizer that has made a "
-            "step, or leave room for it.",
-            PlanWarning,
-            stacklevel=3,
+            f"({type(error).__name__}: {error}), so its state is unknown in advance. {state} bytes "
+            "are counted, those it holds now; pass an optimizer that has made a step, or leave "
+            "room for it."
         )
         return OptimizerMemory(state, 0)
 
@@ -191,16 +189,18 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
         kind, groups = type(optimizer), optimizer.param_groups
     else:
         kind, groups = optimizer, [{"params": list(model.parameters())}]
-    count = len({id(it) for group in groups for it in group["params"]})
+    count = len({id(param) for group in groups for param in group["params"]})
     walk = None if gpu is None else gpu.walk
     mode = FakeMode(walk, looks=LOOKS_PER_PARAMETER * (1 + count))
     fakes: dict[int, torch.Tensor] = {}
     twins = []
     for group in groups:
         fakes |= {
-            id(it): fake_of(mode, here(it), place) for it in group["params"] if id(it) not in fakes
+            id(param): fake_of(mode, here(param), place)
+            for param in group["params"]
+            if id(param) not in fakes
         }
-        twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
+        twins.append({**group, "params": [fakes[id(param)] for param in group["params"]]})
     with mode:
         for fake in fakes.values():
             if fake.requires_grad:
@@ -210,15 +210,16 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             # By itself it asks for the type of its tensors, and these are of another.
             if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
-        known = [*fakes.values(), *(it.grad for it in fakes.values() if it.grad is not None)]
+        known = [*fakes.values(), *(fake.grad for fake in fakes.values() if fake.grad is not None)]
         # Some make their state before the first step.
         there = sum(_sizes_of(twin.state, place))
-        known += (it for it in tree_leaves(list(twin.state.values())) if torch.is_tensor(it))
+        known += (leaf for leaf in tree_leaves(list(twin.state.values())) if torch.is_tensor(leaf))
         scratch = _number_bytes if gpu is None else None
         with StorageTracker(known, device=place, scratch=scratch) as tracker:
             twin.step()
     sizes = _sizes_of(twin.state, place)
     state = sum(sizes)
+    # State that the step itself made stays, and is counted with the rest of it.
     transient = tracker.peak_bytes - tracker.start_bytes - (state - there)
     return OptimizerMemory(state, max(0, transient), sizes)
 
@@ -241,11 +242,11 @@ def _bytes_of(state: Any) -> int:
 
 def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
     """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
-    held = [it for it in tree_leaves(list(state.values())) if isinstance(it, torch.Tensor)]
-    found = {
-        it.untyped_storage()._cdata: it.untyped_storage().nbytes()
-        for it in held
+    held = [leaf for leaf in tree_leaves(list(state.values())) if isinstance(leaf, torch.Tensor)]
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in held
         # Counts of steps stay on the host.
-        if place is None or it.device == place
+        if place is None or tensor.device == place
     }
-    return tuple(found.values())
+    return tuple(sizes.values())

@@ -12,12 +12,6 @@ that cannot. `timeable` names what is safe:
 - whatever takes floats and truth values alone, unless it is named here as odd;
 - with integers among its tensors, what works element by element, what reduces, sorts or moves, and
   what indexes with checks, so that 0 is an index like another.
-
-SuperNeurons times cuDNN's algorithms whose workspace fits the bytes that are free at that moment.
-A plan knows what is free at each op, so the core chooses (`sn_memory.cost.workspace`); `ways_of`
-says what there is to choose from. torch names no algorithm, only switches: cuDNN's heuristic
-choice, its search for the fastest (`benchmark`), its deterministic ones, or torch's own kernels
-without cuDNN. Each is timed, and its workspace is what the allocator hands out beyond the results.
 """
 
 from __future__ import annotations
@@ -36,14 +30,14 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ...base.fields import is_count
+from ...base.sizes import is_count
 from ...cost.devices import NOMINAL
 from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_time_lasts
-from ...graph.records import Device, Workspace
+from ...graph.records import Device
 from ..chunked_loss import chunked_scratch, is_chunked_loss, no_values
-from ..model.allocations import is_profiled, measured_bytes
+from ..model.tracker import is_profiled, measured_bytes
 from ..quirks import recurrent
-from ..target.accelerator import COUNTED, is_apart, module_of, synchronize
+from ..target.accelerator import is_apart, module_of, synchronize
 from ..target.scratch import cpu_scratch_bytes
 from .record import Call, Recording, View, form_of
 
@@ -90,20 +84,6 @@ _ODD = (
 )
 _NOT_TIMED = frozenset(_ODD.split())
 
-# Switches of torch.backends.cudnn, by the name a Workspace carries. The first is the default.
-WAYS: Mapping[str, Mapping[str, bool]] = {
-    "heuristic": {"enabled": True, "benchmark": False, "deterministic": False},
-    "search": {"enabled": True, "benchmark": True, "deterministic": False},
-    "deterministic": {"enabled": True, "benchmark": False, "deterministic": True},
-    "native": {"enabled": False, "benchmark": False, "deterministic": False},
-}
-_KINDS = ("convolution", "convolution_backward", "cudnn_convolution")
-
-# Seconds and workspace bytes of a call carried out in a way.
-Measure = Callable[[Call, str], tuple[float, int]]
-# Those that were measured, by device, signature and way.
-_WORKSPACES: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
-
 
 @contextmanager
 def while_training() -> Iterator[None]:
@@ -113,10 +93,6 @@ def while_training() -> Iterator[None]:
         yield
     finally:
         _TRAINING.reset(token)
-
-
-class NotMeasured(Exception):  # noqa: N818 - says that something else stands in
-    """A model trains, and what is asked for was not measured before."""
 
 
 def _may_measure(device: torch.device) -> bool:
@@ -150,6 +126,7 @@ def op_times(device: torch.device) -> Iterator[OpTimes]:
         yield times
     finally:
         _OPEN.reset(token)
+        # After an error as well: what was measured by then holds.
         times.save(device)
 
 
@@ -162,14 +139,14 @@ def read_times(device: torch.device) -> OpTimes:
 def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:
     """Return what calls cost on a device; None for those that could not or may not be run."""
     calls = {at: call for at, call in enumerate(recording.calls) if timeable(call)}
-    works = [(signature(it), partial(_cost, it, recording, device)) for it in calls.values()]
-    found = dict(zip(calls, cached_costs(works, device), strict=True))
-    return [found.get(at) for at in range(len(recording.calls))]
+    works = [(signature(call), partial(_cost, call, recording, device)) for call in calls.values()]
+    costs = dict(zip(calls, cached_costs(works, device), strict=True))
+    return [costs.get(at) for at in range(len(recording.calls))]
 
 
 def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
     """Return seconds per call on a device; None for calls that could not or may not be timed."""
-    return [it and it[0] for it in measured_costs(recording, device)]
+    return [cost and cost[0] for cost in measured_costs(recording, device)]
 
 
 def cached_costs(
@@ -185,15 +162,16 @@ def cached_costs(
         }
         if _may_measure(device):
             times.table.update(while_time_lasts(missing))
-        found = [times.table.get(key) for key in keys]
-    return [None if it is None else (it[0], it[1]) for it in found]
+        # Read from the table again, as time may have been over before all was measured.
+        costs = [times.table.get(key) for key in keys]
+    return [None if cost is None else (cost[0], cost[1]) for cost in costs]
 
 
 def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
     """Return what calls cost as far as the file has it; nothing is measured."""
     times = read_times(device)
-    found = [times.table.get(times.key(signature(it))) for it in recording.calls]
-    return [None if it is None else (it[0], it[1]) for it in found]
+    costs = [times.table.get(times.key(signature(call))) for call in recording.calls]
+    return [None if cost is None else (cost[0], cost[1]) for cost in costs]
 
 
 def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cost) -> int:
@@ -202,9 +180,11 @@ def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cos
         return cost[1]
     if is_chunked_loss(call.target):
         return chunked_scratch(call.target, call.arguments(no_values)[0], device)
-    forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
-    made = [(it.size, it.stride, it.dtype) for it in call.outputs if it is not None]
-    return 0 if is_apart(device) else cpu_scratch_bytes(call.name, forms, made)
+    forms = [(arg.size, arg.stride, arg.dtype) for arg in call.flat if isinstance(arg, View)]
+    outputs = [
+        (output.size, output.stride, output.dtype) for output in call.outputs if output is not None
+    ]
+    return 0 if is_apart(device) else cpu_scratch_bytes(call.name, forms, outputs)
 
 
 def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., int]:
@@ -215,11 +195,11 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
     """
     times = read_times(device)
 
-    def scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
+    def scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
         flat, spec = tree_flatten((args, kwargs))
-        ends = tree_leaves(made)
-        given = [it for it in (*flat, *ends) if isinstance(it, torch.Tensor)]
-        if not all(it.layout is torch.strided for it in given):
+        ends = tree_leaves(results)
+        given = [end for end in (*flat, *ends) if isinstance(end, torch.Tensor)]
+        if not all(tensor.layout is torch.strided for tensor in given):
             return 0  # the rule is of strided tensors, and so is what can be planned
         storages: dict[int, int] = {}
         nbytes: list[int] = []
@@ -231,8 +211,8 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
                 nbytes.append(memory.nbytes())
             return form_of(tensor, number)
 
-        leaves = tuple(view(it) if isinstance(it, torch.Tensor) else it for it in flat)
-        outputs = tuple(view(it) if isinstance(it, torch.Tensor) else None for it in ends)
+        leaves = tuple(view(value) if isinstance(value, torch.Tensor) else value for value in flat)
+        outputs = tuple(view(end) if isinstance(end, torch.Tensor) else None for end in ends)
         call = Call(func, leaves, spec, outputs, (), (), "", random=False)
         recording = Recording([call], nbytes, [device] * len(nbytes))
         key = times.key(signature(call))
@@ -240,8 +220,8 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
         wanted = profile and (by_rule or is_apart(device)) and _may_measure(device)
         if wanted and key not in times.table:
             with unset_fake_temporarily(), op_times(device) as saved:
-                found = _cost(call, recording, device) if timeable(call) else None
-                times.table[key] = saved.table[key] = found
+                measured = _cost(call, recording, device) if timeable(call) else None
+                times.table[key] = saved.table[key] = measured
         cost = times.table.get(key)
         return by_rule if cost is None else int(cost[1])
 
@@ -291,7 +271,7 @@ def _precisions() -> list[Any]:
             *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
         )
         # Not by allow_tf32 and its kin, which raise when somebody has set these.
-        return [it.fp32_precision for it in places]
+        return [place.fp32_precision for place in places]
     except AttributeError:  # before torch 2.9
         flags = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
         return [torch.get_float32_matmul_precision(), *flags]
@@ -317,7 +297,7 @@ def signature(call: Call) -> str:
             parts.append(f"{arg.dtype}{arg.size}{arg.stride}@{same}")
         else:
             parts.append(repr(arg))
-    missing = sum(it is None for it in call.outputs)
+    missing = sum(output is None for output in call.outputs)
     return f"{call.target}({', '.join(parts)}){call.spec}{f' less {missing}' if missing else ''}"
 
 
@@ -328,6 +308,7 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
 
     room_bytes : what the largest op takes that is timed, so that this takes no more
     """
+    # Three blocks of floats: two factors and their product.
     count = max(min(1 << 24, room_bytes // 12), 1 << 12)
     key = (str(device), circumstances())
     measured, speeds = _MEASURED.get(key, (0, NOMINAL))
@@ -351,8 +332,8 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
 
 def largest_bytes(recording: Recording) -> int:
     """Return the bytes of what the largest call reads, makes and writes."""
-    touched = ({*it.reads, *it.makes, *it.writes} for it in recording.calls)
-    return max((sum(recording.nbytes[it] for it in each) for each in touched), default=0)
+    touched = ({*call.reads, *call.makes, *call.writes} for call in recording.calls)
+    return max((sum(recording.nbytes[storage] for storage in each) for each in touched), default=0)
 
 
 def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:
@@ -369,14 +350,14 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     # One storage may be looked at as floats and as integers, where only the shape of the floats is
     # asked for; the integers decide, as they are places in memory.
-    types = {it.storage: it.dtype for it in call.flat if isinstance(it, View)}
+    types = {arg.storage: arg.dtype for arg in call.flat if isinstance(arg, View)}
     types |= {
-        it.storage: it.dtype
-        for it in call.flat
-        if isinstance(it, View) and not it.dtype.is_floating_point
+        arg.storage: arg.dtype
+        for arg in call.flat
+        if isinstance(arg, View) and not arg.dtype.is_floating_point
     }
 
-    def made(view: View) -> torch.Tensor:
+    def tensor_of(view: View) -> torch.Tensor:
         place = recording.device[view.storage]
         if view.storage not in storages:
             kind = types[view.storage]
@@ -384,7 +365,7 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
         empty = torch.empty(0, dtype=view.dtype, device=place)
         return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
-    args, kwargs = call.arguments(made)
+    args, kwargs = call.arguments(tensor_of)
     if call.target is recurrent.LAYER_BACKWARD:
         args = recurrent.packed_by_forward(args)
     return lambda: call.target(*args, **kwargs)
@@ -401,7 +382,11 @@ def _cost(call: Call, recording: Recording, device: torch.device) -> Cost:
             # After the runs that fill caches of kernels, which stay.
             return seconds, measured_bytes(run, device)
     except Exception as error:  # noqa: BLE001 - whatever an op says to values that are made up
-        log.info("%s could not be timed (%s); a roofline stands in", call.target, error)
+        log.info(
+            "%s could not be timed (%s); its seconds are estimated by a roofline",
+            call.target,
+            error,
+        )
         return None
 
 
@@ -444,63 +429,3 @@ def timeable(call: Call) -> bool:
 
 def _harmless(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-
-
-def ways_of(recording: Recording, measure: Measure) -> list[tuple[Workspace, ...]]:
-    """Return, per call, the ways to carry it out; none for what is no convolution.
-
-    A way that is neither faster nor smaller than another is left out; the default always stays
-    first, as a plan without this would take it.
-    """
-
-    def ways(call: Call) -> tuple[Workspace, ...]:
-        try:
-            return _worthwhile(call, measure) if call.name in _KINDS else ()
-        except NotMeasured:
-            return ()
-
-    return [ways(call) for call in recording.calls]
-
-
-def measured_on(recording: Recording, device: torch.device) -> Measure:
-    """Return what measures ways on a GPU; equal calls are measured once, while training never."""
-    found = _WORKSPACES.setdefault(str(device), {})
-
-    def measure(call: Call, way: str) -> tuple[float, int]:
-        key = (signature(call), way)
-        if key not in found:
-            if _TRAINING.get():
-                raise NotMeasured
-            with carried_out(way), torch.no_grad():
-                run = rebuilt(call, recording)
-                run()  # cuDNN's search takes workspaces of its own, once
-                space = measured_bytes(run, device)
-                found[key] = best_seconds(run, device), space
-        return found[key]
-
-    return measure
-
-
-@contextmanager
-def carried_out(way: str) -> Iterator[None]:
-    """Set cuDNN's switches to a way's, and back."""
-    switches: Any = torch.backends.cudnn
-    before = {name: getattr(switches, name) for name in WAYS[way]}
-    try:
-        for name, value in WAYS[way].items():
-            setattr(switches, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(switches, name, value)
-
-
-def _worthwhile(call: Call, measure: Measure) -> tuple[Workspace, ...]:
-    # cuDNN's search asks torch's allocator for its largest free block, which only its own tells.
-    names = [name for name in WAYS if name != "search" or "cuda" not in COUNTED]
-    rows = [(name, *measure(call, name)) for name in names]
-    kept: list[tuple[str, float, int]] = rows[:1]
-    for name, seconds, space in rows[1:]:
-        if not any(other <= seconds and less <= space for _, other, less in kept):
-            kept.append((name, seconds, space))
-    return tuple(Workspace(space, seconds, name) for name, seconds, space in kept)

@@ -15,6 +15,7 @@ None of this changes a bit of any result: the same kernels run on the same numbe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,44 @@ _SHAPE_ONLY: dict[Any, int] = {
 _DEVICES = ("cpu", "cuda")
 
 
+def separate_sums(captured: Captured) -> Captured:
+    """Return a step that leaves it to autograd to add the gradients of an input up.
+
+    A part of a larger step may share an input with others. Theirs come first then, and a sum is
+    rounded by its order: one gradient after the other is added, not the sum of this part.
+    """
+    calls = captured.recording.calls
+    maker = {storage: at for at, call in enumerate(calls) for storage in call.makes}
+    uses = Counter(storage for call in calls for storage in (*call.reads, *call.writes))
+    dropped: set[int] = set()
+
+    def parts(view: View) -> list[View]:
+        at = maker.get(view.storage, -1)
+        call = calls[at]
+        given = [arg for arg in call.flat if isinstance(arg, View)]
+        if (
+            at < captured.boundary
+            or call.target is not _aten.add.Tensor
+            or len(given) != 2
+            or len(call.flat) != 2
+            or any((it.size, it.dtype) != (view.size, view.dtype) for it in given)
+            or uses[view.storage] > (1 if at in last else 0)
+        ):
+            return [view]
+        dropped.add(at)
+        last.update(maker.get(it.storage, -1) for it in given)
+        return [*parts(given[0]), given[1]]
+
+    gradients: list[tuple[str, View | None]] = []
+    for name, found in captured.gradients:
+        last: set[int] = set()
+        split = found is not None and name.startswith("input ")
+        gradients += [(name, it) for it in (parts(found) if split and found else [found])]
+    kept = [call for at, call in enumerate(calls) if at not in dropped]
+    recording = replace(captured.recording, calls=kept)
+    return replace(captured, recording=recording, gradients=tuple(gradients))
+
+
 def owned(captured: Captured) -> set[int]:
     """Storages that somebody holds beyond the calls: what is given, handed out or handed in."""
     views = [view for view in captured.outputs if isinstance(view, View)]
@@ -84,6 +123,7 @@ def without_unused(captured: Captured) -> Captured:
     needed = owned(captured)
     kept: list[Call] = []
     boundary = captured.boundary
+    # From the back: whether a call is read is known by then.
     for at in reversed(range(len(captured.recording.calls))):
         call = captured.recording.calls[at]
         idle = call.makes and not call.writes and not call.random
@@ -105,8 +145,8 @@ def _rounds_once(call: Call) -> bool:
 
 def _laid_out_alike(call: Call) -> bool:
     """Whether all tensors of a call lie alike, so that any kernel walks through them in one way."""
-    views = [it for it in call.flat if isinstance(it, View)]
-    return all((it.size, it.stride) == (views[0].size, views[0].stride) for it in views)
+    views = [arg for arg in call.flat if isinstance(arg, View)]
+    return all((view.size, view.stride) == (views[0].size, views[0].stride) for view in views)
 
 
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
@@ -130,7 +170,7 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
         return (
             isinstance(first, View)
             and isinstance(out, View)
-            and all(it.storage != first.storage for it in others if isinstance(it, View))
+            and all(other.storage != first.storage for other in others if isinstance(other, View))
             and first.storage not in held
             and last[first.storage] == at
             and replace(first, storage=out.storage) == out
@@ -160,6 +200,7 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
             ):
                 assert out is not None
                 heir[out.storage] = first.storage
+                # It lives on as the result does.
                 last[first.storage] = last[out.storage]
                 if out.storage in held:
                     held.add(first.storage)
@@ -211,6 +252,7 @@ def defer_weight_grads(captured: Captured) -> Captured:
     recording, held = captured.recording, owned(captured)
     calls, last = recording.calls, last_uses(recording)
     final = {view.storage for _, view in captured.gradients if view is not None}
+    # A gradient that is an input of the step is made by no call.
     final -= set(recording.given)
     written = {storage: at for at, call in enumerate(calls) for storage in call.writes}
     wanted = [
@@ -219,17 +261,18 @@ def defer_weight_grads(captured: Captured) -> Captured:
         if calls[at].makes
         and not calls[at].writes
         and not calls[at].random
-        and all(it in final and last[it] == at for it in calls[at].makes)
-        and all(written.get(it, -1) < at for it in calls[at].reads)
+        and all(make in final and last[make] == at for make in calls[at].makes)
+        and all(written.get(read, -1) < at for read in calls[at].reads)
     ]
     late: set[int] = set()
     kept: set[int] = set(held)
+    # What one such call keeps costs the next one nothing, so more may pay.
     while True:
         before = len(late)
         for at in wanted:
             reads = set(calls[at].reads) - kept
-            made = sum(recording.nbytes[it] for it in calls[at].makes)
-            if at not in late and sum(recording.nbytes[it] for it in reads) < made:
+            nbytes = sum(recording.nbytes[make] for make in calls[at].makes)
+            if at not in late and sum(recording.nbytes[read] for read in reads) < nbytes:
                 late.add(at)
                 kept |= reads
         if len(late) == before:
@@ -279,19 +322,23 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
             scope=name,
         )
         after.setdefault(at, []).append((len(calls) + place, summed))
-    made = list(after.get(-1, ()))
+    instructions = list(after.get(-1, ()))
     for at, (number, call) in enumerate(
         zip(captured.numbers or range(len(calls)), calls, strict=True)
     ):
-        made += [(number, call), *after.get(at, ())]
+        instructions += [(number, call), *after.get(at, ())]
     recording = replace(
-        recording, calls=[call for _, call in made], nbytes=nbytes, device=device, given=given
+        recording,
+        calls=[call for _, call in instructions],
+        nbytes=nbytes,
+        device=device,
+        given=given,
     )
-    numbers = tuple(number for number, _ in made)
-    found = replace(captured, recording=recording, numbers=numbers)
+    numbers = tuple(number for number, _ in instructions)
+    result = replace(captured, recording=recording, numbers=numbers)
     if early_update:
-        return replace(found, updated=tuple(earlier))
-    return replace(found, earlier=tuple(earlier))
+        return replace(result, updated=tuple(earlier))
+    return replace(result, earlier=tuple(earlier))
 
 
 def replace_shape_only_inputs(captured: Captured) -> Captured:
@@ -309,17 +356,17 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
     for at, call in enumerate(recording.calls):
         place = place_of_shape(call)
         if place is not None and recording.device[call.flat[place].storage].type in _DEVICES:
-            views = [(at, it) for at, it in enumerate(call.flat) if isinstance(it, View)]
+            views = [(at, arg) for at, arg in enumerate(call.flat) if isinstance(arg, View)]
             others = [
-                *(it.storage for at, it in views if at != place),
+                *(arg.storage for at, arg in views if at != place),
                 *parameters,
-                *sorted(live - {it for it in live if last[it] == at}),
+                *sorted(live - {storage for storage in live if last[storage] == at}),
             ]
             call = _standing_in(captured, call, place, others)
         calls.append(call)
         if at >= captured.boundary:
             live |= set(call.makes) - held
-        live -= {it for it in (*call.reads, *call.makes) if last[it] <= at}
+        live -= {read for read in (*call.reads, *call.makes) if last[read] <= at}
     return replace(captured, recording=replace(recording, calls=calls))
 
 
@@ -332,7 +379,7 @@ def _asked(call: Call, mask: list[bool], flat: list[Any], spec: Any) -> Call:
     """Return a convolution's backward call that is asked for some of its gradients."""
     outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
     stays = {out.storage for out in outputs if out is not None}
-    makes = tuple(it for it in call.makes if it in stays)
+    makes = tuple(make for make in call.makes if make in stays)
     return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
 
 
@@ -351,7 +398,7 @@ def place_of_shape(call: Call) -> int | None:
 def _standing_in(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
     view, recording = call.flat[place], captured.recording
     place_of, nbytes = recording.device, _reach(view) * view.dtype.itemsize
-    if sum(isinstance(it, View) and it.storage == view.storage for it in call.flat) > 1:
+    if sum(isinstance(arg, View) and arg.storage == view.storage for arg in call.flat) > 1:
         return call  # It is held for another argument anyway.
     for other in others:
         if recording.nbytes[other] >= nbytes and place_of[other] == place_of[view.storage]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import TraceError
 from ..model.results import Form
 from ..model.snapshot import written_to
-from ..target.host_resident import asked_for_device
+from ..target.accelerator import asked_for_device
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
 # has none. A call that is recorded bears no mark, so it is made where it is asked for.
@@ -115,22 +115,13 @@ def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], 
 class Call:
     """One call of a kernel.
 
-    Parameters
-    ----------
-    target
-        The overload, as `torch.ops.aten.mul.Tensor`.
-    flat, spec
-        Arguments, flattened; tensors stand there as View.
-    outputs
-        Per flat output: its View, or None where it is no tensor.
-    makes, writes
-        Storages that are new with this call; storages it changes.
-    phase
-        `forward` or `backward`.
-    random
-        It draws from torch's random number generator.
-    scope
-        Path of the module that ran it, as `layer1.0.conv1`; empty in the backward pass.
+    target : the overload, as `torch.ops.aten.mul.Tensor`
+    flat, spec : arguments, flattened; tensors stand there as View
+    outputs : per flat output: its View, or None where it is no tensor
+    makes, writes : storages that are new with this call; storages it changes
+    phase : `forward` or `backward`
+    random : it draws from torch's random number generator
+    scope : path of the module that ran it, as `layer1.0.conv1`; empty in the backward pass
     """
 
     target: Any
@@ -164,16 +155,10 @@ class Call:
 class Recording:
     """Calls in order, and the storages they work on.
 
-    Parameters
-    ----------
-    calls
-        In execution order.
-    nbytes, device
-        Per storage.
-    given
-        Storages that were there before the first call, with a word on what they are.
-    constants
-        Given storages that belong to nobody, with the tensor that holds them.
+    calls : in execution order
+    nbytes, device : per storage
+    given : storages that were there before the first call, with a word on what they are
+    constants : given storages that belong to nobody, with the tensor that holds them
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -361,10 +346,11 @@ class Recorder(TorchDispatchMode):
             return self._of_form(func, args, kwargs)
         if func in _MADE_AT_ONCE:
             return self._made_at_once(_MADE_AT_ONCE[func], args[0])
-        for it in written_to(func, args, kwargs) if self.weights else ():
-            if it.untyped_storage()._cdata in self.weights:
+        # By memory: fake parameters stand in the modules, so a real one comes from elsewhere.
+        for tensor in written_to(func, args, kwargs) if self.weights else ():
+            if tensor.untyped_storage()._cdata in self.weights:
                 raise TraceError(
-                    f"{func} writes into a parameter of shape {tuple(it.shape)} that the model "
+                    f"{func} writes into a parameter of shape {tuple(tensor.shape)} that the model "
                     "keeps elsewhere than in its modules. Take it from its module in the forward "
                     "pass."
                 )
@@ -380,18 +366,19 @@ class Recorder(TorchDispatchMode):
         """Return a result laid out as the kernel was seen to do it."""
         calls = [views]
         if func is CONVOLUTION_BACKWARD:
+            # A trial saw the two calls that a replay makes of it.
             calls += [flat for _, flat, _ in convolution_parts(views, spec)]
-        seen = [forms for it in calls if (forms := self.layouts.get(layout_key(func, it)))]
+        seen = [forms for call in calls if (forms := self.layouts.get(layout_key(func, call)))]
         if not seen:
             return result
-        flat, made = tree_flatten(result)
+        flat, results = tree_flatten(result)
         for forms in seen:
             for place, (out, form) in enumerate(zip(flat, forms, strict=True)):
                 if isinstance(out, torch.Tensor) and form is not None and not form.shows(out):
                     flat[place] = torch.empty_strided(
                         form.size, form.stride, dtype=form.dtype, device=out.device
                     )
-        return tree_unflatten(flat, made)
+        return tree_unflatten(flat, results)
 
     def _note(self, func: Any, flat: Sequence[Any], spec: Any, result: Any) -> None:
         views = tuple(flat)
@@ -437,7 +424,7 @@ class Recorder(TorchDispatchMode):
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say what the model returns: of what Python made the caller may write to it."""
-        for storage in self._lifted.keys() & {self._storage(it) for it in tensors}:
+        for storage in self._lifted.keys() & {self._storage(tensor) for tensor in tensors}:
             self._lift_anew(storage)
 
     def _lift_anew(self, storage: int) -> None:
@@ -453,9 +440,9 @@ class Recorder(TorchDispatchMode):
         view = self.give(constant, "constant")
         self.recording.constants[view.storage] = constant
         _, spec = flattened(((constant,), {}))
-        made = (replace(view, storage=storage),)
+        views = (replace(view, storage=storage),)
         clone = torch.ops.aten.clone.default
-        call = Call(clone, (view,), spec, made, (storage,), (), "forward", False, scope)
+        call = Call(clone, (view,), spec, views, (storage,), (), "forward", False, scope)
         self.recording.calls.insert(place, call)
         self._lifted = {
             key: (at + (at >= place), where) for key, (at, where) in self._lifted.items()
@@ -476,7 +463,7 @@ class Recorder(TorchDispatchMode):
         """A conjugate that looks at nothing: from now on neither of the two may be written to."""
         result = func(tensor)
         flat, spec = flattened(((tensor,), {}))
-        self._note(func, [self._view(it) for it in flat], spec, result)
+        self._note(func, [self._view(value) for value in flat], spec, result)
         self._apart |= {self._storage(tensor), self._storage(result)}
         return result
 
@@ -492,7 +479,7 @@ class Recorder(TorchDispatchMode):
             if arg.requires_grad:
                 raise TraceError(
                     f"{func} reads a tensor of shape {tuple(arg.shape)} that requires a gradient "
-                    "and is no parameter of the model. Register it as a parameter."
+                    "and is not a parameter of the model. Register it as a parameter."
                 )
             self.recording.given[self._storage(arg)] = "constant"
             self.recording.constants[self._storage(arg)] = arg
@@ -515,12 +502,15 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _view(self, tensor: torch.Tensor) -> View:
-        met, it = self._met, form_of(tensor, self._storage(tensor))
-        if it not in met:
-            size, stride = met.setdefault(it.size, it.size), met.setdefault(it.stride, it.stride)
-            met[it] = View(it.storage, size, stride, it.offset, it.dtype)
-        found: View = met[it]
-        return found
+        met, form = self._met, form_of(tensor, self._storage(tensor))
+        if form not in met:
+            size, stride = (
+                met.setdefault(form.size, form.size),
+                met.setdefault(form.stride, form.stride),
+            )
+            met[form] = View(form.storage, size, stride, form.offset, form.dtype)
+        view: View = met[form]
+        return view
 
 
 def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
@@ -532,15 +522,15 @@ def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
 def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
     """Storages that the schema says are changed."""
     args, kwargs = tree_unflatten(list(views), spec)
-    found: dict[int, None] = {}
+    storages: dict[int, None] = {}
     for place, arg in enumerate(func._schema.arguments):
         if arg.alias_info is None or not arg.alias_info.is_write:
             continue
         value = args[place] if place < len(args) else kwargs.get(arg.name)
         for view in tree_flatten(value)[0]:
             if isinstance(view, View):
-                found[view.storage] = None
-    return tuple(found)
+                storages[view.storage] = None
+    return tuple(storages)
 
 
 def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from ...graph.graph import Graph
-from ...graph.records import Device, Op, Storage, Workspace
-from ...run.loss import loss_op
+from ...graph.records import Device, Op, Storage, Workspace, loss_op
 from ..chunked_loss import chunked_counter
 from ..quirks import grouped, recurrent
 from .record import Call, Captured, View
@@ -90,7 +89,7 @@ def to_graph(
         for at, call in enumerate(recording.calls)
     ]
     if ways is not None:
-        rows = [replace(row, workspaces=it) for row, it in zip(rows, ways, strict=True)]
+        rows = [replace(row, workspaces=way) for row, way in zip(rows, ways, strict=True)]
     loss = loss_op(
         (names[view.storage] for view in captured.outputs if _is_view(view)),
         (names[view.storage] for view in captured.output_gradients),
@@ -99,9 +98,9 @@ def to_graph(
     states: dict[str, int] = {}
     if random_state_bytes:
         call_of = {op: at for at, op in enumerate(ops)}
-        states = {f"{it.name}: {STATE}": call_of[it.name] for it in rows if it.replayable}
-        rows = [it for row in rows for it in _with_state(row, random_state_bytes)]
-        storages += [Storage(it, random_state_bytes, held=True) for it in states]
+        states = {f"{row.name}: {STATE}": call_of[row.name] for row in rows if row.replayable}
+        rows = [op for row in rows for op in _with_state(row, random_state_bytes)]
+        storages += [Storage(state, random_state_bytes, held=True) for state in states]
     if states:
         # Where gradients of gradients are asked for, the step runs again from its beginning.
         storages.append(Storage(STATE, random_state_bytes, "state"))
@@ -128,7 +127,7 @@ def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
     name = f"{op.name}: {STATE}"
     kept = Op(name, (), (name,), kind=STATE, phase=op.phase, seconds=0.0, once=True)
     # The generator's own, put back afterwards: beside the scratch of the op.
-    ways = tuple(replace(it, bytes=it.bytes + nbytes) for it in op.workspaces)
+    ways = tuple(replace(workspace, bytes=workspace.bytes + nbytes) for workspace in op.workspaces)
     ways = ways or (Workspace(nbytes),)
     return kept, replace(op, inputs=(*op.inputs, name), workspaces=ways)
 
@@ -142,22 +141,22 @@ def statistics(call: Call) -> tuple[int, ...]:
     """
     schema = call.target._schema.arguments
     args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
-    places = dict(zip((it.name for it in schema), args, strict=False)) | kwargs
+    places = dict(zip((arg.name for arg in schema), args, strict=False)) | kwargs
     modes = [call.flat[places[name]] for name in ("training", "train") if name in places]
     if not any(modes) or call.name.endswith("_functional"):
         return ()
     return tuple(
-        places[it.name]
-        for it in schema
-        if it.name in places.keys() & {"running_mean", "running_var"}
-        and it.alias_info is None
-        and isinstance(call.flat[places[it.name]], View)
+        places[arg.name]
+        for arg in schema
+        if arg.name in places.keys() & {"running_mean", "running_var"}
+        and arg.alias_info is None
+        and isinstance(call.flat[places[arg.name]], View)
     )
 
 
 def flops(call: Call) -> float:
     """Arithmetic of a call, as torch's own counter or our rules have it; 0 for the rest."""
-    sizes = [it.size for it in call.flat if isinstance(it, View)]
+    sizes = [arg.size for arg in call.flat if isinstance(arg, View)]
     if call.target in recurrent.OPS:
         return recurrent.flops(call.target, sizes)
     if call.target is grouped.PRODUCT:
@@ -180,7 +179,9 @@ _SHORT = {
 
 def _computes_in(call: Call) -> str:
     """Return what a call of products computes in, as devices name it; float32 perhaps as TF32."""
-    kinds = [it.dtype for it in call.flat if isinstance(it, View) and it.dtype.is_floating_point]
+    kinds = [
+        arg.dtype for arg in call.flat if isinstance(arg, View) and arg.dtype.is_floating_point
+    ]
     short = _SHORT.get(kinds[0], "") if kinds else ""
     switches: Any = torch.backends
     library = switches.cudnn if "conv" in call.name or "rnn" in call.name else switches.cuda.matmul
@@ -235,8 +236,10 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
 
 
 def main_device(captured: Captured) -> torch.device:
-    """The device of the parameters, whose memory is planned."""
-    return captured.recording.device[captured.parameters[0][1].storage]
+    """The device of the parameters, or of the inputs of a part without, whose memory is planned."""
+    views = [view for _, view in captured.parameters]
+    views += [view for view in captured.inputs if view is not None]
+    return captured.recording.device[views[0].storage]
 
 
 def _op(
@@ -250,12 +253,15 @@ def _op(
 ) -> Op:
     hidden = [call.flat[place].storage for place in statistics(call)]
     count = flops(call) if seconds is None else 0.0
-    writes = [*call.writes, *(it for it in hidden if it not in captured.recording.given)]
+    writes = [
+        *call.writes,
+        *(storage for storage in hidden if storage not in captured.recording.given),
+    ]
     return Op(
         name,
-        tuple(names[it] for it in call.reads),
-        tuple(names[it] for it in call.makes),
-        tuple(names[it] for it in dict.fromkeys(writes)),
+        tuple(names[read] for read in call.reads),
+        tuple(names[make] for make in call.makes),
+        tuple(names[write] for write in dict.fromkeys(writes)),
         kind=call.name,
         phase=call.phase,
         seconds=seconds,

@@ -25,29 +25,28 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..model.step import device_of, restore_rng_state
+from ..model.step import device_of, restore_rng_state, tensors
 from ..model.wrapping import check_model, check_optimizer
+from ..target.accelerator import working_device
 from ..target.gpu import Gpu, gpu_of
 from ..target.scratch import gpu_scratch_bytes
 from .capture import capture
 from .fake_step import fake_step, fake_step_on, optimizer_memory
 from .op_seconds import (
     Cost,
-    Measure,
     known_costs,
     largest_bytes,
     measured_costs,
     measured_device,
-    measured_on,
     scratch_of,
     scratch_of_steps,
-    ways_of,
 )
 from .rearrange import (
     accumulate_in_place,
     defer_weight_grads,
     in_place,
     replace_shape_only_inputs,
+    separate_sums,
     split_conv_backward,
 )
 from .record import Captured, Layouts, Recording, View
@@ -89,7 +88,7 @@ class Trace:
     @property
     def resident_bytes(self) -> int:
         """Resident bytes that are no part of the step: the optimizer's state."""
-        return sum(it.bytes for it in self.graph.storages if it.name == OPTIMIZER)
+        return sum(storage.bytes for storage in self.graph.storages if storage.name == OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if isinstance(sample, list):
         raise TypeError(
-            "got a list, which stands for several samples of plan; expected one. A model whose "
+            "got a list, which plan takes as several samples; expected one sample. A model whose "
             "first argument is a list takes a tuple: ([...],)."
         )
     if isinstance(sample, Given):
@@ -128,13 +127,15 @@ def trace(
     profile: bool = True,
     device: Device | str | None = None,
     optimizer: Any = None,
-    workspaces: bool | Measure = False,
     overlap: bool = False,
     layouts: Layouts | None = None,
     accumulate: bool = False,
     update: str = "step",
     unplanned: bool = True,
     ends: Sequence[bool] = (),
+    arriving: Sequence[tuple[int, ...] | None] = (),
+    part: bool = False,
+    shares_inputs: bool = False,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -163,9 +164,6 @@ def trace(
         a GPU is traced as that one would run it, no op is timed, and seconds are predicted.
     optimizer
         An optimizer, or its class; its state is counted as resident.
-    workspaces
-        Offer the planner several ways to carry convolutions out, timed on the GPU; or a function
-        of a call and the name of a way that returns seconds and workspace bytes.
     overlap
         Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
     layouts
@@ -176,8 +174,8 @@ def trace(
         new ones are added to them one by one. Those that are larger than what they are made of are
         made last only where that holds less.
     update
-        As in `plan`: with `hooks`, the caller's own update each parameter when its gradient is
-        complete. Who updates otherwise is not part of the trace.
+        With `hooks`, the caller's own update each parameter when its gradient is complete, as
+        `state="hooks"` of `plan` says. Who updates otherwise is not part of the trace.
     unplanned
         State the peak of the model's own step, which percent of a budget are of, beside that of the
         arranged one. It takes a second run without values.
@@ -199,12 +197,19 @@ def trace(
     >>> [op.kind for op in graph.ops][:4]
     ['addmm', 'relu', 'addmm', 'loss']
     """
-    check_model(model)
-    check_optimizer(optimizer)
     args, kwargs = call_arguments(sample)
-    there = device_of(model)
+    if part:
+        first = [*model.parameters(), *tensors((args, kwargs))][0]
+        there = working_device(first)
+    else:
+        check_model(model)
+        there = device_of(model)
+    check_optimizer(optimizer)
     gpu = gpu_of(device, there)
-    captured = split_conv_backward(in_place(capture(model, args, kwargs, layouts, gpu, ends=ends)))
+    captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving)
+    if shares_inputs:
+        captured = separate_sums(captured)
+    captured = split_conv_backward(in_place(captured))
     if update == "hooks":
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
@@ -212,24 +217,17 @@ def trace(
     place = there if gpu is None else gpu.place
     profile = profile and gpu is None
     found_device, costs_of_calls = _timed(captured, place, profile=profile, device=speeds(device))
-    seconds = [it and it[0] for it in costs_of_calls]
+    seconds = [cost and cost[0] for cost in costs_of_calls]
     ways, notes = scratch_of_calls(captured.recording, place, costs_of_calls, gpu)
-    if workspaces:
-        if workspaces is True and there.type != "cuda":
-            raise ValueError(
-                f"workspaces=True measures on a GPU, and the model is on {there}. Pass a function "
-                "that tells seconds and workspace bytes, or leave workspaces out."
-            )
-        measure = measured_on(captured.recording, place) if workspaces is True else workspaces
-        ways = ways_of(captured.recording, measure)
     held = resident_storages(model, optimizer, gpu)
     plain_bytes = None
+    # With hooks of the caller's there is no such step without a plan.
     if unplanned and update == "step":
         plain_bytes = _plain_bytes(
             model, (args, kwargs), captured, gpu, accumulate=accumulate, profile=profile
         )
     if plain_bytes is not None:
-        plain_bytes += sum(it.bytes for it in held)
+        plain_bytes += sum(storage.bytes for storage in held)
     named = to_graph(
         captured,
         name=type(model).__name__,
@@ -295,7 +293,9 @@ def scratch_of_calls(
         if gpu is None or is_chunked_loss(call.target):
             sizes.append(scratch_of(call, recording, place, cost))
         else:
-            forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
+            forms = [
+                (arg.size, arg.stride, arg.dtype) for arg in call.flat if isinstance(arg, View)
+            ]
             sizes.append(gpu_scratch_bytes(call.name, forms, gpu.named))
     ways: list[tuple[Workspace, ...]] = [(Workspace(size),) if size else () for size in sizes]
     if gpu is not None:
@@ -340,8 +340,8 @@ def _timed(
     recording = captured.recording
     calls = [call for at, call in enumerate(recording.calls) if at not in sums]
     others = replace(captured, recording=replace(recording, calls=calls), numbers=())
-    speeds, found = operations(others, place, profile=profile, device=device)
-    rest = iter(found)
+    speeds, costs = operations(others, place, profile=profile, device=device)
+    rest = iter(costs)
     return speeds, [None if at in sums else next(rest) for at in range(len(recording.calls))]
 
 
@@ -349,9 +349,9 @@ def _left(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
     """Return gradients that are there and that the step does not add to, as one storage."""
     counted = {name for name, _ in captured.earlier}
     held = sum(
-        it.grad.nbytes
-        for name, it in model.named_parameters()
-        if it.grad is not None and name not in counted
+        param.grad.nbytes
+        for name, param in model.named_parameters()
+        if param.grad is not None and name not in counted
     )
     return (Storage("gradients that stay as they are", held, "state"),) if held else ()
 

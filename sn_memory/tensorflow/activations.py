@@ -1,0 +1,509 @@
+"""compress_activations for Keras: inputs of dense and convolution layers, kept in a few bits.
+
+TensorFlow has no hook for what a tape saves. A layer's call is therefore wrapped in a custom
+gradient that captures the compressed input only, and differentiates the layer at the decompressed
+one. A dense or convolution layer is linear in its input, so the gradient that flows back is exact
+and that of its weights unbiased; a ReLU, in the layer or behind it, keeps one bit per element, and
+max pooling the place of the largest in each window.
+
+Bits are looked up when a layer compresses, so the controller may change them without a new trace.
+Memory falls in traced steps (tf.function, fit), where control dependencies keep decompressing until
+it is needed. Run eagerly, gradients are the same, but tf.custom_gradient itself holds each result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+
+from sn_compress.codecs.base import Payload
+from sn_compress.codecs.registry import codec as named_codec
+
+from ..activations import Controller, coverage
+from ..activations.saved import WIDTHS
+from ..base.sizes import parse_bytes
+from .modules.rerun import name_of
+
+Array = np.ndarray[Any, Any]
+
+
+class Kept(NamedTuple):
+    """A layer's result; what is kept for its gradient, [bytes] uint8; the shape of its input."""
+
+    y: Any
+    buffer: Any
+    shape: Any
+
+
+def keep(
+    call: Callable[[Any], Any],
+    x: Any,
+    compress: Callable[[Array], Array],
+    of: Callable[[Any, Any], Any] = lambda x, y: tf.cast(x, tf.float32),
+) -> Kept:
+    """Run a call that no tape sees, and compress `of` its input and result."""
+    # A tape would keep the input that the buffer stands for.
+    with record.stop_recording():
+        y = call(x)
+        buffer = tf.numpy_function(compress, [of(x, y)], tf.uint8)
+        buffer.set_shape([None])
+        shape = tf.shape(x)
+        with tf.control_dependencies([buffer]):  # before anything else needs memory
+            y = tf.identity(y)
+    return Kept(y, buffer, shape)
+
+
+def restored(decompress: Callable[..., Array], given: list[Any], dtype: Any, like: Any) -> Any:
+    """Return what a numpy function makes of what is kept, in the type and shape of an input."""
+    values = tf.numpy_function(decompress, given, dtype)
+    values.set_shape(like)
+    return values
+
+
+def relu_by_signs(noted: Callable[[Array], Array]) -> Callable[..., Any]:
+    """Return a ReLU that keeps signs, and hands them through `noted` as it does."""
+
+    @tf.custom_gradient
+    def relu(x: Any, *_: Any, **__: Any) -> Any:
+        y, mask, shape = keep(tf.nn.relu, x, lambda on: noted(_signs(on)), lambda x, y: y > 0)
+        static, dtype = x.shape, x.dtype
+
+        def gradient(dy: Any) -> Any:
+            with tf.control_dependencies([dy]):
+                on = restored(_from_signs, [mask, shape], tf.bool, static)
+            return tf.where(on, dy, tf.zeros((), dtype))
+
+        return y, gradient
+
+    return relu  # type: ignore[no-any-return]
+
+
+def _signs(on: Array) -> Array:
+    return np.packbits(on.reshape(-1), bitorder="little")
+
+
+def _from_signs(mask: Any, shape: Any) -> Array:
+    n = int(np.prod(shape))
+    return np.unpackbits(mask, count=n, bitorder="little").view(np.bool_).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Max pooling by windows of a size, side by side; `bits` hold a place in one.
+
+    TensorFlow keeps the layer's input and its output whole. Where windows do not overlap, a
+    gradient goes to one place of its window and to nowhere else, the first of the largest, and that
+    place is all that must be known: 2 bits for four places.
+    """
+
+    height: int
+    width: int
+    bits: int
+
+    @classmethod
+    def of(cls, layer: Any) -> Places | None:
+        """Return those of a Keras layer; None if they overlap, are padded or have many places."""
+        height, width = layer.pool_size
+        apart = tuple(layer.strides) == (height, width) and layer.padding == "valid"
+        # Widths of which a byte holds a whole number.
+        bits = next((bits for bits in (1, 2, 4) if height * width <= 1 << bits), None)
+        if not apart or bits is None or layer.data_format != "channels_last":
+            return None
+        return cls(height, width, bits)
+
+    def wrapped(
+        self, call: Callable[..., Any], noted: Callable[[Array], Array]
+    ) -> Callable[..., Any]:
+        """Return the layer's call, with a gradient that reads places; they pass through `noted`."""
+
+        @tf.custom_gradient
+        def pooled(x: Any) -> Any:
+            y, kept, shape = keep(call, x, lambda x: noted(self.compress(x)))
+            static, dtype = x.shape, x.dtype
+
+            def gradient(dy: Any) -> Any:
+                given = [kept, tf.cast(dy, tf.float32), shape]
+                return tf.cast(restored(self.spread, given, tf.float32, static), dtype)
+
+            return y, gradient
+
+        def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return pooled(inputs)
+
+        return wrapped
+
+    def _views(self, x: Array) -> Iterator[Array]:
+        """Per place in a window, a view of what lies there: [n, rows, columns, channels]."""
+        rows, columns = x.shape[1] // self.height, x.shape[2] // self.width
+        for i in range(self.height):
+            for j in range(self.width):
+                yield x[:, i :: self.height, j :: self.width][:, :rows, :columns]
+
+    def compress(self, x: Array) -> Array:
+        """Return places of [n, height, width, channels], compressed into uint8."""
+        first, *others = self._views(x)
+        best, place = first.copy(), np.zeros(first.shape, np.uint8)
+        for number, other in enumerate(others, start=1):
+            # `>` and not `>=`: of equal ones the first, as TensorFlow's own gradient has it.
+            np.copyto(place, number, where=other > best)
+            np.maximum(best, other, out=best)
+        per = 8 // self.bits
+        flat = np.pad(place.reshape(-1), (0, -place.size % per)).reshape(-1, per)
+        packed = np.zeros(len(flat), np.uint8)
+        for i in range(per):
+            packed |= flat[:, i] << np.uint8(i * self.bits)
+        return packed
+
+    def spread(self, kept: Any, dy: Any, shape: Any) -> Array:
+        """Return a gradient of this shape: dy, each at its place."""
+        per, mask = 8 // self.bits, np.uint8((1 << self.bits) - 1)
+        shifts = np.arange(per, dtype=np.uint8) * np.uint8(self.bits)
+        place = ((kept[:, None] >> shifts) & mask).reshape(-1)[: dy.size].reshape(dy.shape)
+        gradient = np.zeros(tuple(shape), np.float32)
+        for number, view in enumerate(self._views(gradient)):
+            np.copyto(view, dy, where=place == number)
+        return gradient
+
+
+MIN_ELEMENTS = 1024
+"""Smaller tensors are kept as they are."""
+
+
+class Compressor:
+    """Compresses inputs of layers in the bits that a controller chose, and tells it what it wants.
+
+    controller : chooses bits by the name of a layer
+    optimizer : of Keras, where momentum is read; None: magnitudes are those of gradients
+    seed, threads : of the codec
+    """
+
+    def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
+        self.controller, self.optimizer = controller, optimizer
+        self._codecs: dict[int, Any] = {
+            bits: named_codec(
+                "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
+            )
+            for bits in WIDTHS
+        }
+        self._draws = 0  # tensors compressed so far: each rounds by other chances
+        self._step = -1
+        self._first = ""
+        self._looking = False
+        self._gathered: dict[str, dict[str, Any]] = {}
+
+    def compress(self, key: str, x: Array) -> Array:
+        """A payload; or plain float32 where that is smaller, or too many elements escape."""
+        self._count(key)
+        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        bits = self.controller.bits(key)
+        if flat.size < MIN_ELEMENTS:
+            return self.noted(key, flat.view(np.uint8))
+        if bits is None:
+            return self._exact(key, flat)
+        codec, self._draws = self._codecs[bits], self._draws + 1
+        if self._looking:
+            self._look(key, flat, bits)
+        payload = codec.encode(flat, state=[np.array([self._draws], np.int64)])
+        # More elements escaped than a payload has room for.
+        if payload.saturated:
+            self.controller.overflowed(key)
+            return self._exact(key, flat)
+        return np.asarray(payload.buffer)
+
+    def decompress(self, buffer: Array, shape: Array) -> Array:
+        """Return what `compress` was given, as it was kept."""
+        n = int(np.prod(shape))
+        # No payload is as long: it has fewer bits for each element.
+        if buffer.size == 4 * n:
+            return buffer.view(np.float32).reshape(shape)
+        payload = Payload.from_bytes(buffer)
+        codec = next(codec for codec in self._codecs.values() if codec.settings == payload.settings)
+        return np.asarray(codec.decode(payload).reshape(shape))
+
+    def noted(self, key: str, kept: Array) -> Array:
+        """Let the controller count bytes that no choice changes: signs, places, what is exact."""
+        if self._looking:
+            self.controller.observe_other(key, nbytes=kept.nbytes)
+        return kept
+
+    def arrived(self, key: str, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
+        """Return what takes note of gradients that come to a layer: of its output, and weights."""
+        about = {"outputs": int(y.shape[-1]), "coverage": coverage_of(layer, x.shape, y.shape)}
+
+        def note(dy: Array, weights: Array) -> Any:
+            if self._looking:
+                flat = np.asarray(dy, np.float32).reshape(-1)
+                energy = float(np.dot(flat, flat))
+                known = {"energy": energy, "yardstick": self._yardstick(layer, weights)}
+                self._gathered[key] = about | known
+            return np.zeros((), np.int32)
+
+        return note
+
+    def refresh(self) -> None:
+        """Choose bits now from what was gathered; otherwise the next step does."""
+        for key, about in self._gathered.items():
+            self.controller.observe_gradient(key, **about)
+        if self._gathered:
+            self._gathered = {}
+            self.controller.refresh()
+
+    def _count(self, key: str) -> None:
+        """A step begins where the layer compresses that compressed first of all."""
+        # A traced step has no other mark: it calls nothing of ours at its start.
+        self._first = self._first or key
+        if key == self._first:
+            self.refresh()
+            self._step += 1
+            self._looking = self.controller.due(self._step)
+
+    def _look(self, key: str, flat: Array, bits: int) -> None:
+        kept = self._codecs[bits].quantise(flat, step=self._draws)
+        nonzero = float(np.count_nonzero(flat)) / flat.size
+        variance = kept.variance(flat.size)
+        self.controller.observe(key, n=flat.size, bits=bits, variance=variance, nonzero=nonzero)
+
+    def _exact(self, key: str, flat: Array) -> Array:
+        """All bytes, which the controller counts until fewer are compressed."""
+        if self._looking:
+            self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
+        return flat.view(np.uint8)
+
+    def _yardstick(self, layer: Any, weights: Array) -> float:
+        """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.
+
+        Without momentum, that of the gradient. Entries that never had one have no step.
+        """
+        momentum, square = self._momenta(layer.kernel)
+        if momentum is None:
+            return float(np.abs(weights).mean())
+        if square is None:
+            return float(np.abs(momentum).mean())
+        unit = np.zeros_like(square)
+        # Where no gradient has come yet both are zero, and zero by zero is no step.
+        np.divide(1.0, np.sqrt(square), out=unit, where=square > 0)
+        return float((np.abs(momentum) * unit).mean() * np.sqrt(square.mean()))
+
+    def _momenta(self, kernel: Any) -> tuple[Array | None, Array | None]:
+        """What a Keras optimizer remembers of a weight: means, and means of squares."""
+        own = self.optimizer
+        place = self._places.get(kernel.path) if own is not None and own.built else None
+        if place is None:
+            return None, None
+        first = getattr(own, "_momentums", None) or getattr(own, "momentums", None)
+        second = getattr(own, "_velocities", None)
+        return (
+            None if not first else first[place].numpy(),
+            None if not first or not second else second[place].numpy(),
+        )
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        variables = self.optimizer._trainable_variables
+        return {variable.path: place for place, variable in enumerate(variables)}
+
+
+def coverage_of(layer: Any, inputs: Any, outputs: Any) -> float:
+    """Return the part of a Keras layer's products that do not meet padding; 1 if unknown sizes."""
+    if not hasattr(layer, "kernel_size") or layer.data_format != "channels_last":
+        return 1.0
+    sizes, output_sizes = inputs.as_list()[1:-1], outputs.as_list()[1:-1]
+    # Without padding nothing is met; with unknown sizes the error is taken as large as it can be.
+    if None in (*sizes, *output_sizes) or layer.padding == "valid":
+        return 1.0
+    spans = [
+        (taps - 1) * apart
+        for taps, apart in zip(layer.kernel_size, layer.dilation_rate, strict=True)
+    ]
+    before = spans
+    if layer.padding == "same":
+        needed = zip(sizes, output_sizes, layer.strides, spans, strict=True)
+        before = [
+            max((out - 1) * step + span + 1 - size, 0) // 2 for size, out, step, span in needed
+        ]
+    return coverage(
+        sizes, output_sizes, layer.kernel_size, layer.strides, before, layer.dilation_rate
+    )
+
+
+_LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
+
+
+class CompressedActivations:
+    """The layers of a model that are wrapped, until closed; a context manager.
+
+    Attributes
+    ----------
+    controller
+        Chooses the bits; `controller.rows()` has what is known of each layer's input.
+    wrapped
+        Names of the layers: their paths, where they have one, and no two alike.
+    """
+
+    def __init__(self, model: keras.Model, compressor: Compressor) -> None:
+        self.model, self.controller = model, compressor.controller
+        self._compressor = compressor
+        self._changes: list[tuple[Any, str, Any]] = []
+        self.wrapped: list[str] = []
+        for layer in model._flatten_layers(include_self=False):
+            kind, key = type(layer).__name__, self._name(layer)
+            signs = relu_by_signs(partial(compressor.noted, f"{key}/signs"))
+            if kind in _LINEAR:
+                after = layer.activation
+                # Outside of the custom gradient: the layer is linear in its input without it.
+                self._set(layer, "activation", keras.activations.linear)
+                after = signs if after is keras.activations.relu else after
+                self._set(layer, "call", self._linear(layer, key, after))
+            elif kind == "ReLU" and not any(
+                (layer.negative_slope, layer.threshold, layer.max_value)
+            ):
+                self._set(layer, "call", signs)
+            elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
+                noted = partial(compressor.noted, f"{key}/places")
+                self._set(layer, "call", places.wrapped(layer.call, noted))
+            else:
+                continue
+            self.wrapped.append(key)
+
+    def __enter__(self) -> CompressedActivations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the layers their own calls back. Compile the model again: it may hold a trace."""
+        # In reverse, as one layer may have been changed twice.
+        for layer, name, own in reversed(self._changes):
+            setattr(layer, name, own)
+        self._changes = []
+
+    def report(self) -> str:
+        """Return a row per layer: elements, bits, predicted error of the weight's gradient."""
+        return self.controller.report()
+
+    def refresh(self) -> None:
+        """Choose bits now from what the last step gathered; otherwise the next step does."""
+        self._compressor.refresh()
+
+    def _set(self, layer: Any, name: str, value: Any) -> None:
+        self._changes.append((layer, name, getattr(layer, name)))
+        setattr(layer, name, value)
+
+    def _name(self, layer: Any) -> str:
+        """What the controller knows a layer by: no two may be alike."""
+        name = name_of(layer)
+        alike = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
+        return f"{name}:{alike + 1}" if alike else name
+
+    def _linear(self, layer: Any, key: str, activation: Callable[..., Any]) -> Callable[..., Any]:
+        call = layer.call
+
+        @tf.custom_gradient
+        def compressed(x: Any) -> Any:
+            y, buffer, shape = keep(call, x, partial(self._compressor.compress, key))
+            # Taken here, so that the gradient does not capture `x` itself.
+            static, dtype = x.shape, x.dtype
+            note = self._compressor.arrived(key, layer, x, y)
+
+            def gradient(dy: Any, variables: Any = None) -> Any:
+                with tf.control_dependencies([dy]):  # not before it is used
+                    values = restored(
+                        self._compressor.decompress, [buffer, shape], tf.float32, static
+                    )
+                values, weights = tf.cast(values, dtype), list(variables or [])
+                # One input at a time lies there decompressed, and not while the gradient of another
+                # is made. That of this one needs no input.
+                with tf.GradientTape(persistent=True) as tape:
+                    tape.watch(values)
+                    rerun = call(values)
+                gradients = tape.gradient(rerun, weights, dy)
+                notes = [note for note in gradients if note is not None]
+                # Of what arrives NumPy sees the memory itself: nothing is copied.
+                notes += [
+                    restored(note, [tf.cast(of, tf.float32) for of in (dy, signs)], tf.int32, [])
+                    for signs in notes
+                    if signs.shape.rank > 1
+                ]
+                # The gradients of the weights first: they are the last to need the input.
+                with tf.control_dependencies(notes):
+                    dx = tape.gradient(rerun, values, dy)
+                # TensorFlow wants a pair only where it handed variables in.
+                return (dx, gradients) if weights else dx
+
+            return y, gradient
+
+        def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return activation(compressed(inputs))
+
+        return wrapped
+
+
+def compress_activations(
+    model: keras.Model,
+    *,
+    error: float | None = None,
+    budget: float | str | None = None,
+    bits: int | None = None,
+    optimizer: Any = None,
+    every: int = 200,
+    start_bits: int = 8,
+    seed: int = 0,
+    threads: int = 1,
+) -> CompressedActivations:
+    """Keep inputs of dense and convolution layers in few bits until closed, and signs of ReLUs.
+
+    Max pooling whose windows do not overlap keeps places in them. What else layers keep stays.
+    Without `error`, `budget` and `bits`, inputs get 4 bits.
+
+    Parameters
+    ----------
+    model
+        A Keras model; compile it with jit_compile=False, as compressing runs on the host. Compile
+        it, or make its tf.function, after this call: a trace made before goes on as it was. Bits
+        may change without a new trace.
+    error
+        Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
+        (of the gradient's, without an optimizer). For Adam both are taken in units of its step.
+    budget
+        Instead: bytes that the wrapped layers may keep, "500 MiB" for example.
+    bits
+        Instead: 1, 2, 4 or 8, of each element of an input.
+    optimizer
+        Of Keras, where momentum is read: of SGD, and of Adam and what is made like it.
+    every
+        Steps from one choice to the next, by what the step before it gathered.
+    start_bits
+        Until the first choice, which is at the second step.
+    seed, threads
+        Of the codec.
+
+    Raises
+    ------
+    ValueError
+        If no layer is dense, a convolution, a ReLU or such a pooling layer; or a setting is
+        illegal.
+    tf.errors.UnknownError
+        From the second step on, with the text of a BudgetError, if what is kept does not fit.
+    """
+    if error is None and budget is None and bits is None:
+        bits = 4
+    controller = Controller(
+        error=error, budget_bytes=None if budget is None else parse_bytes(budget), bits=bits,
+        every=every, start_bits=start_bits,
+    )  # fmt: skip
+    compressor = Compressor(controller, optimizer, seed, threads)
+    compressed = CompressedActivations(model, compressor)
+    if not compressed.wrapped:
+        raise ValueError(
+            f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "
+            "there is nothing to compress. Pass the model that holds them."
+        )
+    return compressed

@@ -1,0 +1,267 @@
+"""Which plan each call of a region follows, so that a step with all of them keeps one budget.
+
+A step is a row of moments: what runs between two calls of regions, the forward pass of a call, its
+backward pass. At each moment so many bytes are held outside of regions, which was measured, and
+what the calls add depends on their plans alone: so a peak is a sum, made in microseconds, and the
+choice is a knapsack with several choices an item and one limit a moment. Its relaxation at one
+moment gives the bound on the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .plans import RegionPlan
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# Prices of a byte that are tried by bisection, and attempts to take a faster plan after that. A
+# choice of a thousand calls is improved in about a second.
+_PRICES, _ATTEMPTS = 24, 20_000
+# Moments at which the relaxation is solved: those with the highest peaks where all is kept.
+_BOUNDED = 16
+_NOTHING_S = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The moments of a step.
+
+    Parameters
+    ----------
+    outside
+        [moments] bytes held outside of regions, the most in each moment.
+    forward, backward
+        [calls] the moments of their passes; as many as there are moments where no backward pass
+        was seen.
+    gradients
+        [moments] bytes of gradients of parameters that are there, counted in `outside`.
+    """
+
+    outside: Ints
+    forward: Ints
+    backward: Ints
+    gradients: Ints | None = None
+
+
+class Choices:
+    """The plans that the calls of a step may follow, and what a choice of them comes to.
+
+    Parameters
+    ----------
+    timeline
+        The step.
+    ladders
+        Per call its plans, the fastest first.
+    """
+
+    def __init__(self, timeline: Timeline, ladders: Sequence[Sequence[RegionPlan]]) -> None:
+        self.timeline, self.outside = timeline, timeline.outside
+        self.ladders = ladders
+        most = max(map(len, ladders), default=1)
+        # Short ladders are filled up with their last plan.
+        rows = [[ladder[min(at, len(ladder) - 1)] for at in range(most)] for ladder in ladders]
+
+        def table(name: str, kind: type) -> npt.NDArray[np.generic]:
+            found = [[getattr(plan, name) for plan in row] for row in rows]
+            return np.array(found, dtype=kind).reshape(len(ladders), most)
+
+        self.kept: Ints = table("kept_bytes", np.int64)  # type: ignore[assignment]
+        self.in_forward: Ints = table("forward_bytes", np.int64)  # type: ignore[assignment]
+        self.in_backward: Ints = table("backward_bytes", np.int64)  # type: ignore[assignment]
+        self.extra: Floats = table("extra_s", np.float64)  # type: ignore[assignment]
+        self.calls = np.arange(len(ladders))
+
+    def peaks(self, choice: Ints) -> Ints:
+        """Return the bytes held at each moment."""
+        line, many = self.timeline, len(self.outside)
+        kept = self.kept[self.calls, choice]
+        change = np.zeros(many + 2, dtype=np.int64)
+        np.add.at(change, line.forward + 1, kept)
+        np.subtract.at(change, line.backward, kept)
+        peaks = self.outside + np.cumsum(change)[:many]
+        peaks[line.forward] += self.in_forward[self.calls, choice]
+        ran = line.backward < many
+        peaks[line.backward[ran]] += self.in_backward[self.calls, choice][ran]
+        return peaks
+
+    def peak(self, choice: Ints) -> int:
+        return int(self.peaks(choice).max(initial=0))
+
+    def copied(self) -> Choices:
+        """Return what can be changed without a change to this."""
+        made = copy(self)
+        made.outside = self.outside.copy()
+        for name in ("kept", "in_forward", "in_backward", "extra"):
+            setattr(made, name, getattr(self, name).copy())
+        return made
+
+    def set_plans(self, call: int, plans: Sequence[RegionPlan]) -> None:
+        """Offer a call other plans, as many as there are columns."""
+        self.kept[call] = [plan.kept_bytes for plan in plans]
+        self.in_forward[call] = [plan.forward_bytes for plan in plans]
+        self.in_backward[call] = [plan.backward_bytes for plan in plans]
+        self.extra[call] = [plan.extra_s for plan in plans]
+
+    def leave_out(self, calls: Sequence[int]) -> None:
+        """Let these calls not come."""
+        for table in (self.kept, self.in_forward, self.in_backward, self.extra):
+            table[calls] = 0
+
+    def scale(self, since: int, factor: float) -> None:
+        """Let all that is still to come from a call on be so much larger."""
+        for table in (self.kept, self.in_forward, self.in_backward):
+            table[since:] = table[since:] * factor
+        line = self.timeline
+        now = int(line.forward[since - 1]) if since else 0
+        # What is there from the beginning stays as it is.
+        first = self.outside[0]
+        self.outside[now:] = first + (self.outside[now:] - first) * factor
+
+    def hold(self, since: int, nbytes: int) -> None:
+        """Count so many bytes more from a moment on."""
+        self.outside[since:] += nbytes
+
+    def seconds(self, choice: Ints) -> float:
+        return float(self.extra[self.calls, choice].sum())
+
+    def adds(self, moment: int) -> Ints:
+        """Return what each plan of each call adds at a moment."""
+        line = self.timeline
+        waits = (line.forward < moment) & (moment < line.backward)
+        found = np.where(waits[:, None], self.kept, 0)
+        for local, table in ((line.forward, self.in_forward), (line.backward, self.in_backward)):
+            found = np.where((local == moment)[:, None], table, found)
+        return found
+
+    def solve(self, budget_bytes: int) -> Ints:
+        """Return the fastest choice found that keeps a budget; else that of the smallest peak."""
+        last = np.array([len(ladder) - 1 for ladder in self.ladders], dtype=np.int64)
+        return np.minimum(self._solved(budget_bytes), last)
+
+    def _solved(self, budget_bytes: int) -> Ints:
+        fastest = np.zeros(len(self.ladders), dtype=np.int64)
+        if self.peak(fastest) <= budget_bytes:
+            return fastest
+        starts = [fastest, *self._priced(budget_bytes)]
+        found = [self.leaner(start, budget_bytes) for start in starts]
+        within = [it for it in found if self.peak(it) <= budget_bytes]
+        if not within:
+            # Whatever it costs: of these the smallest is what an error names.
+            found += [self.leaner(start, 0, free=True) for start in (fastest, self._kept_least())]
+            return min(found, key=self.peak)
+        return min((self._faster(it, budget_bytes) for it in within), key=self.seconds)
+
+    def _priced(self, budget_bytes: int) -> list[Ints]:
+        """Return choices at a price for each byte kept: about the lowest that keeps the budget."""
+        low, high = 0.0, 1.0
+        found: list[Ints] = []
+        for _ in range(_PRICES):
+            price = (low * high) ** 0.5 if low else high / 1e3
+            choice = np.argmin(self.extra + price * self.kept, axis=1)
+            if self.peak(choice) <= budget_bytes:
+                found, high = [choice], price
+            else:
+                low = price
+                if not found:
+                    found = [choice]
+        return found
+
+    def _kept_least(self) -> Ints:
+        return np.argmin(self.kept, axis=1).astype(np.int64)
+
+    def leaner(
+        self, choice: Ints, budget_bytes: int, *, free: bool = False, since: int = 0
+    ) -> Ints:
+        """Give bytes back where they cost least, at the highest moment, until the budget is kept.
+
+        free : seconds do not count; since : only calls from this one on take other plans
+        """
+        choice, left = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
+        left[:since] = True
+        best, best_peak = choice.copy(), self.peak(choice)
+        while True:
+            peaks = self.peaks(choice)
+            moment = int(peaks.argmax())
+            if peaks[moment] < best_peak:
+                best, best_peak = choice.copy(), int(peaks[moment])
+            if peaks[moment] <= budget_bytes:
+                return choice
+            adds = self.adds(moment)
+            gain = np.minimum(
+                adds[self.calls, choice][:, None] - adds, peaks[moment] - budget_bytes
+            )
+            cost = self.extra - self.extra[self.calls, choice][:, None]
+            price = np.where(free, 1.0, np.maximum(cost, _NOTHING_S))
+            worth = np.where((gain > 0) & ~left, gain / price, 0.0)
+            call, plan = np.unravel_index(int(worth.argmax()), worth.shape)
+            if worth[call, plan] <= 0:
+                return best
+            # A plan that was left is not taken again, or two moments could take turns for ever.
+            left[call, choice[call]] = True
+            choice[call] = plan
+
+    def _faster(self, choice: Ints, budget_bytes: int) -> Ints:
+        """Take faster plans as long as the budget is kept, those that save most first."""
+        choice, tried = choice.copy(), 0
+        better = True
+        while better and tried < _ATTEMPTS:
+            better = False
+            saved = self.extra[self.calls, choice][:, None] - self.extra
+            for at in np.argsort(-saved, axis=None):
+                call, plan = divmod(int(at), saved.shape[1])
+                now = self.extra[call, choice[call]]
+                if saved.flat[at] <= 0 or tried >= _ATTEMPTS:
+                    break
+                if self.extra[call, plan] >= now:
+                    continue
+                tried += 1
+                before, choice[call] = choice[call], plan
+                if self.peak(choice) <= budget_bytes:
+                    better = True
+                else:
+                    choice[call] = before
+        return choice
+
+    def floor(self) -> int:
+        """Return bytes that no choice of these plans goes below."""
+        moments = range(len(self.outside))
+        least = (int(self.outside[at] + self.adds(at).min(axis=1).sum()) for at in moments)
+        return max(least, default=0)
+
+    def bound(self, budget_bytes: int) -> float:
+        """Return seconds that every choice of these plans takes beyond those of the fastest."""
+        fastest = np.zeros(len(self.ladders), dtype=np.int64)
+        peaks = self.peaks(fastest)
+        highest = np.argsort(-peaks)[:_BOUNDED]
+        over = [(int(at), int(peaks[at]) - budget_bytes) for at in highest]
+        return max((self._least(at, excess) for at, excess in over if excess > 0), default=0.0)
+
+    def _least(self, moment: int, excess: int) -> float:
+        """Return the fewest seconds that give so many bytes back at a moment, by parts of plans."""
+        steps: list[tuple[float, int]] = []
+        for row, extra in zip(self.adds(moment), self.extra, strict=True):
+            gave, spent = 0, 0.0
+            gains, costs = row[0] - row, extra
+            # Along the convex hull: each step the best exchange that is left.
+            while True:
+                more = (gains > gave) & (costs >= spent)
+                if not more.any():
+                    break
+                price = np.where(more, (costs - spent) / np.maximum(gains - gave, 1), np.inf)
+                best = int(price.argmin())
+                steps.append((float(price[best]), int(gains[best]) - gave))
+                gave, spent = int(gains[best]), float(costs[best])
+        seconds = 0.0
+        for price_s, gain in sorted(steps):
+            taken = min(gain, excess)
+            seconds, excess = seconds + price_s * taken, excess - taken
+            if excess <= 0:
+                return seconds
+        return seconds

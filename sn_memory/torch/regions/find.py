@@ -1,0 +1,438 @@
+"""Regions found and a step observed: passes of the model on a sample, which leave no mark.
+
+The model runs once, and each module that is called is offered to the tracer with what it was given:
+from the outside in, until one traces whole. What is refused says why, and that is a break.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ...graph.records import Device
+from ...plan.policies import policy
+from ...run.unseen import smallest
+from ..eager.replay import overwritten
+from ..errors import TraceError, first_line
+from ..model.guards import OF_TORCH, recorded_reads
+from ..model.signature import Arguments
+from ..model.snapshot import version_of
+from ..trace.record import Layouts
+from ..trace.trace import Trace
+from .choose import Timeline
+from .plans import priced, useful
+from .region import (
+    Alike,
+    Arriving,
+    Break,
+    Region,
+    TracedCall,
+    as_written,
+    call_layout,
+    given_bytes,
+    structure,
+    traced_call,
+    wants_gradient,
+)
+
+# Modules of which so many kinds of calls were refused are not tried again: each is told apart by
+# the forms of what it is given, and an attempt runs a part of it under fake tensors.
+_REFUSALS = 8
+
+
+@dataclass
+class Found:
+    """What passes of a model found.
+
+    Parameters
+    ----------
+    regions
+        By path.
+    refused
+        Per path that is no region, why.
+    calls
+        Of the last pass, the kinds of the calls, in order.
+    """
+
+    regions: dict[str, Region] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    calls: list[tuple[str, TracedCall]] = field(default_factory=list)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the calls of the last pass keep where nothing runs again."""
+        return sum(kind.plans[0].kept_bytes for _, kind in self.calls)
+
+
+class Finder:
+    """Looks for regions while the model runs.
+
+    Parameters
+    ----------
+    model
+        The plain model.
+    layouts, arriving, shared
+        How kernels were seen to lay results out; per structure, how gradients were seen to come,
+        and of which others are given what they are given.
+    profile, device
+        As in `trace`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layouts: Layouts,
+        arriving: Mapping[Hashable, Arriving],
+        shared: Set[Hashable],
+        *,
+        profile: bool,
+        device: Device | str | None,
+    ) -> None:
+        self._model, self._layouts = model, layouts
+        self._arriving, self._shared = arriving, shared
+        self._profile, self._device = profile, device
+        self.found = Found()
+        self._paths = {module: path for path, module in reversed([*model.named_modules()])}
+        self._alike: dict[Hashable, Alike] = {}
+        # Why modules of a structure were refused, and how often.
+        self._why: dict[Hashable, list[str]] = {}
+        self._inside = False
+        # Tensors that regions were given or handed out are not to be changed in place after.
+        self._borders: list[tuple[str, torch.Tensor, int]] = []
+        self._before: dict[torch.nn.Module, Any] = {}
+
+    def look(self, arguments: Arguments) -> Found:
+        """Run the model; regions that were found by earlier passes stay."""
+        self.found.calls.clear()
+        self._borders.clear()
+        args, kwargs = arguments
+        with torch.enable_grad(), self._offered():
+            self._model(*args, **kwargs)
+        for path, shadow, version in self._borders:
+            if version_of(shadow) != version:
+                self._drop(path, "a tensor at its border is changed in place after its call")
+        self._borders.clear()
+        often = Counter(path for path, _ in self.found.calls)
+        for path, kind in [*self.found.calls]:
+            if often[path] > 1 and overwritten(kind.traced.captured):
+                self._drop(path, "it writes over a buffer that it reads, and is called again")
+        return self.found
+
+    def _drop(self, path: str, why: str) -> None:
+        if path in self.found.regions:
+            del self.found.regions[path]
+        self.found.refused.setdefault(path, why)
+        self.found.calls = [call for call in self.found.calls if call[0] != path]
+
+    def siblings(self) -> None:
+        """Let modules that no pass called be regions if those that are alike are."""
+        called = {*self.found.regions, *self.found.refused}
+        inside = tuple(f"{path}." for path in called)
+        for module, path in self._paths.items():
+            alike = self._alike.get(structure(module)) if path not in called else None
+            if path and alike is not None and not path.startswith(inside):
+                self.found.regions[path] = Region(path, alike)
+
+    @contextmanager
+    def _offered(self) -> Iterator[None]:
+        self._before = {
+            module: module.__dict__.get("forward") for module in self._paths if self._paths[module]
+        }
+        self._put()
+        try:
+            yield
+        finally:
+            self._take_away()
+
+    def _put(self) -> None:
+        for module in self._before:
+            module.__dict__["forward"] = self._offering(module)
+
+    def _take_away(self) -> None:
+        for module, own in self._before.items():
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
+
+    def _offering(self, module: torch.nn.Module) -> Callable[..., Any]:
+        path = self._paths[module]
+        own = self._before[module] or type(module).forward.__get__(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or as_written() or not wants_gradient(module, (args, kwargs)):
+                return own(*args, **kwargs)
+            # A trace must see the modules as they are.
+            self._take_away()
+            try:
+                kind = self._kind(path, module, (args, kwargs))
+            finally:
+                self._put()
+            if kind is None:
+                return own(*args, **kwargs)
+            self.found.calls.append((path, kind))
+            self._inside = True
+            try:
+                # Nothing goes back through this pass.
+                with saved_tensors_hooks(lambda _: None, _no_backward):
+                    returned = own(*args, **kwargs)
+            finally:
+                self._inside = False
+            self._at_border(path, (args, kwargs, returned))
+            return returned
+
+        return forward
+
+    def _at_border(self, path: str, tree: Any) -> None:
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor):
+                # Without its memory: what is left is the count of its versions.
+                shadow = tensor.detach()
+                shadow.data = shadow.new_empty(0)
+                self._borders.append((path, shadow, version_of(tensor)))
+
+    def _kind(self, path: str, module: torch.nn.Module, given: Arguments) -> TracedCall | None:
+        if path in self.found.refused:
+            return None
+        region = self.found.regions.get(path)
+        key = structure(module)
+        if region is None:
+            region = Region(path, self._alike.setdefault(key, Alike()))
+        signature, _, _ = region.lookup(module, given)
+        if signature is None:
+            self._refuse(path, "an argument is neither a tensor nor hashable. Pass tensors.")
+            return None
+        known = region.alike.kinds.get(signature)
+        if known is not None:
+            self.found.regions[path] = region
+            return known
+        refusals = self._why.get(key, [])
+        if len(refusals) >= _REFUSALS or (refusals and not next(module.children(), None)):
+            self._refuse(path, refusals[-1])
+            return None
+        try:
+            traced = self._traced(
+                module,
+                given,
+                layouts=self._layouts,
+                profile=self._profile,
+                device=self._device,
+                arriving=self._arriving.get(key),
+                shares_inputs=key in self._shared,
+            )
+        except TraceError as error:
+            self._why.setdefault(key, []).append(str(error))
+            self._refuse(path, str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, this module runs as written
+            self._refuse(path, f"{type(error).__name__}: {first_line(error)}")
+            return None
+        if traced.captured.recording.constants or _own_tensors(module):
+            # What belongs to nobody is this module's alone.
+            region = Region(path, self._alike.setdefault((key, path), Alike()))
+        graph = traced.graph
+        plans = [
+            priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all"),
+            priced(graph, smallest(graph), ""),
+        ]
+        kind = TracedCall(traced, call_layout(given), useful(plans), given_bytes(given))
+        region.add(module, given, signature, kind)
+        self.found.regions[path] = region
+        return kind
+
+    def _traced(self, module: torch.nn.Module, given: Arguments, **settings: Any) -> Trace:
+        """Trace a call; refuse one that reads what lies in other modules, as a hook may."""
+        with recorded_reads(self._model) as reads:
+            traced = traced_call(module, given, **settings)
+        own = {*module.modules()}
+        for other, names in zip(self._model.modules(), reads(), strict=True):
+            foreign = names - {"training"}
+            if other not in own and foreign:
+                path = self._paths[other] or "the model"
+                raise TraceError(
+                    f"it reads {', '.join(sorted(foreign)[:3])} of {path}, which is no part of it "
+                    "and may change from step to step. Pass it as an argument."
+                )
+        return traced
+
+    def _refuse(self, path: str, why: str) -> None:
+        # A module that is a region for one call and refused for another is refused.
+        if path not in self.found.regions:
+            self.found.refused.setdefault(path, why)
+
+
+def _own_tensors(module: torch.nn.Module) -> bool:
+    """Whether modules have tensors that are neither parameters nor buffers."""
+    return any(
+        isinstance(leaf, torch.Tensor)
+        for it in module.modules()
+        for name, value in it.__dict__.items()
+        if name not in OF_TORCH
+        for leaf in tree_leaves(value)
+    )
+
+
+def _no_backward(_: Any) -> Any:
+    raise TraceError("the forward pass differentiates itself through a region")
+
+
+def breaks(found: Found, saved: Callable[[str], int], whole: str) -> tuple[Break, ...]:
+    """Return what is no region and holds some, or is a leaf that was refused; the largest first.
+
+    Parameters
+    ----------
+    saved
+        Returns what a module saves for the backward pass, by its path.
+    whole
+        Why the model itself cannot be traced.
+    """
+    why = ({"": whole} if whole else {}) | found.refused
+    seen: dict[str, Break] = {}
+    for path, text in why.items():
+        inside = [it for it in why if it != path and _within(it, path)]
+        # The innermost that was refused for a reason is where the break is.
+        if any(why[it] == text for it in inside):
+            continue
+        direct = [it for it in (*found.regions, *inside) if _within(it, path)]
+        outermost = [it for it in direct if not any(_within(it, other) for other in direct)]
+        kept = max(0, saved(path) - sum(map(saved, outermost)))
+        before = seen.get(text)
+        if before is None:
+            seen[text] = Break(path, text, kept)
+        else:
+            seen[text] = Break(before.module, text, before.kept_bytes + kept)
+    # What keeps nothing costs nothing.
+    costly = [it for it in seen.values() if it.kept_bytes or not it.module]
+    return tuple(sorted(costly, key=lambda it: -it.kept_bytes))
+
+
+def _within(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+class StepObserver:
+    """Notes what is held outside of regions at each moment of a step that is measured."""
+
+    def __init__(self, look: Callable[[], object], gradients: Callable[[], int]) -> None:
+        # What makes the tracker tell how much is live now; bytes of gradients that are there.
+        self._look, self._gradients_now = look, gradients
+        self._gradients: list[int] = []
+        self._live = self._most = 0
+        self._outside: list[int] = []
+        self._running = 0
+        self._waiting_bytes = 0
+        self.calls: list[tuple[str, TracedCall, int]] = []
+        self._forward: list[int] = []
+        self._backward: dict[int, int] = {}
+        self._over: set[int] = set()
+        # Per call the last node of its backward pass; paths of those that share an input.
+        self._last: dict[int, Any] = {}
+        self.shared: set[str] = set()
+
+    def heard(self, live_bytes: int) -> None:
+        """Take note of what is live."""
+        self._live = live_bytes
+        if not self._running:
+            self._most = max(self._most, live_bytes)
+
+    def begins(self, path: str, kind: TracedCall, plan: int) -> int:
+        """Note that the forward pass of a call begins; return its number."""
+        self._forward.append(self._enter())
+        self.calls.append((path, kind, plan))
+        return len(self.calls) - 1
+
+    def ended(self, call: int, outputs: Sequence[torch.Tensor], sections: int) -> None:
+        """Note that it has ended, and wait for its backward pass."""
+        self._waiting_bytes += self._kept(call)
+        self._leave()
+        if not outputs:
+            return
+        first: Any = outputs[0].grad_fn
+        last = first
+        for _ in range(sections - 1):
+            # The token of the section that follows is the last input.
+            last = last.next_functions[-1][0]
+        self._last[call] = last
+        first.register_prehook(lambda gradients: self._begins_back(call, gradients))
+        last.register_hook(lambda *_: self._ended_back(call))
+
+    def returned(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the calls whose inputs others are given as well; the forward pass has ended."""
+        edges: Counter[tuple[Any, int]] = Counter()
+        waiting = [output.grad_fn for output in outputs]
+        seen = {*waiting}
+        while waiting:
+            node: Any = waiting.pop()
+            follow = [edge for edge in node.next_functions if edge[0] is not None]
+            edges.update(follow)
+            new = {edge[0] for edge in follow} - seen
+            seen |= new
+            waiting += new
+        for call, last in self._last.items():
+            own = Counter(edge for edge in last.next_functions if edge[0] is not None)
+            # One that keeps a parameter is no input.
+            if any(
+                edges[edge] > many and not hasattr(edge[0], "variable")
+                for edge, many in own.items()
+            ):
+                self.shared.add(self.calls[call][0])
+        self._last.clear()
+
+    def _begins_back(self, call: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        if call in self._backward:
+            return
+        self._backward[call] = at = self._enter()
+        # The region counts them itself, and takes those as they are that lie as was traced.
+        planned = self.calls[call][1].traced.captured.output_gradients
+        self._outside[at] -= sum(
+            it.nbytes
+            for it in gradients
+            if it is not None
+            and it.untyped_storage().nbytes() == it.nbytes
+            and any(view.shows(it) for view in planned)
+        )
+
+    def _ended_back(self, call: int) -> None:
+        if call in self._over:
+            return
+        self._over.add(call)
+        self._waiting_bytes -= self._kept(call)
+        self._leave()
+
+    def _kept(self, call: int) -> int:
+        _, kind, plan = self.calls[call]
+        return kind.plans[plan].kept_bytes
+
+    def _enter(self) -> int:
+        self._look()
+        self._outside += [
+            max(0, self._most - self._waiting_bytes),
+            max(0, self._live - self._waiting_bytes),
+        ]
+        self._gradients += [self._gradients_now()] * 2
+        self._running += 1
+        return len(self._outside) - 1
+
+    def _leave(self) -> None:
+        self._running -= 1
+        self._most = 0
+        self._look()
+
+    def timeline(self) -> Timeline:
+        """Return the moments of the step that has ended."""
+        outside = [*self._outside, max(0, self._most - self._waiting_bytes)]
+        many = len(outside)
+        return Timeline(
+            np.array(outside, dtype=np.int64),
+            np.array(self._forward, dtype=np.int64),
+            np.array([self._backward.get(at, many) for at in range(len(self.calls))], np.int64),
+            # Of the last moment what was there before it: it is counted beside new ones then.
+            np.array([*self._gradients, *self._gradients[-1:]], dtype=np.int64),
+        )

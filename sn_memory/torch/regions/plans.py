@@ -1,0 +1,201 @@
+"""The plans that a region is offered: from all kept, over the search's frontier, to run again.
+
+A plan of a whole graph is judged by its peak. What a region leaves lying while other regions run
+counts as much, and the search knows no such thing: so the graph it is given has one more op
+between the passes, which holds so much scratch that a plan within the budget keeps no more than is
+wanted. The op is taken out of the plan again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ...check import carry_out
+from ...graph.graph import Graph
+from ...graph.liveness import baseline_seconds, unplanned_bytes
+from ...graph.records import LOSS, Op, Workspace
+from ...plan.plan import BudgetError, Plan
+from ...plan.policies import policy
+from ..trace.record import View
+from ..trace.trace import Trace
+
+BETWEEN = "between the passes"
+# What is kept, as shares of what is kept where nothing runs again; and the region's own peak, as
+# shares of what it takes then, each with shares of what is kept. Halving: a step of a ladder costs
+# at most twice the bytes that were wanted, and choices of several regions come between the rungs.
+_KEPT = (0.75, 0.5, 0.25, 0.125, 0.0)
+_LOWER = ((0.75, (0.5, 0.0)), (0.5, (0.25, 0.0)), (0.25, (0.0,)))
+
+Searched = Callable[[Graph, int], Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class RegionPlan:
+    """A plan of a region, and what it takes beside the step around it.
+
+    Parameters
+    ----------
+    plan
+        Of the region's graph.
+    kept_bytes
+        What it holds from its forward to its backward pass, beside its inputs.
+    forward_bytes, backward_bytes
+        The most that either pass takes, beside parameters and inputs, what is kept included.
+    extra_s
+        Seconds beyond those of the region where nothing runs again.
+    name
+        What it does, in words.
+    """
+
+    plan: Plan
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    extra_s: float
+    name: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.kept_bytes, self.forward_bytes, self.backward_bytes
+
+
+def as_part(traced: Trace) -> Trace:
+    """Return the trace of a region: what it hands out is held by those that read it, not by it.
+
+    Results may be let go once they are handed out, and made again for the backward pass.
+    """
+    captured, graph = traced.captured, traced.graph
+    given = captured.recording.given
+    numbers = {view.storage for view in captured.outputs if isinstance(view, View)} - set(given)
+    handed = {name for name, number in traced.named.storage_of.items() if number in numbers}
+    # A gradient may lie where an output does, and stays then.
+    handed -= {it.name for it in graph.storages if it.role == "gradient"}
+    storages = [
+        replace(it, keep=False, held=False) if it.name in handed else it for it in graph.storages
+    ]
+    ops = [replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops]
+    part = Graph(storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator)
+    return replace(traced, named=replace(traced.named, graph=part))
+
+
+def frontier(graph: Graph, searched: Searched) -> list[RegionPlan]:
+    """Return plans of a region's graph, the fastest first: none is worse than another in all.
+
+    searched : plans a graph within bytes, or raises BudgetError
+    """
+    whole = policy("liveness")(graph, budget_bytes=None)
+    found = [priced(graph, whole, "keeps all")]
+    found += _searched(graph, searched, found[0])
+    return useful(found)
+
+
+def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[RegionPlan]:
+    if not keeps.kept_bytes:
+        return
+    base, whole = graph.base_bytes, unplanned_bytes(graph)
+    beside = base + _gradient_bytes(graph)
+    refused_at = keeps.kept_bytes + 1
+    for part, shares in ((1.0, _KEPT), *_LOWER):
+        room = base + int(part * (whole - base))
+        for share in shares:
+            kept = int(share * keeps.kept_bytes)
+            scratch = room - beside - kept
+            # With no scratch it asks for nothing; and no less can be had with less room.
+            if scratch <= 0 or kept >= refused_at:
+                continue
+            try:
+                plan = searched(with_scratch_between(graph, scratch), room)
+            except BudgetError as error:
+                if error.plan is None:
+                    continue
+                refused_at, plan = kept, error.plan
+            yield priced(graph, without_between(plan), "")
+
+
+def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
+    """Return a graph that takes so much more between its passes."""
+    at = graph.op_index[LOSS] + 1
+    between = Op(
+        BETWEEN,
+        kind=LOSS,
+        phase="backward",
+        seconds=0.0,
+        effect=True,
+        fixed=True,
+        workspaces=(Workspace(scratch_bytes),),
+    )
+    ops = [*graph.ops[:at], between, *graph.ops[at:]]
+    return Graph(
+        graph.storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator
+    )
+
+
+def without_between(plan: Plan) -> Plan:
+    """Return a plan without that op."""
+    actions = tuple(it for it in plan.actions if (it.kind, it.target) != ("run", BETWEEN))
+    return replace(plan, actions=actions)
+
+
+def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
+    """Return a plan with what it takes of this graph; raises PlanError if it is of another."""
+    carried = carry_out(graph, plan)
+    live, base = carried.live_bytes, graph.base_bytes
+    loss = plan.actions.index(("run", LOSS, 0))
+    plan = replace(plan, peak_bytes=carried.peak_bytes, seconds=carried.seconds)
+    extra_s = max(0.0, carried.seconds - baseline_seconds(graph))
+    again = carried.reruns
+    return RegionPlan(
+        plan,
+        _kept_bytes(graph, plan, loss),
+        max(0, int(live[:loss].max(initial=base)) - base),
+        max(0, int(live[loss:].max(initial=base)) - base),
+        extra_s,
+        name or (f"{again} ops run again" if again else "keeps all"),
+    )
+
+
+def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
+    """Bytes that a plan holds when its outputs are handed out, without their gradients."""
+    names = [it.name for it in graph.storages]
+    size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
+    made = {op.name: op.outputs for op in graph.ops}
+    held: set[str] = set()
+    for at, (kind, target, _) in enumerate(plan.actions):
+        if kind == "run" and at > loss:
+            break
+        if kind == "run" and at < loss:
+            held.update(made[target])
+        elif kind == "free":
+            held.discard(target)
+    return sum(size[it] for it in held - {it.name for it in graph.storages if it.resident})
+
+
+def inner_bytes(graph: Graph) -> int:
+    """Return what a graph keeps between its passes, beside inputs and what it hands out."""
+    plan = policy("liveness")(graph, budget_bytes=None)
+    kept = _kept_bytes(graph, plan, plan.actions.index(("run", LOSS, 0)))
+    sizes = dict(zip(graph.storages, graph.arrays.bytes.tolist(), strict=True))
+    handed = {*graph.ops[graph.op_index[LOSS]].inputs}
+    back = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
+    used = {name for op in back for name in op.inputs}
+    out = sum(size for it, size in sizes.items() if it.name in handed & used and not it.resident)
+    return kept - out
+
+
+def _gradient_bytes(graph: Graph) -> int:
+    names = {*graph.ops[graph.op_index[LOSS]].outputs}
+    sizes = graph.arrays.bytes.tolist()
+    return sum(size for it, size in zip(graph.storages, sizes, strict=True) if it.name in names)
+
+
+def useful(plans: list[RegionPlan]) -> list[RegionPlan]:
+    """Return the plans that are better than each other in something, the fastest first."""
+    kept: list[RegionPlan] = []
+    for plan in sorted(plans, key=lambda it: (it.extra_s, *it.sizes)):
+        if not any(
+            all(mine <= own for mine, own in zip(other.sizes, plan.sizes, strict=True))
+            for other in kept
+        ):
+            kept.append(plan)
+    return kept

@@ -1,0 +1,342 @@
+"""A region: the calls of one module, each traced whole and run by a plan of its own graph.
+
+Modules that are alike share what was traced: the same class, the same tensors, and the same values
+of what the trace read, as `model/guards.py` compares them for a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...base.errors import PlanError
+from ...graph.graph import Graph
+from ...plan.policies import policy
+from ...run.unseen import smallest
+from ..eager.replay import Replay
+from ..errors import TraceError
+from ..model.guards import GuardCache, Lookup
+from ..model.modes import (
+    OF_CHECKPOINT,
+    outside_saved_tensors_hooks,
+    saved_tensors_hook,
+    transformed,
+)
+from ..model.signature import Arguments, CallLayout, InputSignature, changeable
+from ..model.step import tensors
+from ..trace.record import Layouts, View
+from ..trace.trace import Given, Trace, trace
+from .plans import RegionPlan, Searched, as_part, frontier, priced, useful
+
+# So many kinds of calls are remembered for modules that are alike: rows of an expert, say.
+_KINDS = 1024
+
+
+# Per end whose gradient comes otherwise than the output lies, the order of its dimensions.
+Arriving = dict[int, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class TracedCall:
+    """A call that was traced, with the plans it may follow.
+
+    Parameters
+    ----------
+    traced
+        The region's step.
+    call
+        How its arguments were written.
+    plans
+        The fastest first.
+    given_bytes
+        Of its inputs.
+    """
+
+    traced: Trace
+    call: CallLayout
+    plans: list[RegionPlan]
+    given_bytes: int
+    _replays: dict[int, Replay] = field(default_factory=dict)
+
+    def replay(self, plan: int) -> Replay:
+        """Return what runs one of its plans."""
+        if plan not in self._replays:
+            self._replays[plan] = Replay(self.traced, self.plans[plan].plan, part=True)
+        return self._replays[plan]
+
+    def replan(self, plans: list[RegionPlan]) -> None:
+        """Offer other plans from now on."""
+        self.plans = plans
+        self._replays.clear()
+
+    @property
+    def leanest(self) -> int:
+        """The plan that keeps least between the passes, of those that which takes least."""
+        places = range(len(self.plans))
+        return min(places, key=lambda at: (self.plans[at].kept_bytes, max(self.plans[at].sizes)))
+
+
+@dataclass
+class Alike:
+    """What modules that are alike share.
+
+    Parameters
+    ----------
+    guards
+        What of a module and its arguments the traces depend on.
+    kinds
+        Per call, what was traced; None where that is not worth it.
+    refused
+        Calls that came while training and could not be traced: they run again as a whole.
+    arriving
+        How gradients were seen to come.
+    shares_inputs
+        Whether others were seen to be given what they are given.
+    """
+
+    guards: GuardCache = field(default_factory=GuardCache)
+    kinds: dict[InputSignature, TracedCall | None] = field(default_factory=dict)
+    refused: set[InputSignature] = field(default_factory=set)
+    arriving: Arriving = field(default_factory=dict)
+    shares_inputs: bool = False
+
+    @property
+    def traced(self) -> list[TracedCall]:
+        """What was traced."""
+        return [kind for kind in self.kinds.values() if kind is not None]
+
+
+class Region:
+    """A module whose calls run planned.
+
+    Parameters
+    ----------
+    path
+        Of the module.
+    alike
+        What it shares with others.
+    """
+
+    def __init__(self, path: str, alike: Alike) -> None:
+        self.path, self.alike = path, alike
+        self._guards = GuardCache(alike.guards)
+
+    def lookup(self, module: torch.nn.Module, given: Arguments) -> Lookup:
+        """Return the kind of a call, and the tensors that the module has."""
+        shared = self.alike.guards
+        if (
+            self._guards.reads is not shared.reads
+            or self._guards.value_guards != shared.value_guards
+        ):
+            self._guards = GuardCache(shared)
+        return self._guards.lookup(module, given, self.alike.kinds)
+
+    def add(
+        self, module: torch.nn.Module, given: Arguments, signature: InputSignature, kind: TracedCall
+    ) -> InputSignature:
+        """Keep what was traced for a call; return the signature it is for."""
+        captured = kind.traced.captured
+        shared = self.alike.guards
+        found = shared.add(signature, module, given, captured.reads, captured.looked)
+        self.keep(found, kind)
+        return found
+
+    def keep(self, signature: InputSignature, kind: TracedCall | None) -> None:
+        kinds = self.alike.kinds
+        if len(kinds) >= _KINDS:
+            del kinds[next(iter(kinds))]
+        kinds[signature] = kind
+
+
+def structure(module: torch.nn.Module) -> Hashable:
+    """Return what modules have in common that may share traces: classes, and forms of tensors."""
+
+    def forms(named: Any) -> tuple[Hashable, ...]:
+        return tuple(
+            (name, tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad)
+            for name, it in named
+        )
+
+    classes = tuple(type(it) for it in module.modules())
+    return classes, forms(module.named_parameters()), forms(module.named_buffers())
+
+
+def leaves(given: Arguments) -> Given:
+    """Return arguments whose tensors are leaves; one that is given twice stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_leaf:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    return Given(*tree_map_only(torch.Tensor, leaf, given))
+
+
+def traced_call(
+    module: torch.nn.Module,
+    given: Arguments,
+    *,
+    layouts: Layouts | None,
+    profile: bool,
+    device: Any,
+    arriving: Arriving | None = None,
+    shares_inputs: bool = False,
+) -> Trace:
+    """Trace a call of a module as a part of a step; raises TraceError where it is no region."""
+    unseen = changeable(*given)
+    if unseen:
+        raise TraceError(
+            f"an argument is a {', '.join(unseen)}: what it holds could change from call to call. "
+            "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
+            "generating, use_cache=False leaves it out."
+        )
+    made = leaves(given)
+    settings: dict[str, Any] = {
+        "profile": profile,
+        "device": device,
+        "layouts": layouts or {},
+        "unplanned": False,
+        "part": True,
+        "shares_inputs": shares_inputs,
+    }
+    with _disable_current_modes(), outside_saved_tensors_hooks(), torch.enable_grad():
+        found = trace(module, made, **settings)
+        if not all(found.captured.ends):
+            # What it returns is no loss to those that go on with it.
+            ends = (True,) * len(found.captured.ends)
+            found = trace(module, made, ends=ends, **settings)
+        if arriving:
+            sizes = [view.size for view in found.captured.output_gradients]
+            strides = [
+                _strides(size, arriving[at]) if at in arriving else None
+                for at, size in enumerate(sizes)
+            ]
+            ends = (True,) * len(sizes)
+            found = trace(module, made, ends=ends, arriving=strides, **settings)
+    _check_border(found)
+    return as_part(found)
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of a tensor's dimensions in memory; None if it has gaps."""
+    order = sorted(range(tensor.dim()), key=lambda at: -tensor.stride(at))
+    return tuple(order) if _strides(tensor.size(), order) == tensor.stride() else None
+
+
+def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(size), 1
+    for at in reversed(order):
+        strides[at], step = step, step * max(1, size[at])
+    return tuple(strides)
+
+
+def _check_border(traced: Trace) -> None:
+    """Refuse a region that hands out memory which others have as well.
+
+    autograd follows in-place changes of views by their base, which lies on the other side.
+    """
+    captured = traced.captured
+    out = [view for view in captured.outputs if isinstance(view, View)]
+    shared = {view.storage for view in out} & set(captured.recording.given)
+    if shared or len({view.storage for view in out}) < len(out):
+        raise TraceError(
+            "it returns a view of what it is given, or two of one memory, which a region cannot "
+            "hand out. Return a copy."
+        )
+    flat = [*captured.outputs]
+    if any(not isinstance(it, View) and torch.is_tensor(it) for it in flat):
+        raise TraceError("it returns a tensor that no recorded call made.")
+
+
+class Planner:
+    """Makes the plans of regions; graphs that are equal have theirs made once.
+
+    searched : plans a graph within bytes, or raises BudgetError
+    """
+
+    def __init__(self, searched: Searched) -> None:
+        self._searched = searched
+        self._known: dict[Hashable, list[RegionPlan]] = {}
+
+    def plans(self, graph: Graph) -> list[RegionPlan]:
+        key = graph.storages, graph.ops
+        if key not in self._known:
+            self._known[key] = frontier(graph, self._searched)
+        return self._known[key]
+
+
+def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list[RegionPlan]:
+    """Return plans of a call that is met at once: those of the call most like it, carried over.
+
+    others : calls of the same modules; size : bytes that it is given
+    """
+    found = [priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all")]
+    for other in sorted(others, key=lambda it: abs(it.given_bytes - size))[:1]:
+        for plan in other.plans:
+            try:
+                found.append(priced(graph, plan.plan, plan.name))
+            # Other ops: it is of another course of the module.
+            except PlanError:
+                break
+    if len(found) == 1:
+        found.append(priced(graph, smallest(graph), ""))
+    return useful(found)
+
+
+def given_bytes(given: Arguments) -> int:
+    """Bytes of the tensors among arguments."""
+    return sum({id(it): it.nbytes for it in tensors(given)}.values())
+
+
+def call_layout(given: Arguments) -> CallLayout:
+    """Return how arguments were written."""
+    return len(given[0]), tuple(given[1])
+
+
+def wants_gradient(module: torch.nn.Module, given: Arguments) -> bool:
+    """Whether a call has a backward pass."""
+    given_tensors = tensors(given)
+    trained = any(it.requires_grad for it in module.parameters())
+    return bool(given_tensors) and (trained or any(it.requires_grad for it in given_tensors))
+
+
+def outputs_of(returned: Any) -> list[torch.Tensor]:
+    """Return the tensors with a history in what a region returned."""
+    flat = tree_flatten(returned)[0]
+    return [it for it in flat if isinstance(it, torch.Tensor) and it.grad_fn is not None]
+
+
+def as_written() -> bool:
+    """Whether what is called here runs as it was written: nothing is kept, or others look on."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+        return True
+    # A checkpoint of the user's runs what is inside again, and would not see what a plan keeps.
+    pack = saved_tensors_hook()
+    return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class Break:
+    """A module that runs as it was written.
+
+    Parameters
+    ----------
+    module
+        Its path; empty for the model.
+    why
+        The op and its line, and what to change.
+    kept_bytes
+        What it saves for the backward pass beside regions inside it.
+    """
+
+    module: str
+    why: str
+    kept_bytes: int

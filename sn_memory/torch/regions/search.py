@@ -1,0 +1,430 @@
+"""How a model is planned by regions: found, observed, chosen together, measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.progress import report_progress
+from ...base.sizes import parse_bytes, show_bytes
+from ...graph.graph import Graph
+from ...plan.plan import BudgetError, Plan, budget_line, percent_kept
+from ...run.measured_choice import Choice
+from ..eager.trial import enough_memory
+from ..errors import TraceError
+from ..model.signature import Arguments
+from ..model.step import (
+    Measured,
+    around,
+    device_of,
+    gradient_bytes,
+    restore_rng_state,
+    restore_step,
+    run_step,
+    seed,
+)
+from ..modules.probe import Behaviour, Probe
+from ..trace.op_seconds import scratch_of_steps
+from ..trace.record import Layouts
+from .choose import Choices, Timeline
+from .course import Chosen
+from .find import Finder, Found, StepObserver, breaks
+from .plans import inner_bytes
+from .region import Arriving, Planner, TracedCall, plans_at_once, structure, traced_call
+from .step import RegionsBudgetError, RegionsPlan, RegionStep
+
+# Where what runs depends on random numbers: so many courses are looked at, and a choice is measured
+# on so many of them, those that keep most.
+_COURSES, _MEASURED = 16, 3
+# Courses that were all alike after so many are one: what was drawn decides nothing.
+_ALIKE = 5
+# How often regions are traced anew with what kernels were seen to do, and a choice made anew with
+# what was measured of it.
+_ROUNDS = 8
+# Modules that are alike and keep less than this part of what all keep run as they are written: a
+# node of autograd costs some fifty microseconds.
+_WORTH = 1 / 512
+# Searches for a region's plans (`plans.frontier`), and what one may take of the seconds there are:
+# a layer of a transformer, 90 ops, is searched to the end in half a second.
+_SEARCHES = 10
+_ENOUGH_S, _OPS_A_SECOND = 0.5, 100
+# With fewer plans carried over a call is another course of its module, and has a search of its own.
+_FEW = 3
+# A choice that is measured so far below the budget is made once more for the room that is left.
+_UNUSED = 0.02
+
+
+@dataclass(frozen=True)
+class RegionOptions:
+    """How to plan by regions; see PlanOptions.
+
+    Parameters
+    ----------
+    searched
+        Plans a graph within bytes and seconds, or raises BudgetError.
+    why
+        Why the model is not planned whole.
+    safely
+        For an input that may not fit without a plan: the model's own step is not run, and of the
+        choices that with the smallest peak stays where none keeps the budget.
+    """
+
+    budget: float | str
+    searched: Callable[[Any, int, float], Any]
+    time_limit_s: float
+    profile: bool
+    device: Any
+    resident_bytes: int
+    why: str
+    safely: bool = False
+
+
+def region_step(model: torch.nn.Module, given: Arguments, options: RegionOptions) -> RegionStep:
+    """Plan a model by regions; it is left as it was.
+
+    Raises
+    ------
+    TraceError
+        If no part of it is a region.
+    BudgetError
+        If no choice keeps the budget on the sample, unless `safely`.
+    """
+    return _Search(model, given, options).step()
+
+
+class _Search:
+    def __init__(self, model: torch.nn.Module, given: Arguments, options: RegionOptions) -> None:
+        self.model, self.given, self.options = model, given, options
+        if not options.why:
+            self.options = replace(options, why=_refusal(model, given))
+        self.probe = Probe(model, given)
+        self.courses: list[int | None] = [None]
+
+    def step(self) -> RegionStep:
+        found, calls = self._found()
+        self._plan_kinds(found, calls)
+        step = self._step_of(found, None)
+        baseline = self._baseline()
+        self.seconds = baseline.seconds if baseline else 0.0
+        report_progress("trial", 0, 1)
+        observer, leanest = self._observed(step, self.courses[0])
+        line = observer.timeline()
+        if baseline is None:
+            ladders = [kind.plans for _, kind, _ in observer.calls]
+            choices = Choices(line, ladders)
+            peak = choices.peak(np.zeros(len(ladders), dtype=np.int64))
+            baseline = replace(leanest, peak_bytes=peak + self.options.resident_bytes)
+            self.seconds = leanest.seconds
+        budget = parse_bytes(self.options.budget, whole=baseline.peak_bytes)
+        text = breaks(
+            found,
+            self._saved,
+            self.options.why,
+        )
+        base = RegionsPlan(
+            (), budget, 0, 0, baseline.peak_bytes, 0.0, self.seconds, 0.0, "", text,
+            courses=len(self.courses),
+        )  # fmt: skip
+        chosen = _Choosing(self, step, observer.calls, line, base).measured(budget)
+        # Steps that are measured say nothing.
+        chosen.said = set()
+        return chosen
+
+    def _saved(self, path: str) -> int:
+        does = self.probe.behaviour.get(self.model.get_submodule(path), Behaviour())
+        return does.saved_bytes + does.saved_input_bytes
+
+    def _found(self) -> tuple[Found, Sequence[tuple[str, TracedCall, int]]]:
+        """Return the regions, and the calls of a step; order the courses.
+
+        They are traced anew until results lie, and gradients come, as was traced.
+        """
+        seen: Layouts = {}
+        arriving: dict[Hashable, Arriving] = {}
+        shared: set[Hashable] = set()
+        for _ in range(_ROUNDS):
+            report_progress("trace", 0, 1)
+            finder = Finder(
+                self.model,
+                seen,
+                arriving,
+                shared,
+                profile=self.options.profile,
+                device=self.options.device,
+            )
+            with self._restored():
+                found = finder.look(self.given)
+            if not found.regions:
+                raise TraceError(
+                    "no part of the model can be traced whole: "
+                    f"{next(iter(found.refused.values()), 'it has no modules inside')}"
+                )
+            new: Layouts = {}
+            observer, _ = self._observed(self._step_of(found, new), None, counted=False)
+            known = len(seen), len(arriving), len(shared)
+            seen |= new
+            for path, region in found.regions.items():
+                key = structure(self.model.get_submodule(path))
+                if region.alike.arriving:
+                    arriving.setdefault(key, region.alike.arriving)
+                if path in observer.shared:
+                    shared.add(key)
+            if known == (len(seen), len(arriving), len(shared)):
+                break
+        for path, region in found.regions.items():
+            region.alike.shares_inputs = structure(self.model.get_submodule(path)) in shared
+        if self.probe.by_chance:
+            self._look_at_courses(finder)
+        observer, _ = self._observed(self._step_of(found, {}), self.courses[0], counted=False)
+        return found, observer.calls
+
+    def _look_at_courses(self, finder: Finder) -> None:
+        """Find what other courses call; order them, the one that keeps most first."""
+        kept: dict[int, int] = {}
+        for course in range(_COURSES):
+            with self._restored():
+                seed(self.model, course)
+                kept[course] = finder.look(self.given).kept_bytes
+            if len(kept) == _ALIKE and len({*kept.values()}) == 1:
+                break
+        finder.siblings()
+        order = sorted(kept, key=kept.__getitem__, reverse=True)
+        self.courses = [*order] if len({*kept.values()}) > 1 else [order[0]]
+
+    def _restored(self) -> Any:
+        probe = self.probe
+        return restore_step(
+            self.model, self.given, inputs_too=probe.changes_inputs, written=probe.written
+        )
+
+    def _step_of(self, found: Found, layouts: Layouts | None) -> RegionStep:
+        step = RegionStep(
+            self.model,
+            dict(found.regions),
+            self.probe.reads,
+            self.probe.sets,
+            self.options.resident_bytes,
+        )
+        step.layouts = layouts
+        return step
+
+    def _observed(
+        self, step: RegionStep, course: int | None, *, counted: bool = True
+    ) -> tuple[StepObserver, Measured]:
+        """Run a step in which all calls take their leanest plans; return what was seen.
+
+        counted : whether bytes are looked at, which takes a millisecond an op
+        """
+        observer = StepObserver(lambda: torch.empty(0), lambda: gradient_bytes(self.model))
+        step.observer = observer
+        device = device_of(self.model)
+        scratch = scratch_of_steps(device, profile=self.options.profile)
+        try:
+            with self._restored():
+                seed(self.model, course)
+                found = run_step(
+                    around(self.model, step.run),
+                    self.model,
+                    self.given,
+                    known=step.known,
+                    count=counted,
+                    heard=observer.heard,
+                    scratch=scratch,
+                )
+        finally:
+            step.observer = None
+        return observer, replace(found, results={})
+
+    def _baseline(self) -> Measured | None:
+        """Return the model's own step; None where it may not fit."""
+        held = sum(it.nbytes for it in self.model.parameters())
+        # Parameters, their gradients, and what is saved: a little less than the peak.
+        need = 2 * held + self.probe.saved_bytes
+        if self.options.safely or not enough_memory(need, device_of(self.model)):
+            return None
+        found = [self.run(self.model, course) for course in self.courses[:_MEASURED]]
+        return max(found, key=lambda it: it.peak_bytes)
+
+    def run(self, forward: Callable[..., Any], course: int | None) -> Measured:
+        """Run and measure a step; put everything back."""
+        with self._restored():
+            seed(self.model, course)
+            found = run_step(
+                forward,
+                self.model,
+                self.given,
+                kernels=device_of(self.model).type == "cpu",
+            )
+        peak = found.peak_bytes + self.options.resident_bytes
+        return replace(found, results={}, peak_bytes=peak)
+
+    def _plan_kinds(self, found: Found, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
+        """Make the plans of what was traced; what is not worth it runs as it was written."""
+        alike = {id(region.alike): region.alike for region in found.regions.values()}
+        kept = dict.fromkeys(alike, 0)
+        for path, kind, _ in calls:
+            kept[id(found.regions[path].alike)] += inner_bytes(kind.traced.graph)
+        for key, it in alike.items():
+            if kept[key] <= _WORTH * sum(kept.values()):
+                it.kinds = dict.fromkeys(it.kinds)
+        for path, region in [*found.regions.items()]:
+            if not region.alike.traced:
+                del found.regions[path]
+        if not found.regions:
+            raise TraceError("its regions keep next to nothing for the backward pass")
+        groups = [it.traced for it in alike.values() if it.traced]
+        limit_s = self.options.time_limit_s / len(groups) / _SEARCHES
+
+        def searched(graph: Graph, budget_bytes: int) -> Plan:
+            enough_s = max(_ENOUGH_S, len(graph.ops) / _OPS_A_SECOND)
+            return self.options.searched(graph, budget_bytes, min(limit_s, enough_s))
+
+        planner = Planner(searched)
+        for at, kinds in enumerate(groups):
+            report_progress("search", at, len(groups))
+            # The largest is searched for, and what is like it takes its plans.
+            planned: list[TracedCall] = []
+            for kind in sorted(kinds, key=lambda it: -it.given_bytes):
+                graph = kind.traced.graph
+                plans = plans_at_once(graph, planned, kind.given_bytes) if planned else []
+                if len(plans) < _FEW:
+                    plans = planner.plans(graph)
+                kind.replan(plans)
+                planned.append(kind)
+
+
+def _refusal(model: torch.nn.Module, given: Arguments) -> str:
+    """Return why a model cannot be traced whole; nothing if it can."""
+    try:
+        with restore_rng_state():
+            traced_call(model, given, layouts=None, profile=False, device=None)
+    except TraceError as error:
+        return str(error)
+    return ""
+
+
+class _Choosing:
+    """Chooses the plans of the calls, and measures what was chosen."""
+
+    def __init__(
+        self,
+        search: _Search,
+        step: RegionStep,
+        calls: Sequence[tuple[str, TracedCall, int]],
+        line: Timeline,
+        plan: RegionsPlan,
+    ) -> None:
+        self.search, self.step, self.calls, self.plan = search, step, calls, plan
+        resident = search.options.resident_bytes
+        self.line = replace(line, outside=line.outside + resident)
+        self.choices = Choices(self.line, [kind.plans for _, kind, _ in calls])
+
+    def chosen(self, room_bytes: int) -> RegionStep:
+        """Return a step that follows the choice for so many bytes."""
+        choice = self.choices.solve(room_bytes)
+        calls = [(path, kind) for path, kind, _ in self.calls]
+        step = self.step.copied()
+        step.chosen = Chosen(calls, self.choices, choice, room_bytes)
+        step.plan = self._plan(step.chosen)
+        step.with_gradients = lambda held: self._beside(step, held)
+        return step
+
+    def _beside(self, step: RegionStep, held_bytes: int) -> RegionStep:
+        """Return a step for gradients that are there: new ones are added to them and go."""
+        assert step.chosen is not None
+        assert self.line.gradients is not None
+        outside = self.line.outside - self.line.gradients + held_bytes
+        other = copy(self)
+        other.line = replace(self.line, outside=outside)
+        other.choices = Choices(other.line, self.choices.ladders)
+        made = other.chosen(step.chosen.room_bytes)
+        made.plan = replace(made.plan, budget_bytes=step.plan.budget_bytes)
+        made.said = step.said
+        return made
+
+    def measured(self, budget_bytes: int) -> RegionStep:
+        """Return the fastest step that was measured to keep the budget."""
+        best: RegionStep | None = None
+        room, smallest = budget_bytes, math.inf
+        courses = self.search.courses[:_MEASURED]
+        seen: set[bytes] = set()
+        for _ in range(_ROUNDS):
+            step = self.chosen(room)
+            assert step.chosen is not None
+            choice = step.chosen.choice
+            if choice.tobytes() in seen:
+                break
+            seen.add(choice.tobytes())
+            step.plan = replace(step.plan, budget_bytes=budget_bytes)
+            found = max(
+                (self.search.run(around(self.search.model, step.run), it) for it in courses),
+                key=lambda it: it.peak_bytes,
+            )
+            over = found.peak_bytes - budget_bytes
+            smallest = min(smallest, found.peak_bytes)
+            step.plan = replace(
+                step.plan,
+                peak_bytes=found.peak_bytes,
+                peak_op=found.peak_op,
+                leaner_steps=0,
+                over_steps=0,
+            )
+            better = best is None or (
+                step.plan.seconds < best.plan.seconds
+                if over <= 0 and best.plan.peak_bytes <= budget_bytes
+                else step.plan.peak_bytes < best.plan.peak_bytes
+            )
+            if better:
+                best = step
+            if over <= 0 and (-over < _UNUSED * budget_bytes or not choice.any()):
+                break
+            room -= over
+        assert best is not None
+        if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
+            raise self._refused(best, budget_bytes)
+        return best
+
+    def _refused(self, best: RegionStep, budget_bytes: int) -> BudgetError:
+        peak, whole = best.plan.peak_bytes, best.plan.baseline_peak_bytes
+        percent = percent_kept(peak, whole)
+        share = f', or "{percent}%" of the unplanned peak' if percent else ""
+        worst = best.plan.breaks[0] if best.plan.breaks else None
+        where = f" Most is kept in {worst.module or 'the model'}: {worst.why}" if worst else ""
+        return RegionsBudgetError(
+            f"with a plan for each region the model needs {show_bytes(peak)} on the sample, and "
+            f"{show_bytes(best.plan.outside_bytes)} are held outside of regions; the "
+            f"{budget_line(budget_bytes, peak)}. The nearest that can be had is {peak} "
+            f"bytes{share}. Raise the budget, make the batch smaller, or lose a break.{where}",
+            peak_bytes=peak,
+            budget_bytes=budget_bytes,
+            op=best.plan.peak_op,
+            percent=percent,
+            floor_bytes=min(peak, self.choices.floor()),
+            outside_bytes=best.plan.outside_bytes,
+        )
+
+    def _plan(self, chosen: Chosen) -> RegionsPlan:
+        seconds, line = self.plan.baseline_seconds, self.line
+        # When the backward pass begins all calls wait.
+        turn = min(int(line.forward.max(initial=0)) + 1, len(line.outside) - 1)
+        peak = chosen.choices.peak(chosen.choice)
+        rows = zip(chosen.calls, chosen.plans, chosen.choice, strict=True)
+        return replace(
+            self.plan,
+            choices=tuple(
+                Choice(path, "recompute" if at else "keep", plan.kept_bytes, plan.extra_s)
+                for (path, _), plan, at in rows
+            ),
+            budget_bytes=chosen.room_bytes,
+            peak_bytes=peak,
+            predicted_peak_bytes=peak,
+            seconds=seconds + chosen.choices.seconds(chosen.choice),
+            lower_bound_seconds=seconds + chosen.choices.bound(chosen.room_bytes),
+            outside_bytes=int(line.outside[turn]),
+        )

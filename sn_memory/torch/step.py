@@ -1,0 +1,169 @@
+"""What carries the forward pass of a planned model out, whichever back end planned it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..plan.plan import Plan
+from .errors import ReplayError
+from .model.guards import Reads
+from .model.signature import Arguments, Name
+from .target.allocator import StepPool
+from .trace.record import Layouts
+from .trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a planned model knows of a call when its step runs.
+
+    Parameters
+    ----------
+    parameters, buffers
+        Of the model in this forward pass; `functional_call` puts others in their place.
+    plain
+        Makes what computes derivatives that no plan has (eager/higher_derivatives.py) of a step;
+        None where only first derivatives are asked for.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    buffers: list[torch.Tensor]
+    plain: Callable[[Any], Any] | None
+
+
+class Planner(Protocol):
+    """Who plans a model for an input; see `PlanOptions`."""
+
+    def by_backend(
+        self, name: str, model: torch.nn.Module, given: Arguments, layouts: Layouts | None = None
+    ) -> Step:
+        """Plan by a back end; layouts : how kernels lay results out, where not as traced."""
+
+
+class Step(Protocol):
+    """A planned step, for one kind of input.
+
+    Attributes
+    ----------
+    backend
+        `graph`, `regions`, `compile` or `modules`.
+    plan
+        What was decided: a Plan, a RegionsPlan or a MeasuredPlan.
+    trace
+        The graph it was decided on; None where there is none.
+    known, ignored
+        Tensors it holds between steps, beside the model's: those that count as live, and those
+        that lie on the host.
+    resident_bytes
+        What is resident and no part of the step: the optimizer's state.
+    counts_gradients
+        Whether it was planned with gradients of parameters in place.
+    layouts
+        Of a trial: how kernels lay their results out, where that is not as traced.
+    pool
+        Where it allocates; none while it is tried, beside the model's own step.
+    waiting
+        How many forward passes still wait for their backward pass.
+    runs_here
+        Whether it can run on this machine.
+    rounds_alike
+        Whether it runs the ops of the model's own step, so that results can be compared.
+    by_allocator
+        Whether only the device's allocator sees all that it takes.
+    reads, looked
+        What the forward pass read of modules as it was planned, None where that is not known; and
+        the places of inputs of which it looked at values.
+    sets
+        Attributes that the forward pass sets: their values make no other kind of input.
+    hidden_from_hooks
+        What hooks for saved tensors around it do not see, or see in place of that; nothing if they
+        see all.
+    checkpoints_see
+        Whether a checkpoint around it does.
+    covers_smaller
+        Whether it was measured, and runs any input that is no larger within the same bytes.
+    setting
+        Of torch's memory budget, as share and solver.
+    """
+
+    backend: str
+    plan: Any
+    trace: Trace | None = None
+    known: Sequence[torch.Tensor] = ()
+    resident_bytes: int = 0
+    counts_gradients: bool = False
+    layouts: Layouts | None = None
+    pool: StepPool | None = None
+    runs_here: bool = True
+    rounds_alike: bool = True
+    by_allocator: bool = False
+    reads: Reads | None = None
+    looked: Collection[int] = ()
+    sets: Set[Name] = frozenset()
+    checkpoints_see: bool = False
+    covers_smaller: bool = False
+
+    @property
+    def setting(self) -> tuple[float, str] | None:
+        return None
+
+    @property
+    def ignored(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    @property
+    def hidden_from_hooks(self) -> str:
+        return ""
+
+    def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
+        """Run the forward pass; the rest of the plan happens in the backward pass."""
+
+    def replan(self, planner: Planner, model: torch.nn.Module, given: Arguments) -> Step:
+        """Plan by the same back end once more; what a trial of this one saw holds for that too."""
+        # Kernels lay results out as a trial saw, whatever the plan.
+        seen = None if self.trace is None else self.trace.layouts
+        return planner.by_backend(self.backend, model, given, seen)
+
+    def release(self) -> None:
+        """Let go of memory on the host that no pass uses; it is taken again if the step runs."""
+        return
+
+    def is_outdated(self, ends: Sequence[bool]) -> bool:
+        """Whether it has to be planned again before it runs.
+
+        ends : per output, whether a gradient of it was asked for by now
+        """
+        return False
+
+
+class EstimateOnlyStep(Step):
+    """The step of a model planned for a GPU that is not here: to be read, and refused if run."""
+
+    backend = "graph"
+    runs_here = False
+
+    def __init__(self, trace: Trace, plan: Plan, device: str) -> None:
+        self.trace, self.plan, self.device = trace, plan, device
+        self.counts_gradients = bool(trace.captured.earlier)
+        self.reads = trace.captured.reads
+
+    def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
+        """Refuse, whatever the input: the kernels that were planned are not of this machine."""
+        raise ReplayError(
+            f"the model was planned for {self.device}, which is not here: its sn_memory tells the "
+            "plan and writes the report, and a step cannot run it. To train, plan on that machine "
+            "with the model there, and without device."
+        )
+
+    def replan(self, planner: Planner, model: torch.nn.Module, given: Arguments) -> Step:
+        """Refuse: no step of it can run."""
+        step: Step = self.run(model, *given)
+        return step

@@ -1,0 +1,191 @@
+"""Norms and softmax of compressed activations: rows of far apart sizes do not share an error."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sn_memory.torch import compress_activations
+
+
+class TinyViT(nn.Module):
+    """A class token of hundredths beside patches above one; the loss reads the token alone."""
+
+    def __init__(self, width=192):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    width, 3, 2 * width, 0.0, batch_first=True, norm_first=True
+                )
+                for _ in range(2)
+            )
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x):
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        x = self.blocks(torch.cat([self.token.expand(len(x), -1, -1), patches], 1))
+        return self.head(self.norm(x[:, 0]))
+
+
+class Scaled(nn.Module):
+    """A norm of what an op of the model made: its own input is the user's and left alone."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x * 1.0)
+
+
+def off(own, plain):
+    return float((own - plain).float().norm() / plain.float().norm())
+
+
+def test_a_norm_of_tokens_of_far_apart_sizes():
+    """ViT's first norms: a group of 256 elements holds a class token and patches beside it."""
+    torch.manual_seed(0)
+    model, x = TinyViT(), 4 * torch.randn(16, 3, 32, 32)
+    y = torch.arange(16) % 10
+    weights = [p for name, p in model.named_parameters() if "norm" in name and "weight" in name]
+
+    def gradients():
+        return torch.autograd.grad(functional.cross_entropy(model(x), y), weights)
+
+    plain = gradients()
+    with compress_activations(model, bits=8):
+        for own, exact in zip(gradients(), plain, strict=True):
+            assert off(own, exact) < 0.02
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(48),
+    "layer, not affine": lambda: nn.LayerNorm(48, elementwise_affine=False),
+    "rms": lambda: nn.RMSNorm(48),
+    "softmax": lambda: nn.Softmax(-1),
+    "batch": lambda: nn.BatchNorm2d(48),
+    "batch, evaluating": lambda: nn.BatchNorm2d(48).eval(),
+    "group": lambda: nn.GroupNorm(12, 48),
+    "instance": lambda: nn.InstanceNorm2d(48, affine=True),
+}
+OF_TOKENS = ("layer", "layer, not affine", "rms", "softmax")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [1.0, 1e-6])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_each_row_of_a_norm_has_an_error_of_its_own_size(kind, last, weight, dtype):
+    """Rows a thousandth as large as those beside them, with weights near zero as well.
+
+    An element is off by less than its row's range over 255, by half of that in deviation at most.
+    The range of 392 normal numbers is some six deviations, so a normalized element is off by 0.012,
+    to which bfloat16 adds 0.002 of its size, and gradients by some such parts.
+    """
+    torch.manual_seed(0)
+    norm, tokens = NORMS[kind](), kind in OF_TOKENS
+    # Groups of a group norm have four channels, which are of one size.
+    scale = torch.where(torch.arange(48) // 4 % 3 == 0, 1.0, 1e-3)
+    x = torch.randn(48, 8, 48) if tokens else torch.randn(8, 48, 7, 7)
+    x *= scale[:, None, None]
+    if kind != "softmax" and dtype == torch.float32:  # far from zero, seen from their spread
+        x += 5 * scale[:, None, None]
+    if last and not tokens:
+        x = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.mul_(weight)
+    x, model = x.to(dtype).requires_grad_(), Scaled(norm.to(dtype))
+    direction = torch.randn(x.shape).to(dtype)
+    asked = [x, *norm.parameters()][:2]
+
+    def gradients():
+        return torch.autograd.grad((model(x) * direction).sum(), asked)
+
+    plain = gradients()
+    with compress_activations(model, bits=8) as compressed:
+        for _ in range(2):  # in the second step a norm of several ops runs again
+            own = gradients()
+        assert compressed.saved.ratio > 1.5
+    for row in torch.nonzero(scale < 1)[:, 0]:
+        assert off(*(each[0].select(0 if tokens else 1, row) for each in (own, plain))) < 0.03
+    for one, exact in zip(own[1:], plain[1:], strict=True):
+        assert off(one, exact) < 0.03
+
+
+NORMALIZE = {
+    "by name": lambda x: functional.normalize(x, dim=-1),
+    "by place": lambda x: functional.normalize(x, 2.0, -1),
+    "over two axes": lambda x: functional.normalize(x.view(64, 6, 8), dim=(1, 2)).flatten(1),
+    "one vector": lambda x: functional.normalize(x.flatten(), dim=0).view(64, 48),
+    "softmax by name": lambda x: functional.softmax(x, dim=-1),
+    "softmax by place": lambda x: functional.softmax(x, -1),
+}
+
+
+@pytest.mark.parametrize("how", NORMALIZE)
+def test_axes_are_those_that_are_given(how):
+    torch.manual_seed(0)
+    x, direction = torch.randn(64, 48), torch.randn(64, 48)
+    if how not in ("one vector", "softmax by name", "softmax by place"):
+        x[::3] *= 1e-3
+    model = Scaled(NORMALIZE[how])
+    x.requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad((model(x) * direction).sum(), x)[0]
+
+    plain = gradient()
+    with compress_activations(model, bits=8) as compressed:
+        own = gradient()
+    assert compressed.saved.ratio > 1.5
+    for rows in (slice(0, None, 3), slice(1, None, 3)):
+        assert off(own[rows], plain[rows]) < 0.03
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 1e-42, 0.0])
+def test_a_row_of_odd_values_harms_no_other(value):
+    """NaN, Inf, sizes near float32's ends and rows of one value: as without compression."""
+    torch.manual_seed(0)
+    model, x = Scaled(nn.LayerNorm(48)), torch.randn(128, 48)
+    x[5] = value
+    x[7, ::2] = value
+    x.requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(model(x).square().mul(torch.arange(48.0)).sum(), x)[0]
+
+    plain = gradient()
+    with compress_activations(model, bits=8):
+        own = gradient()
+    ordinary = torch.tensor([row for row in range(128) if row not in (5, 7)])
+    assert off(own[ordinary], plain[ordinary]) < 0.03
+    assert torch.equal(own.isfinite(), plain.isfinite())
+
+
+def test_inputs_of_norms_and_linear_layers_alike_have_the_predicted_variance():
+    """A tensor that a norm reads first and a linear layer after: one form of it is kept."""
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(48), nn.Linear(48, 16)
+
+        def forward(self, x):
+            x = x * 1.0
+            # Sums save nothing, so that what arrives at the linear layer has no error.
+            return self.norm(x).sum() + self.linear(x).sum()
+
+    model, x = Both(), torch.randn(256, 48)
+    with compress_activations(model, bits=8, every=1) as compressed:
+        model(x).backward()
+        compressed.refresh()
+        compressed.measure(lambda: model(x), repeats=40)
+        row = next(row for row in compressed.controller.rows() if "linear" in row.key)
+        assert row.measured_sd == pytest.approx(row.predicted_sd(), rel=0.2)
+        assert compressed.controller.total_bytes == compressed.saved.compressed_bytes
