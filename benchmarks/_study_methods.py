@@ -14,25 +14,23 @@ from functools import cache, partial
 from typing import Any
 
 from _study_shapes import OfSpans, transform_of
+from rivals.codecs import codec
+from rivals.codecs.dgc import DGCCodec
 from simulated import Exchange, Frequencies, Gather, Plain, PowerSGD, Shared
 
-import sn_compress
 from sn_compress import FFTCompression
-from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
-from sn_compress.codecs.frequency.fft import FFTCodec
-from sn_compress.codecs.sparse.dgc import DGCCodec
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.codecs.base import HEADER_BYTES, Codec
+from sn_compress.codecs.fft import FFTCodec
 from sn_compress.engine.engine import Engine
-from sn_compress.engine.scattered import shares_of
+from sn_compress.engine.payloads import shares_of
 from sn_compress.schedule import (
     Annealed,
     Constant,
     Diminishing,
-    EnergyBudget,
     Schedule,
     Warmup,
-    learner,
 )
-from sn_compress.sums.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
 # and 10). They are counted apart: in a run as short as these they would be a third of the bytes.
@@ -91,7 +89,7 @@ def _topk(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchange
     """Top-k with the shortest indices the registry has: 12 bits in chunks of 4,096."""
 
     def make(shape: tuple[int, ...], keep: float) -> Codec:
-        return sn_compress.codec("topk", **{**settings, "theta": 1 - keep})
+        return codec("topk", **{**settings, "theta": 1 - keep})
 
     budget = _payload_budget(shapes, ranks, ratio)
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks, headers=False)
@@ -152,37 +150,12 @@ def _bare_fft(
     return {name: Frequencies(engines, name, shape) for name, shape in shapes.items()}
 
 
-class _InTime:
-    """One schedule for all tensors of a run, as FFTCompression follows it."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._codecs = cache(_fft_of)
-        self._step, self._theta = -1, 0.0
-        self._energy = self._error = 0.0
-
-    def codec(self, shape: tuple[int, ...], step: int) -> Codec:
-        """Of a tensor at a step; the first of a step tells what the one before has lost."""
-        if step != self._step:
-            last = learner(self.schedule, step - 1)
-            if last and step:
-                last.observe(self._energy, self._error)
-            self._energy = self._error = 0.0
-            self._step, self._theta = step, self.schedule.theta(step)
-        return self._codecs(shape, self._theta)
-
-    def seen(self, payload: Payload) -> None:
-        """What a payload lost."""
-        self._energy += payload.energy or 0.0
-        self._error += payload.error or 0.0
-
-
 def _fft_in_time(
     shapes: Shapes, ranks: int, ratio: float, *, steps: int, way: str, feedback: bool = True
 ) -> Exchanges:
     """Frequencies by shape under a schedule whose bytes, over all steps, come out at the ratio.
 
-    way : of _WAYS; where bytes follow from gradients the schedule only starts at that ratio
+    way : of _WAYS
     """
     budget = _payload_budget(shapes, ranks, ratio)
 
@@ -197,14 +170,14 @@ def _fft_in_time(
     if not fits:
         raise SystemExit(f"{way}: no theta has a ratio of {ratio} or more")
     theta = 1 - _KEEPS[fits - 1]
-    time = _InTime(_WAYS[way](theta, steps))
-    found: Exchanges = {}
-    for name, shape in shapes.items():
-        found[name] = Gather(
-            [_fft_of(shape, theta)] * ranks, feedback=feedback, seen=time.seen,
-            at=lambda _, step, shape=shape: time.codec(shape, step),
-        )  # fmt: skip
-    return found
+    schedule, codec_of = _WAYS[way](theta, steps), cache(_fft_of)
+    return {
+        name: Gather(
+            [_fft_of(shape, theta)] * ranks, feedback=feedback,
+            at=lambda _, step, shape=shape: codec_of(shape, schedule.theta(step)),
+        )
+        for name, shape in shapes.items()
+    }  # fmt: skip
 
 
 def _falling(steps: int) -> Callable[[int], float]:
@@ -212,32 +185,30 @@ def _falling(steps: int) -> Callable[[int], float]:
     return lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
 
 
-_LOST = 0.87  # what the constant theta of 50 received loses of a step, gradient and memory
 _WAYS: dict[str, Callable[[float, int], Schedule]] = {
     "constant": lambda theta, steps: Constant(theta),
     "warm-up": lambda theta, steps: Warmup(max(1, steps // 30), Constant(theta), dense=0.0),
     "diminishing": lambda theta, steps: Diminishing(theta, _falling(steps)),
-    "energy budget": lambda theta, steps: EnergyBudget(lost=_LOST, start=theta, high=0.9999),
 }
 """Theta over the steps, from its largest value and the steps of the run."""
 
 
 def _demo(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
     def make(shape: tuple[int, ...], topk: int) -> Codec:
-        return sn_compress.codec("demo", preset="paper", shape=matrix(shape), topk=topk)
+        return codec("demo", preset="paper", shape=matrix(shape), topk=topk)
 
     budget = _payload_budget(shapes, ranks, ratio)
     return _gather(_fit(make, range(1, 1024), shapes, budget), shapes, ranks, headers=False)
 
 
 def _auto(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
-    sessions = [SharedExchange(ratio=ratio, warmup=DENSE, **settings) for _ in range(ranks)]
+    sessions = [AllReduceExchange(ratio=ratio, warmup=DENSE, **settings) for _ in range(ranks)]
     return {name: Shared(sessions, name, shape) for name, shape in shapes.items()}
 
 
 def _auto_gather(shapes: Shapes, ranks: int, ratio: float, *, decay: float = 1.0) -> Exchanges:
     def make(shape: tuple[int, ...]) -> Codec:
-        return sn_compress.codec("auto", ratio=ratio * ranks / 2, shape=shape)
+        return codec("auto", ratio=ratio * ranks / 2, shape=shape)
 
     return _gather(make, shapes, ranks, decay=decay)
 
@@ -247,7 +218,7 @@ def _fixed(
     seeds: bool = False, **settings: Any,
 ) -> Exchanges:  # fmt: skip
     def make(shape: tuple[int, ...], **seed: int) -> Codec:
-        return sn_compress.codec(name, preset=preset, **settings, **seed)
+        return codec(name, preset=preset, **settings, **seed)
 
     return _gather(make, shapes, ranks, seeds=seeds, feedback=feedback, headers=False)
 
@@ -256,7 +227,7 @@ def _dgc(shapes: Shapes, ranks: int, _: float | None, *, warmup: int = 1) -> Exc
     """Its first four phases keep 25, 6.3, 1.6 and 0.4 %, and count."""
 
     def make(shape: tuple[int, ...]) -> Codec:
-        return sn_compress.codec("dgc", preset="paper", warmup=warmup)
+        return codec("dgc", preset="paper", warmup=warmup)
 
     return _gather(make, shapes, ranks, headers=False, at=DGCCodec.at)
 
@@ -294,7 +265,6 @@ BUILD: dict[str, tuple[str, Build]] = {
         partial(_fft, gathered=OfSpans, by_shape=False, transform="identity"),
     ),
     "fft by shape, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
-    "fft by shape, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
     "fft by shape, no memory": (
         "gather",
         partial(_fft_in_time, way="constant", feedback=False),

@@ -119,19 +119,22 @@ class Rounded:
         return (np.rint((rows - low) / step) * step + low).reshape(-1)[: values.size]
 
 
-class RoundedTensor(treatments.Lossy):
-    """What stands for treatments.Lossy; only its bytes are those of a compressed tensor."""
+class RoundedTensor:
+    """What stands for treatments.OnHost; only its bytes are those of a compressed tensor."""
 
-    def __init__(self, values: np.ndarray, codec: Rounded, step: int) -> None:
-        self.kept, self.bits, self.fits = codec.lossy(values), codec.bits, True
-        self.variance = float(np.square(self.kept - values).mean())
-        self.nonzero = float(np.count_nonzero(values)) / values.size
-        grids = 4 if codec.method == "fp8" else 8 * -(-values.size // 256)
-        self.nbytes = values.size * codec.bits // 8 + grids
+    fits, row_bytes = True, 0
 
-    def values(self, n: int) -> np.ndarray:
+    def __init__(self, values: torch.Tensor, codec: Rounded, step: int) -> None:
+        run = values.numpy()
+        self.kept, self.bits = codec.lossy(run), codec.bits
+        self.variance = float(np.square(self.kept - run).mean())
+        self.nonzero = float(np.count_nonzero(run)) / run.size
+        grids = 4 if codec.method == "fp8" else 8 * -(-run.size // 256)
+        self.nbytes = run.size * codec.bits // 8 + grids
+
+    def restore(self, layout: treatments.Layout) -> torch.Tensor:
         """Return what the codec left."""
-        return self.kept
+        return layout.restore(torch.from_numpy(self.kept))
 
 
 def seen(net: str, part: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,9 +201,9 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     plain_bytes = saved_bytes(net, images[:BATCH])
     model = planned(net, images[:BATCH]) if run.method == "recompute" else net
     simulated = run.method == "fp8" or run.method.startswith("nearest")
-    before = treatments.Lossy, treatments.codec
+    before = treatments.OnHost, treatments.codec
     if simulated:
-        treatments.Lossy = RoundedTensor
+        treatments.OnHost = RoundedTensor
         treatments.codec = lambda *_: Rounded(run.method)
     losses, seconds = [], []
     try:
@@ -220,7 +223,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss.item())
             held, peak = measured(model, images[:BATCH], labels[:BATCH])
     finally:
-        treatments.Lossy, treatments.codec = before
+        treatments.OnHost, treatments.codec = before
     ratio = compressed.saved.ratio if compressed is not None else 1.0
     net.eval()
     test_images, test_labels = seen(run.net, data["t10k"])

@@ -29,7 +29,7 @@ from tuned import same, trainer
 
 from sn_compress import LowRankCompression
 from sn_compress.torch import horovod as rim
-from sn_compress.torch.under_horovod.pending import Pending
+from sn_compress.torch.under_horovod.memory import Pending
 
 LAYERS, SIDE, LAYER_S = 10, 1000, 0.03
 PAIRS, STEPS = 9, {"replayed": 2, "cnn": 15, "transformer": 8}

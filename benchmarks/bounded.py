@@ -23,7 +23,7 @@ import numpy as np
 from machine import commit, machine
 
 import sn_compress
-from sn_compress.devices import _native
+from sn_compress import _native
 
 
 def median_s(run: Callable[[], object], repeat: int) -> float:

@@ -87,7 +87,7 @@ class Bench:
         model = copy.deepcopy(self.model)
         run: Callable[..., Any]
         if how == "graph":
-            run = model = sn_memory.torch.plan(model, self.sample, budget, backend=how, trial=False)
+            run = model = sn_memory.torch.plan(model, self.sample, budget, backend=how)
         elif how == "policy":
             run = sn_memory.torch.checkpoint_policy(model, self.sample, budget).wrap(model)
         else:

@@ -28,9 +28,8 @@ import scipy.fft
 from machine import commit, machine
 
 from sn_compress import FFTCodec, backends
-from sn_compress.base.text_table import text_table
-from sn_compress.codecs.frequency.fft import PAPER
-from sn_compress.ops.spectra import long_fourier
+from sn_compress.codecs.fft import PAPER
+from sn_compress.text_table import text_table
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fft theta 0.98", {"theta": 0.98}),
@@ -158,8 +157,6 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
             "encode_feedback": lambda: codec.encode(values, state=state),
             "irfft": lambda: scipy.fft.irfft(bins, n=length),
             "decode": lambda: codec.decode(payload),
-            "forward": lambda: long_fourier.forward(padded[None]),
-            "inverse": lambda: long_fourier.inverse(bins.view(np.float32)[None], length),
         },
         repeat,
         time.process_time,
@@ -176,8 +173,6 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
         "encode_over_rfft": over(seconds, "encode", "rfft"),
         "encode_feedback_over_rfft": over(seconds, "encode_feedback", "rfft"),
         "decode_over_irfft": over(seconds, "decode", "irfft"),
-        "forward_over_rfft": over(seconds, "forward", "rfft"),
-        "inverse_over_irfft": over(seconds, "inverse", "irfft"),
         "repeat": repeat,
         "commit": commit(),
         "machine": machine(),
@@ -190,8 +185,6 @@ def paper_table(rows: list[dict[str, Any]]) -> str:
         "encode/rfft": "encode_over_rfft",
         "with feedback": "encode_feedback_over_rfft",
         "decode/irfft": "decode_over_irfft",
-        "transform/rfft": "forward_over_rfft",
-        "back/irfft": "inverse_over_irfft",
     }
     head = ("elements", "rfft, CPU ms", "irfft, CPU ms", *ratios)
     lines = [

@@ -21,8 +21,8 @@ import numpy as np
 from machine import commit
 
 from sn_compress import FFTCodec
-from sn_compress.base.text_table import text_table
-from sn_compress.codecs.frequency import _device
+from sn_compress.codecs import _fft_cuda
+from sn_compress.text_table import text_table
 
 SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
     # name, settings, dtype of the memory, ranks decoded
@@ -85,13 +85,13 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
     rows = []
     for name, settings, memory_dtype, ranks in SETTINGS:
         codec = FFTCodec(**settings)
-        state = _device.new_state(codec, tensor, memory_dtype)
-        encoder = _device.Encoder(codec, [tensor], [state])
+        state = _fft_cuda.new_state(codec, tensor, memory_dtype)
+        encoder = _fft_cuda.Encoder(codec, [tensor], [state])
         payload = encoder.run()[0]
         # torch and CuPy both start out on the default stream.
         gathered = cupy.stack([payload.buffer] * ranks)
         out, target = torch.empty_like(tensor), torch.empty_like(tensor)
-        decoder = _device.Decoder(codec, [gathered], [out])
+        decoder = _fft_cuda.Decoder(codec, [gathered], [out])
         keep = 1 - codec.theta
         contenders: dict[str, Callable[[], object]] = {
             "copy": lambda target=target: target.copy_(tensor),
@@ -107,7 +107,7 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
         lost = (tensor - sent).double()
         nmse = float(lost.square().sum() / tensor.double().square().sum())
         seconds = time_in_turn(torch, contenders, repeat)
-        _device.raise_if_damaged()
+        _fft_cuda.raise_if_damaged()
         rows.append(
             row(name, n, payload.nbytes, ranks, memory_dtype, nmse, seconds)
             | {"repeat": repeat, "commit": commit(), "machine": torch.cuda.get_device_name()}

@@ -56,8 +56,11 @@ def run_ranks(
     ranks: int,
     timeout_s: float,
     links: ShapedLinks | None = None,
+    per_node: int = 1,
 ) -> list[dict[str, Any]]:
     """What each rank found.
+
+    per_node : ranks that share a namespace of `links`
 
     Raises RuntimeError, with what a rank said, if one fails or time is up; all are ended then.
     """
@@ -78,7 +81,7 @@ def run_ranks(
                 with log.open("w") as file:
                     processes.append(
                         subprocess.Popen(
-                            links.command(rank, *command) if links else command,
+                            links.command(rank // per_node, *command) if links else command,
                             env=env, stdin=subprocess.DEVNULL, stdout=file,
                             stderr=subprocess.STDOUT,
                         )

@@ -27,7 +27,7 @@ from ddp_ways import wrapped
 from language import Language, batch, loss_of
 from training_rows import load, save
 
-from sn_compress.base.text_table import text_table
+from sn_compress.text_table import text_table
 
 RESULTS = Path(__file__).resolve().parent / "results/ddp_step.json"
 WAYS = (

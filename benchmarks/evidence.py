@@ -36,9 +36,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from evidence_compress import COMPRESS_SECTIONS
 from evidence_rules import compared
-from evidence_sections import SECTIONS
+from evidence_sections import SECTIONS as MEMORY_SECTIONS
 
+SECTIONS = COMPRESS_SECTIONS | MEMORY_SECTIONS
 LINE = "evidence: "
 LIBRARIES = ("numpy", "scipy", "torch", "tensorflow", "tensorflow-cpu", "transformers")
 ENVIRONMENT = {
@@ -59,16 +61,16 @@ def tree() -> Path:
     return root
 
 
-def sources(root: Path) -> str:
-    """Return a digest of all that decides what sn_memory does: its Python, C++ and extensions."""
+def sources(root: Path, package: str) -> str:
+    """Return a digest of all that decides what a package does: its Python, C++ and extensions."""
     found = hashlib.sha256()
-    patterns = ("sn_memory/**/*.py", "csrc/**/*", "sn_memory/*.so")
+    patterns = (f"{package}/**/*.py", "csrc/**/*", f"{package}/*.so")
     for path in sorted(it for pattern in patterns for it in root.glob(pattern) if it.is_file()):
         found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
 
 
-def about(root: Path) -> dict[str, Any]:
+def about(root: Path, package: str) -> dict[str, Any]:
     """Return what all rows of a file have in common."""
     machine = importlib.import_module("machine")
     versions = {"python": sys.version.split()[0]}
@@ -79,7 +81,7 @@ def about(root: Path) -> dict[str, Any]:
             continue
     return {
         "commit": machine.commit(),
-        "sources": sources(root),
+        "sources": sources(root, package),
         "machine": machine.machine(),
         "versions": versions,
     }
@@ -187,10 +189,10 @@ def save(path: Path, file: dict[str, Any]) -> None:
 def freeze(args: argparse.Namespace) -> int:
     """Freeze sections of the tree; 1 if a unit crashed."""
     root = tree()
-    state = about(root)
-    print(f"{root}, commit {state['commit']}, sources {state['sources']}", flush=True)
     crashed = 0
     for name in args.sections or SECTIONS:
+        state = about(root, SECTIONS[name].package)
+        print(f"{name}: {root}, commit {state['commit']}, sources {state['sources']}", flush=True)
         crashed += freeze_section(name, args.out, state, args.units, args)
     return int(crashed > 0)
 

@@ -65,6 +65,36 @@ def holds(field: str) -> Rule:
     return rule
 
 
+def same(field: str) -> Rule:
+    """Return the rule that a value, a digest say, is what it was before."""
+
+    def rule(before: Row, after: Row) -> Iterator[Finding]:
+        old, new = before.get(field), after.get(field)
+        if old != new:
+            yield Finding(True, f"{field}: {_change(old, new)}")
+
+    return rule
+
+
+def same_numbers(field: str, part: float = 1e-9) -> Rule:
+    """Return the rule that numbers by name are what they were but for so large a part of them.
+
+    Which names came and which went is told.
+    """
+
+    def rule(before: Row, after: Row) -> Iterator[Finding]:
+        old, new = before.get(field) or {}, after.get(field) or {}
+        if gone := ", ".join(sorted(old.keys() - new.keys())):
+            yield Finding(False, f"{field}: gone: {gone}")
+        if come := ", ".join(sorted(new.keys() - old.keys())):
+            yield Finding(False, f"{field}: new: {come}")
+        for name in old.keys() & new.keys():
+            if abs(new[name] - old[name]) > part * abs(old[name]):
+                yield Finding(True, f"{field}, {name}: {_change(old[name], new[name])}")
+
+    return rule
+
+
 def told(field: str) -> Rule:
     """Return the rule that a difference is told, and never worse."""
 

@@ -76,6 +76,8 @@ class Section:
         Whether it has seconds in it, so that the machine must have nothing else to do.
     limit_s
         After which a unit is stopped.
+    package
+        Whose sources decide what the rows are.
     """
 
     what: str
@@ -85,6 +87,7 @@ class Section:
     section_rules: tuple[SectionRule, ...] = ()
     timed: bool = False
     limit_s: float = 1800.0
+    package: str = "sn_memory"
 
 
 def digest(data: Any) -> str:
@@ -235,10 +238,18 @@ def _step(run: Any, model: Any, sample: Any, state: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def of_process(**values: Any) -> None:
+    """Set what is a setting of the process in this tree; before, it was a keyword of `plan`."""
+    if (settings := getattr(importlib.import_module("sn_memory"), "settings", None)) is not None:
+        for name, value in values.items():
+            setattr(settings, name, value)
+
+
 def _planned(model: Any, sample: Any, budget: str, **more: Any) -> Any:
     """Plan a torch model so that the plan does not depend on the machine."""
     from sn_memory.torch import plan
 
+    of_process(deterministic=more.get("deterministic", True), progress=False)
     settings = {
         "profile": False, "deterministic": True, "time_limit_s": TORCH_LIMIT_S, "trial": False,
         "progress": False, **more,
@@ -466,6 +477,7 @@ def closure_rows(unit: str) -> Rows:
 def _one_torch_step() -> None:
     torch = importlib.import_module("torch")
     plan = importlib.import_module("sn_memory.torch").plan
+    of_process(progress=False)
     layers = [it for _ in range(4) for it in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     model, sample = torch.nn.Sequential(*layers), torch.randn(512, 64)
     planned = plan(model, sample, "90%", backend="graph", **accepted(plan, {"progress": False}))
@@ -475,6 +487,7 @@ def _one_torch_step() -> None:
 def _one_tensorflow_step() -> None:
     tf = importlib.import_module("tensorflow")
     plan = importlib.import_module("sn_memory.tensorflow").plan
+    of_process(progress=False)
     layers = [tf.keras.layers.Dense(64, "tanh") for _ in range(4)]
     model = tf.keras.Sequential([tf.keras.Input((64,)), *layers])
     sample = tf.random.normal((512, 64))

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from gradients import load
 from machine import commit, machine
+from rivals.codecs import codec as codec_of
 
-import sn_compress
-from sn_compress.base.text_table import text_table
+from sn_compress.text_table import text_table
 
 METHODS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("auto", None, {"ratio": 100}),
@@ -76,7 +76,7 @@ def rows(repeat: int = 3) -> list[dict[str, Any]]:
         for method, preset, settings in METHODS:
             print(f"{source}: {method} {preset or ''}", file=sys.stderr, flush=True)
             shaped = {"shape": tensor.shape} if method in _SHAPED else {}
-            codec = sn_compress.codec(method, preset=preset, **settings, **shaped)
+            codec = codec_of(method, preset=preset, **settings, **shaped)
             state = codec.new_state(n)
             payload = codec.encode(vector, state=state)
             error = np.square(vector.astype(np.float64) - codec.decode(payload)).sum()

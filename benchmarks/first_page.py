@@ -63,6 +63,7 @@ def measure() -> None:
     """One step plain and one planned; the curves, thinned to what a picture shows."""
     import sn_memory.torch
 
+    sn_memory.settings.progress = True
     torch.manual_seed(0)
     torch.set_num_threads(1)
     images = torch.randn(BATCH, 3, 224, 224)
@@ -70,7 +71,7 @@ def measure() -> None:
     rows = []
     for way in ("plain", "planned"):
         if way == "planned":
-            model = sn_memory.torch.plan(model, images, BUDGET, planner="auto", progress=True)
+            model = sn_memory.torch.plan(model, images, BUDGET, planner="auto")
         found, peak = curve_of(model, images)
         width = max(1, len(found) // POINTS)
         thin = [

@@ -22,12 +22,11 @@ import torch
 from nets import NETS, UNSEEN_NETS, fashion_mnist
 from simulated import Floats, rank_gradients, sum_in_order
 
-from sn_compress.ops.linear.kernels import kernels_of
-from sn_compress.ops.linear.matrices import cut
-from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.parts.base import Part
-from sn_compress.sums.parts.frequencies import Frequencies
-from sn_compress.sums.parts.low_rank import LowRank
+from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import Method
+from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of
+from sn_compress.allreduce.methods.low_rank import LowRank
+from sn_compress.ops.products import cut
 
 RANKS, BATCH = 8, 8
 BEFORE = 100  # steps
@@ -38,7 +37,7 @@ RATES = {"cnn": 0.05}  # of the study; 0.1 for others
 class Followed:
     """One tensor sent by one part, on all ranks."""
 
-    def __init__(self, name: str, part: Part, mean: Floats) -> None:
+    def __init__(self, name: str, part: Method, mean: Floats) -> None:
         self.name, self.part, self.bucket = name, part, Bucket([part])
         (self.shape,) = part.shapes
         state = self.bucket.new_state(mean)
@@ -96,7 +95,7 @@ def both(name: str, shape: tuple[int, ...], directions: int, mean: Floats) -> li
     size = 1
     while size < high and sum(Frequencies([kernels], [size + 1]).words(RANKS)) <= words:
         size += 1
-    parts: list[Part] = [low_rank, Frequencies([kernels], [size])]
+    parts: list[Method] = [low_rank, Frequencies([kernels], [size])]
     return [Followed(f"{name} {'x'.join(map(str, shape))}", part, mean) for part in parts]
 
 

@@ -29,6 +29,7 @@ from accuracy import load, save
 from local_peers import Hall, LocalPeers
 from machine import commit, machine
 from nets import NETS, fashion_mnist
+from rivals.codecs import codec
 from study import learning_rate
 
 import sn_compress
@@ -56,7 +57,7 @@ def _fft(shape: tuple[int, ...]) -> sn_compress.Codec:
 
 
 def _auto(shape: tuple[int, ...]) -> sn_compress.Codec:
-    return sn_compress.codec("auto", ratio=22, shape=shape)
+    return codec("auto", ratio=22, shape=shape)
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from tables import markdown
 from training_rows import load, save
 from training_runs import plain_s, say
 
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import layers
 
 RESULTS = Path(__file__).resolve().parent / "results/gossip_links.json"
 METHODS = ("all-reduce", "gossip", "gossip, top-k")

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import sn_compress
-from sn_compress.prediction.cost import BACKWARD
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import BACKWARD, layers
 from sn_compress.torch.gossip import GossipOptimizer
 
 _PORT = 29_717

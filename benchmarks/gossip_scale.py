@@ -35,8 +35,7 @@ from gossip_scale_report import errors, picture, spread_costs, table
 from machine import commit, machine
 
 from sn_compress.gossip import topology
-from sn_compress.prediction.cost import BACKWARD, wire_bytes
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import BACKWARD, layers, wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "benchmarks/results/gossip_links.json"

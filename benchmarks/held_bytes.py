@@ -71,9 +71,9 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     with suppress(BudgetError):
         # Ops are timed first, in a plan that needs no search: the limit below would cut that short
         # on a busy machine, and rules would stand in for what kernels take.
-        sn_memory.torch.plan(model, sample, "100%", progress=False, time_limit_s=120.0)
+        sn_memory.torch.plan(model, sample, "100%", time_limit_s=120.0)
     for asked in job["budgets"]:
-        settings: dict[str, Any] = {"progress": False, "time_limit_s": 6.0}
+        settings: dict[str, Any] = {"time_limit_s": 6.0}
         planned, percent = within(model, sample, asked, settings)
         record = planned.sn_memory
         held = held_bytes(planned, model, sample, device)

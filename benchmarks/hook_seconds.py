@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import layers
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 METHODS: dict[str, Any] = {

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
             float((found[it] - exact[it]).abs().max() / exact[it].abs().max()) for it in exact
         )
         peak = run_step(way, way, ((tokens,), {}), kernels=True).peak_bytes
-        planned = sn_memory.torch.plan(way, (tokens,), "100%", backend="graph", trial=False)
+        planned = sn_memory.torch.plan(way, (tokens,), "100%", backend="graph")
         made = planned.sn_memory.plan
         held = run_step(planned, planned, ((tokens,), {}), kernels=True).peak_bytes
         print(

@@ -29,9 +29,8 @@ from training_runs import REPLAYED, chosen, recorded, routes_of
 from travel import Script
 from wire_methods import METHODS
 
-from sn_compress.base.text_table import text_table
-from sn_compress.prediction.cost import Link, step
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import Link, layers, step
+from sn_compress.text_table import text_table
 
 RANKS, RATIO = 8, 100.0
 WAYS = ("free_s", "free_beside_s", "core_s", "core_beside_s")

@@ -120,6 +120,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Plan a net for each share and time its steps; return a row for each."""
     torch.manual_seed(0)
+    sn_memory.settings.deterministic = True
     model = NETS[name](layers).train()
     x = torch.randn(ROWS, WIDTH)
     fixed = 2 * sum(it.nbytes for it in model.parameters()) + x.nbytes
@@ -131,9 +132,7 @@ def rows_of(
             whole = plans[0].sn_memory.plan.peak_bytes
             budget = fixed + int(share * (whole - fixed))
         plans.append(
-            sn_memory.torch.plan(
-                model, x, budget, profile=False, time_limit_s=time_limit_s, deterministic=True
-            )
+            sn_memory.torch.plan(model, x, budget, profile=False, time_limit_s=time_limit_s)
         )
     own, *planned = in_turn([model, *plans], x, steps)
     rows = []

@@ -97,7 +97,7 @@ def epoch(name: str, lengths: tuple[int, ...], plain: dict[str, Any]) -> dict[st
         "searched": sum(it.how.startswith("planned") for it in model.sn_memory.kinds),
         "equal": found["losses"] == plain["losses"]
         and all(map(torch.equal, found["tensors"], plain["tensors"])),
-        "at_sight_s": round(model.sn_memory.time.planning_s, 2),
+        "at_sight_s": round(model.sn_memory.inputs.time.planning_s, 2),
         "seconds": round(found["seconds"], 1),
         "plain_s": round(plain["seconds"], 1),
         "kinds": rows_of(model.sn_memory),

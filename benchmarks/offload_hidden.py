@@ -128,7 +128,7 @@ def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any
             host_copies.lanes_for = lanes_for
             budget = int(share * whole)
             planned = plan(
-                model, sample, budget, techniques=techniques, device=device, trial=False,
+                model, sample, budget, techniques=techniques, device=device,
                 time_limit_s=LIMIT_S, backend="graph",
             )  # fmt: skip
             found = planned.sn_memory.plan

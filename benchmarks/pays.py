@@ -7,7 +7,7 @@
 
 **The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of
 the parameters, and the codec from rates of one core, measured once and kept in
-`sn_compress.prediction.rates`; so it is the same on every machine. A codec on a GPU was not
+`sn_compress.prediction.predict`; so it is the same on every machine. A codec on a GPU was not
 measured: it lies between one core's and one that takes no time, and both are told.
 
 **Measured steps** are DDP's, two Gloo ranks, each in a namespace behind a link (shaped_links.py),
@@ -35,12 +35,10 @@ from tables import markdown
 from torch import nn
 from training_rows import load, save
 
-from sn_compress.base.text_table import text_table
-from sn_compress.prediction.cost import Link, Step
-from sn_compress.prediction.layers import Layer, layers
-from sn_compress.prediction.predict import Prediction, predict
-from sn_compress.prediction.rates import FREE, RECORDED, Rates, measure_rates
+from sn_compress.prediction.cost import Layer, Link, Step, layers
+from sn_compress.prediction.predict import FREE, RECORDED, Prediction, Rates, measure_rates, predict
 from sn_compress.settings import Settings
+from sn_compress.text_table import text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/pays.json"

@@ -2,7 +2,7 @@
 
     python benchmarks/pool.py [--quick] [--json FILE] [--png FILE]
 
-Each packing is checked by sn_memory/check/packing.py. Seconds are those of the process on one core,
+Each packing is checked by sn_memory/check.py. Seconds are those of the process on one core,
 so that neighbours on the machine do not count; `seconds` is the median of the runs. `height` and
 `greedy` rows are over the lower bound, the largest sum of live sizes.
 """
@@ -21,9 +21,8 @@ import numpy as np
 from machine import ROOT, commit, machine
 
 from sn_memory import arrange, check_packing
-from sn_memory.pool.csv import read_csv
-from sn_memory.pool.problem import read_problem
-from sn_memory.pool.search import RULES, first_fit, order_by
+from sn_memory.pool.pack import RULES, first_fit, order_by
+from sn_memory.pool.problem import read_csv, read_problem
 
 FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))
 CAPACITY = 1_048_576

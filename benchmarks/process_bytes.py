@@ -74,7 +74,7 @@ def row_of(name: str) -> dict[str, Any]:
     tracemalloc.start()
     gc.collect()
     before = tracemalloc.get_traced_memory()[0]
-    planned = sn_memory.torch.plan(model, sample, "80%", profile=False, trial=False)
+    planned = sn_memory.torch.plan(model, sample, "80%", profile=False)
     gc.collect()
     objects = tracemalloc.get_traced_memory()[0] - before
     del planned

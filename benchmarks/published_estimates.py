@@ -22,7 +22,7 @@ from gpt_layer import Layer
 from machine import commit, machine
 from torch import nn
 
-from sn_memory.run.fit import Units, on_cards
+from sn_memory.run.estimate import Units, on_cards
 from sn_memory.torch import estimate
 
 WITHIN = 0.10

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from gradients import RUN, load
 from machine import commit, machine
+from rivals.codecs import codec as codec_of
 
-import sn_compress
-from sn_compress.base.text_table import text_table
+from sn_compress.text_table import text_table
 
 RIVALS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("fft", "paper", {"theta": 0.9}),
@@ -81,7 +81,7 @@ def make(name: str, preset: str | None, settings: dict[str, Any], shape: tuple[i
         if min(rows, columns) < settings.get("rank", 1):
             return None
         settings = settings | {"shape": (rows, columns)}
-    return sn_compress.codec(name, preset=preset, **settings)
+    return codec_of(name, preset=preset, **settings)
 
 
 def measure(gradients: dict[str, np.ndarray], steps: set[str]) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def measure(gradients: dict[str, np.ndarray], steps: set[str]) -> list[dict[str,
         about = {"net": net, "step": int(step), "tensor": name, "n": run[0].size}
 
         def auto(ratio: float, run: list[np.ndarray] = run, shape: Any = shape) -> float:
-            return lost(sn_compress.codec("auto", ratio=ratio, shape=shape, every=1), run)
+            return lost(codec_of("auto", ratio=ratio, shape=shape, every=1), run)
 
         for method, preset, settings in RIVALS:
             codec = make(method, preset, settings, shape)

@@ -30,8 +30,7 @@ from planner_torch import FULL
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
-from sn_memory.cost.blocks import replay
-from sn_memory.cost.caching import AllocatorSettings, CachingAllocator
+from sn_memory.cost.caching import AllocatorSettings, CachingAllocator, replay
 from sn_memory.graph.liveness import unplanned_bytes
 from sn_memory.plan.policies import policy
 from sn_memory.pool.placing import GRAIN, GRANULE, PACK_S, PlacingAllocator
@@ -116,15 +115,21 @@ def columns(graph: Graph, plan: Plan) -> dict[str, Any]:
     }
 
 
-def kept(graph: Graph, budget: int, first: Plan) -> dict[str, Any]:
+def kept(graph: Graph, budget: int, first: Plan, limit_s: float) -> dict[str, Any]:
     """Plans for reserved bytes: what each reserves, or the least that was found, and seconds."""
     found: dict[str, Any] = {}
 
     def search(live: int, seconds: float | None) -> Plan:
-        if seconds is None:
+        # The first search is the same for all settings.
+        if seconds is None and live == budget:
             return first
         return plan_graph(
-            graph, live, techniques=TECHNIQUES, time_limit_s=seconds, from_sqrt_n=False
+            graph,
+            live,
+            techniques=TECHNIQUES,
+            time_limit_s=seconds or limit_s,
+            deterministic=True,
+            from_sqrt_n=False,
         )
 
     for name, settings in SETTINGS.items():
@@ -154,11 +159,13 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
         row = {**head, "share": share, "budget": budget}
         began = time.perf_counter()
         try:
-            plan = plan_graph(graph, budget, techniques=TECHNIQUES, time_limit_s=limit_s)
+            plan = plan_graph(
+                graph, budget, techniques=TECHNIQUES, time_limit_s=limit_s, deterministic=True
+            )
             row |= {"seconds": time.perf_counter() - began, "overhead": plan.overhead}
             row |= columns(graph, plan)
             if with_kept:
-                row["kept"] = kept(graph, budget, plan)
+                row["kept"] = kept(graph, budget, plan, limit_s)
         except BudgetError as error:
             row["least"] = error.peak_bytes
         rows.append(row)

@@ -27,7 +27,7 @@ from planner_tensorflow import network, one_thread, training_step
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
 from sn_memory.cost.bfc import BFCAllocator, BFCSettings
-from sn_memory.cost.blocks import replay
+from sn_memory.cost.caching import replay
 from sn_memory.cost.devices import named
 from sn_memory.graph.liveness import unplanned_bytes
 from sn_memory.plan.policies import policy

@@ -44,7 +44,7 @@ from resnet50_gradients import (
 from resnet50_horovod import run_horovod
 from training_rows import load, save
 
-from sn_compress.base.text_table import text_table
+from sn_compress.text_table import text_table
 
 RESULTS = Path(__file__).resolve().parent / "results/resnet50_step.json"
 SEAMS = ("ddp", "horovod")

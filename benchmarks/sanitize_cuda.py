@@ -12,9 +12,9 @@ import cupy
 import numpy as np
 
 from sn_compress import FFTCodec
-from sn_compress.base.errors import PayloadError
+from sn_compress.codecs import _fft_cuda
 from sn_compress.codecs.base import Payload
-from sn_compress.codecs.frequency import _device
+from sn_compress.errors import PayloadError
 
 SETTINGS = [
     {},
@@ -42,11 +42,11 @@ def main() -> None:
             state = codec.new_state(n, like=tensor)
             payloads = [codec.encode(tensor, state=state) for _ in range(2)]
             codec.decode_mean(payloads)
-            _device.raise_if_damaged()
+            _fft_cuda.raise_if_damaged()
             noise = cupy.asarray(rng.integers(0, 256, payloads[0].nbytes, dtype=np.uint8))
             codec.decode_mean([Payload(noise, codec.codec_id, n, codec.settings)])
             with suppress(PayloadError):  # it is kept until asked for, and would be the next case's
-                _device.raise_if_damaged()
+                _fft_cuda.raise_if_damaged()
             tensor[n // 2] = cupy.nan
             codec.decode(codec.encode(tensor, state=state))
     cupy.cuda.Device().synchronize()

@@ -26,7 +26,7 @@ from language import Language, batch, loss_of
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
 from training_rows import load, save
 
-from sn_compress.base.text_table import text_table
+from sn_compress.text_table import text_table
 
 RESULTS = Path(__file__).resolve().parent / "results/shaped_ddp.json"
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")

@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from rivals.codecs.powersgd import powersgd_allreduce
 from torch import nn
 
-from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
-from sn_compress.codecs.factors.powersgd import powersgd_allreduce
-from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.engine.carry import Carry, Gradient
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.codecs.base import HEADER_BYTES, Codec, mean_of_gathered, on_wire
+from sn_compress.collective import Collective, Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.feedback import ErrorFeedback
-from sn_compress.sums.session import SharedExchange
 
 Floats = npt.NDArray[np.float32]
 SMALLEST = 1024  # elements; what is smaller travels plain with every method
@@ -102,15 +101,12 @@ class Gather(Exchange):
     headers : count our header of 32 bytes and padding, which other codes for a rival's method
         would not send
     at : the codec for a step, where it changes (DGC's warm-up)
-    seen : told each payload
     """
 
     def __init__(
         self, codecs: Sequence[Codec], *, feedback: bool = True, decay: float = 1.0,
         headers: bool = True, at: Callable[[Any, int], Codec] | None = None,
-        seen: Callable[[Payload], None] | None = None,
     ) -> None:  # fmt: skip
-        self.seen = seen
         self.codecs, self.headers, self.at, self.step = list(codecs), headers, at, 0
         self.memories = [ErrorFeedback(codec, decay=decay) for codec in codecs]
         self.feedback = feedback
@@ -125,8 +121,6 @@ class Gather(Exchange):
                 if self.feedback
                 else codec.encode(vector)
             )
-            if self.seen:
-                self.seen(payloads[-1])
         gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
         bare = payloads[0].nbytes - HEADER_BYTES
         self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))
@@ -173,7 +167,7 @@ class Frequencies(Exchange):
                      if (more := _sent(rounds, own))]  # fmt: skip
         return [gradient.values for gradient in given[0]]
 
-    def _carried(self, asked: Sequence[Carry]) -> list[Any]:
+    def _carried(self, asked: Sequence[Collective]) -> list[Any]:
         """What each rank gets of what all have asked for."""
         ranks, words = len(asked), [carry.words for carry in asked]
         total = sum(each.nbytes for each in words)
@@ -196,10 +190,10 @@ def _no_sums(*_: Any) -> Any:
     raise NotImplementedError("an engine asked for a sum of all ranks: theta follows what is lost")
 
 
-def _sent(rounds: Any, came: Any) -> list[Carry] | None:
+def _sent(rounds: Any, came: Any) -> list[Collective] | None:
     """What rounds ask for next; None where they have come to their end."""
     try:
-        more: list[Carry] = rounds.send([came])
+        more: list[Collective] = rounds.send([came])
     except StopIteration:
         return None
     return more
@@ -217,7 +211,7 @@ class Shared(Exchange):
     """
 
     def __init__(
-        self, sessions: Sequence[SharedExchange], name: str, shape: tuple[int, ...]
+        self, sessions: Sequence[AllReduceExchange], name: str, shape: tuple[int, ...]
     ) -> None:
         self.sessions, self.name, self.shape = list(sessions), name, shape
 

@@ -10,7 +10,7 @@ the system takes back.)
     plain       without a limit; and with it, where it has to die
     memmap      by hand: parameters and state are np.memmap, AdamW of each parameter runs in a hook
                 as soon as its gradient is there
-    backward    sn_memory.torch.plan(..., state=folder, update="backward")
+    backward    sn_memory.torch.plan(..., state=HostState(folder, update="backward"))
     step        the same with update="step", the default: gradients wait for optimizer.step()
     copied      as backward, and updates are made of copies, not in place
     disk        as copied, and pages that were read or written are dropped from the page cache
@@ -163,14 +163,17 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
         optimizer = torch.optim.AdamW(model.parameters())
     else:
         held = sn_memory.torch.HostState(
-            folder, keep_cached=way != "disk", in_place=way not in ("copied", "disk")
+            folder,
+            keep_cached=way != "disk",
+            in_place=way not in ("copied", "disk"),
+            update="step" if way == "step" else "backward",
         )
         initialised(held.hold(model))
         optimizer = torch.optim.AdamW(model.parameters())
         began = time.perf_counter()
         model = sn_memory.torch.plan(
             model, sample, f"{budget}MiB", optimizer=optimizer, state=held,
-            update="step" if way == "step" else "backward", time_limit_s=10,
+            time_limit_s=10,
         )  # fmt: skip
         record = model.sn_memory
         found |= {

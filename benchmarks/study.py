@@ -240,7 +240,7 @@ OTHERS: list[tuple[str, float | None]] = [
     ("paper", None),
     ("fp16", None),
 ]
-# What may lose less than FFTCompression as it is, at the same bytes (decisions 51 and 52).
+# What may lose less than FFTCompression as it is, at the same bytes (decision 52).
 NEARER: list[tuple[str, float | None]] = [
     (name, ratio)
     for ratio in (50.0, 150.0)
@@ -250,7 +250,6 @@ NEARER: list[tuple[str, float | None]] = [
 OVER_TIME: list[tuple[str, float | None]] = [
     ("fft, 8 bits", 50.0),
     ("fft by shape, warm-up", 50.0),
-    ("fft by shape, energy budget", 50.0),
     ("fft by shape, no memory", 3.0),
     ("fft by shape, no memory, diminishing", 3.0),
 ]

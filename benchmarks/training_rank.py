@@ -21,7 +21,7 @@ from travel import Script, Stamp, Travel, play
 from wire_methods import OURS, PAPER, method
 
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.base._waiting import WAIT_S, result_of
+from sn_compress.consistency import WAIT_S, result_of
 from sn_compress.prediction.cost import BACKWARD, wire_bytes
 from sn_compress.torch.under_horovod.memory import memory_of
 

@@ -12,8 +12,8 @@ from machine import commit, machine
 from nets import NETS
 from wire_traffic import predicted_bytes
 
-from sn_compress.base.text_table import text_table
-from sn_compress.prediction.layers import layers
+from sn_compress.prediction.cost import layers
+from sn_compress.text_table import text_table
 
 KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap", "gpu", "link")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target", "warmup", "seed")

@@ -14,8 +14,7 @@ from published import WIRES, step_on
 from travel import Script, record
 from wire_methods import OURS, method
 
-from sn_compress.prediction.cost import Link, Method, Route, choose, wire_bytes
-from sn_compress.prediction.layers import Layer, layers
+from sn_compress.prediction.cost import Layer, Link, Method, Route, choose, layers, wire_bytes
 
 REPLAYED = ("alexnet", "resnet50")
 TRAINED = ("cnn", "transformer")

@@ -75,17 +75,14 @@ def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[s
     step_s = statistics.median(plain() for _ in range(LEARN))
     learning_s = sum(tuned() for _ in range(LEARN)) - LEARN * step_s
     tuner = None if aa else memory_of(optimizer).engine.tuner
-    methods = {"plain"}
-    if tuner is not None:
-        if not tuner.settled:
-            raise SystemExit(f"{name}: the tuner has not settled after {LEARN} steps")
-        methods = set(tuner._methods.values()) or methods
+    if tuner is not None and not tuner.settled:
+        raise SystemExit(f"{name}: the tuner has not settled after {LEARN} steps")
     return {
         "model": name,
         "ranks": hvd.size(),
         "against": "plain" if aa else "tuned",
         **paired(plain, tuned, pairs=pairs, steps=steps, mean=same),
-        "methods": sorted(methods),
+        "methods": ["plain" if tuner is None else tuner.choice],
         "learning_s": learning_s,
         "load": os.getloadavg()[0],
         "commit": commit(),

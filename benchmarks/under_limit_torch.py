@@ -54,14 +54,15 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     """Return what runs a step, and what there is to say of it."""
     torch.manual_seed(0)
     make = {"resnet": _resnet, "gpt2": _gpt2}[asked["task"]]
-    held = sn_memory.torch.HostState() if asked["way"] == "ours_state" else None
+    ours_state = asked["way"] == "ours_state"
+    held = sn_memory.torch.HostState(update="backward") if ours_state else None
     model, sample, about = make(asked, held)
     about["parameter_bytes"] = sum(it.nbytes for it in model.parameters())
     if held is not None:
         optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
-        state = {"optimizer": optimizer, "state": held, "update": "backward"}
+        state = {"optimizer": optimizer, "state": held}
     else:
-        state = {"update": "hooks" if asked["update"] == "early" else "step"}
+        state = {"state": "hooks" if asked["update"] == "early" else None}
     if asked["way"].startswith("ours"):
         began = time.process_time()
         model, planned = _planned(model, sample, asked, state)
@@ -86,6 +87,8 @@ def _planned(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Plan within the limit, less a margin for what is no storage: objects, scratch, page ends."""
     budget = asked["limit_bytes"] - asked["margin_bytes"]
+    # Work is counted, not seconds: the machine is shared with others.
+    sn_memory.settings.deterministic = True
     planned = sn_memory.torch.plan(
         model,
         sample,
@@ -93,11 +96,7 @@ def _planned(
         planner=asked.get("planner", "auto"),
         backend="graph",
         profile=False,
-        trial=False,
         time_limit_s=asked["time_limit_s"],
-        # Work is counted, not seconds: the machine is shared with others.
-        deterministic=True,
-        progress=False,
         **state,
     )
     made = planned.sn_memory.plan
@@ -106,7 +105,7 @@ def _planned(
         "predicted_bytes": made.peak_bytes,
         "planned_extra": made.overhead,
         "ops": len(planned.sn_memory.trace.graph.ops),
-        **({"state": repr(planned.sn_memory.state)} if "state" in state else {}),
+        **({"state": repr(planned.sn_memory.state)} if planned.sn_memory.state else {}),
     }
 
 

@@ -4,7 +4,7 @@ An exchange of one tensor is a generator: it yields what is to be summed or gath
 is sent the result, and returns the mean. `travel.py` carries them, and can also play a recorded
 exchange whose codec takes a known time.
 
-Settings of the rivals are those their authors name (`sn_compress.presets`), where there are any:
+Settings of the rivals are those their authors name (`rivals.codecs.presets`), where there are any:
 QSGD with 4 bits in buckets of 512, TernGrad with 2 bits and a scale per tensor, both without memory
 as published; Top-k with 1 % and with 10 % ("topk10"), error feedback, 32-bit indices and values;
 PowerSGD of rank 4 with error feedback
@@ -22,16 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from rivals.codecs import codec
 
 import sn_compress
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.engine.carry import Gradient
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.codecs.base import mean_of_gathered, on_wire
+from sn_compress.collective import Gradient
 from sn_compress.engine.engine import Engine
-from sn_compress.engine.scattered import Shares, shares_of
-from sn_compress.ops.linear.directions import first_factor
+from sn_compress.engine.payloads import Shares, shares_of
+from sn_compress.ops.products import first_factor
 from sn_compress.settings import Settings
-from sn_compress.sums.session import SharedExchange
 
 KINDS = {"gather": "allgather", "alltoall": "alltoall"}  # of the engine, of Horovod
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
@@ -137,7 +138,7 @@ def powersgd(ranks: int, *, rank: int) -> Method:
 
 def shared(ranks: int, settings: Settings) -> Method:
     """Ours over all-reduces of low-bit words; dense at first, as in training."""
-    session, dense = SharedExchange(**settings.shared), plain(ranks)
+    session, dense = AllReduceExchange(**settings.shared), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
         if not session.takes(name, shape):
@@ -195,10 +196,8 @@ def _alike(shares: Shares, values: np.ndarray, rank: int, kind: str) -> np.ndarr
 def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[..., Any]:
     def make(shape: tuple[int, ...]) -> Any:
         if shaped:
-            return sn_compress.codec(
-                name, shape=matrix_of(shape) if len(shape) > 1 else None, **settings
-            )
-        return sn_compress.codec(name, **settings)
+            return codec(name, shape=matrix_of(shape) if len(shape) > 1 else None, **settings)
+        return codec(name, **settings)
 
     return make
 

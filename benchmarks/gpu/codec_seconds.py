@@ -17,8 +17,8 @@ import torch
 
 from gpu.section import CannotError, Section, main
 from sn_compress import FFTCodec
-from sn_compress.base.errors import MissingExtra
-from sn_compress.codecs.frequency import batched
+from sn_compress.codecs import batched
+from sn_compress.errors import MissingExtra
 
 PLAIN = (
     {"theta": 0.98},

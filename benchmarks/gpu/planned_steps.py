@@ -194,8 +194,6 @@ def of_net(section: Section, name: str, make: Make) -> None:
     for share in SHARES[: 1 if section.dry else None]:
         net.planned(f"planned, {share}", share)
     offloaded(net, plain)
-    if any(isinstance(it, nn.Conv2d) for it in net.model.modules()) and not section.dry:
-        net.planned("planned, ways of convolutions", "75%", workspaces=True)
     for rival, peak in rivals(net):
         net.planned(f"planned at the peak of {rival}", peak)
 

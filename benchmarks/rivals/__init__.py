@@ -1,1 +1,1 @@
-"""Methods of the literature that the packages do not contain: what benchmarks compare with."""
+"""Planners and codecs that the packages do not contain: what benchmarks compare with."""

@@ -37,7 +37,10 @@ def test_torchs_settings_take_no_longer_than_the_planner_of_kernels():
     kept, median = (it.strip() for it in table.splitlines()[-1].split("|")[2:5:2])
     assert kept == "35 of 39"
     assert float(median) <= 1.02
-    page = RESULTS.parents[1] / "docs/decisions/0079-torchs-budgets-are-measured.md"
+    page = (
+        RESULTS.parents[1]
+        / "docs/decisions/0079-under-torch-compile-torchs-own-memory-budgets-are-measured.md"
+    )
     assert table in page.read_text()
 
 

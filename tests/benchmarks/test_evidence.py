@@ -62,6 +62,19 @@ def test_what_held_holds_and_numbers_keep_their_bounds():
     assert worse(rules.modules, {"count": 1, "modules": ["a"]}, {"count": 2, "modules": ["a", "b"]})
 
 
+def test_what_has_to_be_the_same_is_the_same():
+    row = {"key": "ddp 2, fft", "bits": "ab", "report": {"ratio": 31.1, "steps": 50.0}}
+    assert worse(rules.same("bits"), row, {"bits": "ac"})
+    assert worse(rules.same("bits"), row, {"bits": None})
+    numbers = rules.same_numbers("report")
+    assert not worse(numbers, row, {"report": {"ratio": 31.1 + 1e-10, "steps": 50.0}})
+    assert worse(numbers, row, {"report": {"ratio": 31.2, "steps": 50.0}})
+    # A key that came or went is told, and is not worse.
+    found = list(numbers(row, {"report": {"ratio": 31.1, "tuned": 0.0}}))
+    assert [it.worse for it in found] == [False, False]
+    assert "gone: steps" in found[0].what
+
+
 def test_a_median_is_of_the_whole_section():
     pairs = [({"s": 1.0}, {"s": it}) for it in (0.9, 1.01, 1.3)]
     assert not [it for it in rules.median_not_above("s", 0.02)(pairs) if it.worse]
@@ -119,6 +132,14 @@ def test_a_tiny_section_is_frozen_gone_on_with_and_equal_to_itself(tmp_path, cap
     assert evidence.main([*command, str(again)]) == 0
     assert evidence.main(["compare", str(out), str(again)]) == 0
     assert "0 worse, 0 other differences" in capsys.readouterr().out
+
+
+def test_golden_payloads_are_frozen_and_equal_to_themselves(tmp_path, capsys):
+    command = ["freeze", "--sections", "compress_golden", "--out"]
+    assert evidence.main([*command, str(tmp_path / "once")]) == 0
+    assert evidence.main([*command, str(tmp_path / "again")]) == 0
+    assert evidence.main(["compare", str(tmp_path / "once"), str(tmp_path / "again")]) == 0
+    assert "compress_golden: 71 rows, 0 worse, 0 other" in capsys.readouterr().out
 
 
 def test_a_freeze_of_other_sources_is_not_gone_on_with(tmp_path):

@@ -31,7 +31,7 @@ def test_powersgd_of_the_mean_is_powersgd_of_the_ranks(simulated):
 
     Twenty steps of correlated gradients, so that memories and the warm start matter.
     """
-    from sn_compress.codecs.factors.powersgd import powersgd_allreduce
+    from rivals.codecs.powersgd import powersgd_allreduce
 
     rng = np.random.default_rng(0)
     shape, rank, ranks = (24, 40), 2, 4
@@ -100,11 +100,11 @@ def test_gather_averages_what_ranks_send_and_remembers_the_rest(simulated):
 
 def test_shared_averages_what_ranks_send_and_remembers_the_rest(simulated):
     """As above; and the words of every round are counted."""
-    from sn_compress.sums.session import SharedExchange
+    from sn_compress.allreduce.exchange import AllReduceExchange
 
     rng = np.random.default_rng(2)
     shape, ranks, steps = (16, 24), 8, 30
-    sessions = [SharedExchange(ratio=5, warmup=1, min_elements=64) for _ in range(ranks)]
+    sessions = [AllReduceExchange(ratio=5, warmup=1, min_elements=64) for _ in range(ranks)]
     exchange = simulated.Shared(sessions, "tensor", shape)
     arrived, put_in = np.zeros(384), np.zeros(384)
     for _ in range(steps):

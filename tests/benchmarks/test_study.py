@@ -110,22 +110,6 @@ def test_annealed_receives_what_was_asked_for_and_less_at_every_step(study, meth
     assert each[0] > 1.7 * received[-1] / steps, "the first steps have more than the mean"
 
 
-def test_a_schedule_hears_what_the_step_before_has_lost(study):
-    """All tensors and ranks of a step have its theta; what they lost moves the next ones."""
-    shapes, ranks = {"a": (32, 40), "b": (48, 40)}, 2
-    exchanges = study.build("fft by shape, energy budget", shapes, ranks, 4.0, 200 + study.DENSE)
-    rng, thetas = np.random.default_rng(0), []
-    for step in range(160):
-        now = {exchange.at(None, step).theta for exchange in exchanges.values()}
-        assert len(now) == 1
-        thetas += now
-        for name, exchange in exchanges.items():
-            size = math.prod(shapes[name])
-            exchange.mean([rng.standard_normal(size).astype(np.float32) for _ in range(ranks)])
-    # Half of the bins are kept at first, which loses far less than the target.
-    assert thetas[0] == thetas[49] < thetas[50] == thetas[99] < thetas[100]
-
-
 def test_unseen_nets_are_new_and_at_each_number_of_ranks(study):
     runs = study.unseen_plan([0], [2, 4, 8])
     assert len(set(runs)) == len(runs)

@@ -19,8 +19,7 @@ import wire_methods
 import wire_traffic
 from shaped_links import NoLinksError, ShapedLinks
 
-from sn_compress.prediction.cost import Link
-from sn_compress.prediction.layers import Layer, layers
+from sn_compress.prediction.cost import Layer, Link, layers
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3

@@ -4,7 +4,7 @@ from rivals.planners import PLANNERS
 plan = PLANNERS["dtr"](graph, budget_bytes=1 << 30)      # a sn_memory.Plan
 
 They are functions as those of `sn_memory.plan.policies`, with the same contract. sn_memory's own
-planner does not ask them: docs/decisions/0074 says why.
+planner does not ask them: docs/decisions/0075 says why.
 """
 
 from __future__ import annotations

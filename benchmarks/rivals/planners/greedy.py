@@ -1,13 +1,13 @@
 """Chen et al., "Training deep nets with sublinear memory cost" (2016), algorithm 3.
 
-As `sn_memory.plan.policies.sqrt_n`, which is of the same paper, but a segment is cut whenever it
+As `sn_memory.plan.policies`, which is of the same paper, but a segment is cut whenever it
 has made so many bytes, and how many is searched.
 """
 
 from __future__ import annotations
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.policies.sqrt_n import crossing_bytes, cuts_by_bytes, plan_of_cuts
+from sn_memory.plan.policies import crossing_bytes, cuts_by_bytes, plan_of_cuts
 from sn_memory.plan.walk import origins
 
 from .sweep import best_of_sweep

@@ -16,8 +16,8 @@ from nets import NETS
 from simulated import Frequencies, Plain, Shared, exchange_gradients, rank_gradients
 
 from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.engine.engine import Engine
-from sn_compress.sums.session import SharedExchange
 
 BATCH, STEPS = 4, 8
 WAYS = {
@@ -76,7 +76,7 @@ def exchange_of(way, sessions, engines, name, parameter):
 def simulated(way):
     net, optimizer = new()
     settings = WAYS[way].settings
-    sessions = [SharedExchange(**settings.shared) for _ in range(hvd.size())]
+    sessions = [AllReduceExchange(**settings.shared) for _ in range(hvd.size())]
     engines = [
         Engine(settings, 1, stock="Horovod", tuner=None, drops_unused=False)
         for _ in range(hvd.size())

@@ -1,0 +1,167 @@
+"""DDP over nodes of several ranks: seconds of a step, bytes that leave a node, by nodes and flat.
+
+    python benchmarks/node_ddp.py [--nodes 2 4] [--gbit 0.1 1] [--json FILE]      as root
+    python benchmarks/node_ddp.py --report
+
+Each node is a namespace behind a link of --gbit (benchmarks/shaped_links.py); its --per-node ranks
+meet at its own address, so that what travels inside a node never comes to the link. Gradients have
+AlexNet's shapes and are made without a network: what is timed is a backward pass of one product a
+parameter, and the exchange. Ways take turns step by step in the same processes. Bytes are those
+that the node's interface counts in a step, headers included. "plain by nodes" is all of it summed
+inside a node and travelling whole between owners: LowRankCompression that stays in its warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_ranks import about, as_rank, measured, run_ranks
+from shaped_links import NoLinksError, ShapedLinks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training_rows import load, save
+
+from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.text_table import text_table
+from sn_compress.torch.ddp import CompressionState, compression_hook
+
+RESULTS = Path(__file__).resolve().parent / "results/node_ddp.json"
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+SETTINGS = ("nodes", "per_node", "gbit", "scale")
+SETTLE = 2  # steps of each way before those that are timed
+# AlexNet (Krizhevsky 2012, as torchvision has it): weights and biases of its layers.
+SHAPES = [
+    (64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
+    (4096, 9216), (4096, 4096), (1000, 4096), (64,), (192,), (384,), (256,), (256,), (4096,),
+    (4096,), (1000,),
+]  # fmt: skip
+WAYS: dict[str, Any] = {
+    "plain": None,
+    "plain by nodes": LowRankCompression.using(warmup=10**9),
+    "low rank 50": LowRankCompression.using(ratio=50, warmup=1, hierarchy=None),
+    "low rank 50 by nodes": LowRankCompression.using(ratio=50, warmup=1),
+    "FFT": FFTCompression.using(hierarchy=None),
+    "FFT by nodes": FFTCompression,
+}
+
+
+class Shapes(nn.Module):
+    """Parameters whose gradients are what it is called with, times a number."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Sides of matrices divided by a scale, where a machine has no room for all of them.
+        shapes = [tuple(n // scale if n >= 1000 else n for n in shape) for shape in SHAPES]
+        self.tensors = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
+        """The sum of products."""
+        pairs = zip(self.tensors, gradients, strict=True)
+        return torch.stack([torch.dot(p.flatten(), g.flatten()) for p, g in pairs]).sum() * factor
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """In a rank: steps of all ways, in turn."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // job["per_node"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model = Shapes(job["scale"])
+    gradients = [torch.randn(p.shape, generator=generator) for p in model.tensors]
+    found: dict[str, dict[str, list[float]]] = {}
+    for way in job["ways"]:
+        # One after the other: eight ranks with six models each would not fit.
+        model.zero_grad()
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if (compression := WAYS[way]) is not None:
+            state = CompressionState(compression, named_parameters=model.named_parameters())
+            ddp.register_comm_hook(state, compression_hook)
+        seconds, sent = [], []
+        for step in range(SETTLE + job["steps"]):
+            model.zero_grad()
+            dist.barrier()
+            before, start = int(COUNTER.read_text()), time.perf_counter()
+            ddp(gradients, 1.0 + step / 10).backward()
+            seconds.append(time.perf_counter() - start)
+            dist.barrier()  # what a rank has sent is counted when the others have it
+            sent.append(int(COUNTER.read_text()) - before)
+        found[way] = {"seconds": seconds[SETTLE:], "sent": sent[SETTLE:]}
+        del ddp
+    return found
+
+
+def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a way; seconds are those of the slowest rank, bytes those of the first node."""
+    rows = []
+    for way in job["ways"]:
+        steps = [max(each) for each in zip(*(rank[way]["seconds"] for rank in found), strict=True)]
+        row = {"way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"]}
+        row |= {"step_s": round(statistics.median(steps), 3)}
+        row |= {"node_bytes": round(statistics.median(found[0][way]["sent"]))}
+        rows.append(row | about(__file__))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them, a table for each set of nodes."""
+    lines = []
+    for key in dict.fromkeys(tuple(row[k] for k in ("commit", *SETTINGS)) for row in rows):
+        group = [row for row in rows if tuple(row[k] for k in ("commit", *SETTINGS)) == key]
+        commit, nodes, per_node, gbit, _ = key
+        lines.append(
+            f"\ncommit {commit}: {nodes} nodes of {per_node} ranks, {gbit:g} Gbit/s between, "
+            f"load {group[-1]['load']:.1f}"
+        )
+        plain = next((row["step_s"] for row in group if row["way"] == "plain"), None)
+        cells = [
+            [row["way"], row["step_s"], plain and plain / row["step_s"], row["node_bytes"] / 1e6]
+            for row in group
+        ]
+        lines.append(
+            text_table(("way", "s/step", "x plain", "MB a node"), cells, ("", ".2f", ".2f", ".2f"))
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Do the runs that are missing, then print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--per-node", type=int, default=2)
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each way")
+    parser.add_argument("--scale", type=int, default=1, help="divides the sides of large matrices")
+    args = parser.parse_args()
+    rows = load(args.json)
+    for nodes in [] if args.report else args.nodes:
+        for gbit in args.gbit:
+            job = {"nodes": nodes, "per_node": args.per_node, "gbit": gbit, "scale": args.scale}
+            if all(measured(rows, job | {"way": way}) for way in args.ways):
+                continue
+            print(f"{nodes} nodes, {gbit:g} Gbit/s", file=sys.stderr, flush=True)
+            job |= {"ways": args.ways, "steps": args.steps}
+            try:
+                with ShapedLinks(nodes, gbit) as links:
+                    found = run_ranks(
+                        __file__, job, ranks=nodes * args.per_node, timeout_s=3600, links=links,
+                        per_node=args.per_node,
+                    )  # fmt: skip
+            except NoLinksError as why:
+                raise SystemExit(str(why)) from None
+            rows += rows_of(job, found)
+            save(args.json, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__" and not as_rank(work):
+    main()

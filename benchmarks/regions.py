@@ -1,0 +1,409 @@
+"""Models whose course depends on values, trained within a budget by regions: peaks and gradients.
+
+    python benchmarks/regions.py [--only NAME] [--shares 50 40] [--json FILE]
+
+Each net is planned on one batch and then makes five steps on other batches, beside a copy without a
+plan. Peaks are of torch's CPU allocator, which counts what kernels take for themselves as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import sn_memory.torch
+from sn_memory.torch.model.tracker import AllocationTracker
+
+STEPS = 5
+Batches = Callable[[int], Any]
+
+
+class TopTwo(nn.Module):
+    """Experts in a loop, each given the rows that chose it."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            at, which = torch.where(chosen == number)
+            if at.numel():
+                out = out.index_add(0, at, expert(rows[at]) * weights[at, which, None])
+        return out.view_as(x)
+
+
+class Experts(nn.Module):
+    """Layers of attention, each followed by experts."""
+
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True) for _ in range(layers)
+        )
+        self.experts = nn.ModuleList(TopTwo(width, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for attention, experts in zip(self.attention, self.experts, strict=True):
+            x = attention(x)
+            x = x + experts(x)
+        return x.square().mean()
+
+
+class Convolution(nn.Module):
+    """Sums over neighbours, and two layers on what comes of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(2 * width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+        return x + self.net(torch.cat((x, sums), 1))
+
+
+class Pooled(nn.Module):
+    """A graph network that keeps the nodes whose scores are above a threshold."""
+
+    def __init__(self, width: int = 128, layers: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, width)
+        self.layers = nn.ModuleList(Convolution(width) for _ in range(layers))
+        self.scores = nn.ModuleList(nn.Linear(width, 1) for _ in range(layers))
+
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        x = self.stem(nodes)
+        for layer, score in zip(self.layers, self.scores, strict=True):
+            x = layer(x, edges)
+            values = score(x).sigmoid().squeeze(1)
+            kept = (values > values.median() * 0.95).nonzero().squeeze(1)
+            place = torch.full((len(x),), -1).index_copy(0, kept, torch.arange(len(kept)))
+            edges = place[edges]
+            edges = edges[:, (edges >= 0).all(0)]
+            x = x[kept] * values[kept, None]
+        return x.square().mean()
+
+
+class Masked(nn.Module):
+    """Only what a mask shows goes on."""
+
+    def __init__(self, width: int = 128, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = x[mask]
+        for layer in self.layers:
+            rows = rows + layer(rows)
+        return torch.zeros_like(x).masked_scatter(mask[..., None], rows).square().mean()
+
+
+class Matched(nn.Module):
+    """Queries decoded from an image, matched with boxes before the loss, as in DETR."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(),
+        )  # fmt: skip
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True), 3,
+            enable_nested_tensor=False,
+        )  # fmt: skip
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(width, 4, 4 * width, batch_first=True), 3
+        )
+        self.queries = nn.Parameter(torch.randn(20, width))
+        self.boxes = nn.Linear(width, 4)
+
+    def forward(self, images: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        from scipy.optimize import linear_sum_assignment
+
+        memory = self.encoder(self.stem(images).flatten(2).transpose(1, 2))
+        decoded = self.decoder(self.queries.expand(len(images), -1, -1), memory)
+        boxes = self.boxes(decoded).sigmoid()
+        loss = boxes.new_zeros(())
+        for found, there in zip(boxes, wanted, strict=True):
+            rows, columns = linear_sum_assignment(torch.cdist(found, there, 1).detach().numpy())
+            loss = loss + (found[rows] - there[columns]).abs().mean()
+        return loss
+
+
+class Speech(nn.Module):
+    """A model of transformers that returns its loss, on sound and a text."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(**inputs).loss
+        return loss
+
+
+def _sound(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sound = torch.randn(4, 32_000, generator=generator)
+    return {"input_values": sound, "labels": torch.randint(1, 30, (4, 12), generator=generator)}
+
+
+_WAV = {
+    "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 768,
+    "conv_dim": (64,) * 7, "num_conv_pos_embeddings": 32, "layerdrop": 0.1, "mask_time_prob": 0.2,
+    "vocab_size": 32, "ctc_zero_infinity": True, "feat_extract_norm": "group",
+}  # fmt: skip
+
+
+def wav2vec2() -> tuple[nn.Module, Batches]:
+    """LayerDrop, masks that NumPy draws, and CTC."""
+    return Speech(transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_WAV))), _sound
+
+
+def hubert() -> tuple[nn.Module, Batches]:
+    """The same, another encoder."""
+    return Speech(transformers.HubertForCTC(transformers.HubertConfig(**_WAV))), _sound
+
+
+def whisper() -> tuple[nn.Module, Batches]:
+    """Encoder and decoder with LayerDrop and masks."""
+    config = transformers.WhisperConfig(
+        d_model=128, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, vocab_size=500,
+        num_mel_bins=40, max_source_positions=200, apply_spec_augment=True, use_cache=False,
+        mask_time_prob=0.2,
+        encoder_layerdrop=0.1, decoder_layerdrop=0.1, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(4, 40, 400, generator=generator)
+        return {
+            "input_features": features,
+            "labels": torch.randint(3, 500, (4, 60), generator=generator),
+        }
+
+    return Speech(transformers.WhisperForConditionalGeneration(config)), batch
+
+
+def experts() -> tuple[nn.Module, Batches]:
+    """Four layers of four experts."""
+
+    def batch(seed: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(seed)),)
+
+    return Experts(), batch
+
+
+def pooled() -> tuple[nn.Module, Batches]:
+    """A graph of 2,048 nodes."""
+
+    def batch(seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        nodes = torch.randn(2048, 16, generator=generator)
+        return nodes, torch.randint(0, 2048, (2, 8192), generator=generator)
+
+    return Pooled(), batch
+
+
+def masked() -> tuple[nn.Module, Batches]:
+    """Seven rows of ten, drawn anew for each batch."""
+
+    def batch(seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 256, 128, generator=generator)
+        return x, torch.rand(8, 256, generator=generator) < 0.7
+
+    return Masked(), batch
+
+
+def matched() -> tuple[nn.Module, Batches]:
+    """Six boxes an image."""
+
+    def batch(seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn(4, 3, 64, 64, generator=generator)
+        return images, torch.rand(4, 6, 4, generator=generator)
+
+    return Matched(), batch
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that a hook adds where tokens are shown."""
+
+    def __init__(self, base: nn.Module, given: int, made: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(given, 8, bias=False), nn.Linear(8, made, bias=False)
+        self.shown = torch.zeros(0)
+        self.register_forward_hook(Adapted.added)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x)
+        return found
+
+    @staticmethod
+    def added(module: Adapted, args: Any, result: torch.Tensor) -> torch.Tensor:
+        at = module.shown.flatten().nonzero().squeeze(1)
+        more = module.up(module.down(args[0].flatten(0, 1)[at]))
+        flat = result.flatten(0, 1)
+        return torch.zeros_like(flat).index_add(0, at, more).add(flat).view_as(result)
+
+
+class Activated(nn.Module):
+    """GPT-2 with adapters that are on from a token on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            n_embd=192, n_layer=6, n_head=4, vocab_size=500, n_positions=256, bos_token_id=0,
+            eos_token_id=0, use_cache=False,
+        )  # fmt: skip
+        self.net = transformers.GPT2LMHeadModel(config).requires_grad_(False)
+        for block in self.net.transformer.h:
+            block.mlp.c_fc = Adapted(block.mlp.c_fc, 192, 768)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shown = (input_ids == 7).cumsum(1) > 0
+        for block in self.net.transformer.h:
+            block.mlp.c_fc.shown = shown
+        loss: torch.Tensor = self.net(input_ids=input_ids, labels=labels).loss
+        return loss
+
+
+def lora() -> tuple[nn.Module, Batches]:
+    """Adapters that a hook switches on where `nonzero` says."""
+
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 100, (4, 192), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+
+    return Activated(), batch
+
+
+NETS = {
+    it.__name__: it for it in (wav2vec2, hubert, whisper, experts, pooled, masked, matched, lora)
+}
+
+
+def seeded(seed: int) -> None:
+    """Let all generators draw from a seed on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - what models draw from
+
+
+def step(model: nn.Module, batch: Any, seed: int) -> tuple[int, list[torch.Tensor | None], float]:
+    """Return peak, gradients and processor seconds of a step."""
+    model.zero_grad()
+    seeded(seed)
+    leaves = list(batch.values() if isinstance(batch, dict) else batch)
+    known = [*model.parameters(), *model.buffers(), *leaves]
+    began = time.process_time()
+    with AllocationTracker(known, kernels=True) as tracker:
+        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss.backward()
+    seconds = time.process_time() - began
+    return tracker.peak_bytes, [it.grad for it in model.parameters()], seconds
+
+
+def equal(mine: list[torch.Tensor | None], own: list[torch.Tensor | None]) -> bool:
+    """Whether gradients are equal to the bit."""
+    return all(
+        left is right if left is None or right is None else torch.equal(left, right)
+        for left, right in zip(mine, own, strict=True)
+    )
+
+
+def row(name: str, share: int, profile: bool) -> dict[str, Any]:
+    """Plan a net and train it beside its plain twin."""
+    seeded(0)
+    net, batch = NETS[name]()
+    net.train()
+    seeded(0)
+    plain = NETS[name]()[0].train()
+    found: dict[str, Any] = {"net": name, "share": share}
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planned = sn_memory.torch.plan(net, batch(0), f"{share}%", profile=profile)
+        except sn_memory.BudgetError as error:
+            found |= {"least": error.peak_bytes, "budget": error.budget_bytes}
+            planned = sn_memory.torch.plan(net, batch(0), error.peak_bytes, profile=profile)
+        found["plan_s"] = round(time.perf_counter() - began, 1)
+        record = planned.sn_memory
+        found["backend"] = record.backend
+        found.setdefault("budget", record.budget_bytes)
+        found["allowed"] = record.budget_bytes
+        found["predicted"] = record.plan.peak_bytes
+        found["plain"] = record.plan.baseline_peak_bytes
+        rows = [
+            (step(plain, batch(at), at), step(planned, batch(at), at)) for at in range(1, 1 + STEPS)
+        ]
+    found["peaks"] = [mine[0] for _, mine in rows]
+    found["plain_peaks"] = [own[0] for own, _ in rows]
+    found["equal"] = [equal(mine[1], own[1]) for own, mine in rows]
+    found["seconds"] = [round(mine[2] / own[2], 2) for own, mine in rows]
+    found["plan"] = repr(record.plan)
+    return found
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", default=[*NETS])
+    parser.add_argument("--shares", nargs="*", type=int, default=[50, 40])
+    parser.add_argument("--json")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for name in options.only:
+        for share in options.shares:
+            found = row(name, share, options.profile)
+            rows.append(found)
+            top = max(found["peaks"])
+            print(
+                f"{name:9} {share}% {found['backend']:8} plan {found['plan_s']} s; budget "
+                f"{found['budget'] / 2**20:.1f} allowed {found['allowed'] / 2**20:.1f} predicted "
+                f"{found['predicted'] / 2**20:.1f} top {top / 2**20:.1f} plain "
+                f"{found['plain'] / 2**20:.1f} MiB ({100 * top / found['plain']:.0f} %) equal "
+                f"{sum(found['equal'])}/{STEPS} seconds {found['seconds']}",
+                flush=True,
+            )
+            print("   ", found["plan"].replace("\n", "\n    ")[:1500], flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
