@@ -39,14 +39,14 @@ HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
-setup: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
+setup: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 
 # Needs torch, this project and matplotlib; what the tests need beside them is not installed.
 demo: $(STAMPS)/extension data
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
+test: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "$(TESTS)" $(PYTEST_ARGS)
 
@@ -56,7 +56,7 @@ test-all: test
 
 # Of the tests those that what differs from SINCE concerns, by imports.
 SINCE ?= main
-test-changed: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
+test-changed: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	@files="$$($(BIN)/python scripts/changed_tests.py --since $(SINCE))" && echo "$$files" && \
 	  { test -z "$$files" || $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS) $$files; }
 
@@ -131,6 +131,13 @@ $(STAMPS)/extension: $(STAMPS)/torch pyproject.toml setup.py csrc/compress csrc/
 $(STAMPS)/packages: $(STAMPS)/torch pyproject.toml $(wildcard $(CONSTRAINTS)) | $(STAMPS)/extension
 	@$(STAGE)/packages.log "$(TENSORFLOW) and the tools of the tests" \
 	  $(PIP) install $(CONSTRAIN) $(TENSORFLOW) --no-build-isolation --editable '.[dev,horovod]'
+	@touch $@
+
+# For tests that interpret GPU kernels on the CPU. Outside of the environment's own packages, as
+# torch's compiler does other things where it finds Triton.
+$(STAMPS)/triton: $(STAMPS)/torch $(wildcard $(CONSTRAINTS))
+	@$(STAGE)/triton.log "Triton, whose kernels tests interpret" \
+	  $(PIP) install $(CONSTRAIN) --upgrade --no-deps --target $(VENV)/triton triton
 	@touch $@
 
 $(STAMPS)/horovod: $(STAMPS)/packages $(HOROVOD_SCRIPTS)

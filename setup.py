@@ -105,7 +105,7 @@ def main() -> None:
     if sources("*"):
         # Kernels are compiled at first use on the user's machine, so their sources are data of
         # the package. An editable install does not see this mapping: see
-        # sn_compress/devices/_sources.py.
+        # sn_compress/_cuda.py.
         packages.append("sn_compress._csrc")
         package_dir["sn_compress._csrc"] = CSRC.as_posix()
     setup(

@@ -31,7 +31,7 @@ MIB = 2**20
 # three as large as an activation: its input and the gradients of its output and of its input.
 SCRATCH_COPIES = 3
 # The plan, kernels compiled for its shapes, and what malloc keeps back. Twice the most that was
-# measured (docs/decisions/0062-the-demo.md has the table).
+# measured (docs/decisions/0067 has the table).
 PROCESS_BYTES = 64 * MIB
 WATCH_S = 0.01  # between two points of the picture's curve; nothing is decided by them
 WATCH_STACK = 256 * 1024  # bytes; the default of 8 MiB would be a part of what is drawn

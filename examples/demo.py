@@ -29,7 +29,7 @@ import ddp_ranks  # noqa: E402  (folders that are no packages)
 import fetch_fashion_mnist  # noqa: E402
 import shaped_links  # noqa: E402
 
-from sn_compress.base.text_table import text_table  # noqa: E402
+from sn_compress.text_table import text_table  # noqa: E402
 from sn_memory.base.sizes import show_bytes  # noqa: E402
 
 # By name: the compression, None for plain DDP, and its settings: FFT's own defaults, and low rank

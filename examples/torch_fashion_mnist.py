@@ -68,7 +68,7 @@ conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten
 model = nn.Sequential(*conv, nn.Linear(1568, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 10))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 if args.budget:  # <- sn
-    model = sn_memory.torch.plan(model, x[:64], args.budget, profile=False, overlap=True)  # <- sn
+    model = sn_memory.torch.plan(model, x[:64], args.budget, profile=False)  # <- sn
 fft = FFTCompression.using(theta=args.theta, block=args.block or None)  # <- sn
 low = LowRankCompression.using(ratio=args.ratio)  # <- sn
 ours = {"fft": fft, "lowrank": low, "auto": AutoCompression.using(ratio=args.ratio)}  # <- sn

@@ -34,7 +34,9 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text("utf-8")))
     listed = "\n".join(_decisions())
-    text = f"# Decisions\n\nHalf a page each: what was not obvious, and why it is so.\n\n{listed}\n"
+    text = (
+        f"# Decisions\n\nHalf a page each: what was decided, why, and what was tried.\n\n{listed}\n"
+    )
     files.append(File.generated(config, "decisions/index.md", content=text))
     for path in sorted(_linked_sources()):
         files.append(File.generated(config, f"source/{path}", abs_src_path=str(ROOT / path)))

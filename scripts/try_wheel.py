@@ -22,13 +22,13 @@ def main() -> int:
 
     import sn_compress
     import sn_memory
-    from sn_compress.devices._sources import source
-    from sn_memory.base import native
+    from sn_compress._cuda import source
+    from sn_memory.base import errors
 
     where = {Path(str(package.__file__)).parent.parent for package in (sn_compress, sn_memory)}
     assert here.parent not in where, f"imported from the clone: {where}"
     assert sn_compress.backends()["cpu"].startswith("cpp"), sn_compress.backends()
-    native.core()  # raises where the wheel has no compiled extension
+    errors.core()  # raises where the wheel has no compiled extension
     assert source("seal.cu").read_bytes()
     values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
     codec = sn_compress.codec("fft")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,21 @@ class Ranks:
 def require_horovod() -> None:
     """Skip where Horovod was never installed; in CI, where `make` builds it, fail instead."""
     _require("horovod", "Horovod is not installed: run `python scripts/build_horovod.py`")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_process() -> Iterator[None]:
+    """Let no test leave settings of the process behind: drawn programs, say, set them."""
+    yield
+    if (settings := sys.modules.get("sn_memory.settings")) is not None:
+        settings.deterministic, settings.progress = False, None
+
+
+@pytest.fixture
+def counted_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans of a test count work in place of seconds."""
+    sn_memory = importlib.import_module("sn_memory")
+    monkeypatch.setattr(sn_memory.settings, "deterministic", True)
 
 
 @pytest.fixture

@@ -16,11 +16,23 @@ FILES = sorted(
 )
 SECTION = re.compile(r"^Parameters\n-+\n(.*?)(?=^\S[^\n]*\n-{3,}|\Z)", re.DOTALL | re.MULTILINE)
 ENTRY = re.compile(r"^([*\w]+(?:, [*\w]+)*) : ", re.MULTILINE)
+# In a section of sn_memory a name stands alone, above lines of text.
+LONE_ENTRY = re.compile(r"^([*\w]+(?:, [*\w]+)*)$", re.MULTILINE)
 
 
-def named(section):
+def named(section, entry=ENTRY):
     """Names that begin an entry, `name : ...` or `one, other : ...`."""
-    return [n.lstrip("*") for names in ENTRY.findall(section) for n in names.split(", ")]
+    return {n.lstrip("*") for names in entry.findall(section) for n in names.split(", ")}
+
+
+def attributes(node):
+    """Names that a class has besides what its constructor takes; those of its methods too."""
+    methods = {a.name for a in node.body if isinstance(a, ast.FunctionDef)}
+    return methods | {
+        a.attr
+        for a in ast.walk(node)
+        if isinstance(a, ast.Attribute) and ast.unparse(a.value) == "self"
+    }
 
 
 def accepted(node):
@@ -44,10 +56,17 @@ def test_parameters_named_in_docstrings_exist():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
-            section = SECTION.search(ast.get_docstring(node) or "")
-            names = set(named(section[1])) if section else set()
+            doc = ast.get_docstring(node) or ""
+            section = SECTION.search(doc)
+            text = section[1] if section else ""
+            known, names = accepted(node), named(text)
+            if "sn_memory" in path.parts:
+                names |= named(text, LONE_ENTRY)
+                # Outside of a section attributes stand beside parameters.
+                held = attributes(node) if isinstance(node, ast.ClassDef) else set()
+                names |= named(doc) - held
             seen += len(names)
-            if unknown := names - accepted(node):
+            if unknown := names - known:
                 wrong.append(f"{path}:{node.lineno}: {node.name} does not take {unknown}")
     assert not wrong
     assert seen > 100
@@ -56,7 +75,7 @@ def test_parameters_named_in_docstrings_exist():
 @pytest.mark.parametrize("compression", [FFTCompression, LowRankCompression, AutoCompression])
 def test_settings_named_by_a_compression_are_those_it_takes(compression):
     docs = compression if compression is not AutoCompression else LowRankCompression
-    found = named(inspect.cleandoc(docs.__doc__)) + named(inspect.cleandoc(docs.__base__.__doc__))
+    found = named(inspect.cleandoc(docs.__doc__)) | named(inspect.cleandoc(docs.__base__.__doc__))
     taken = compression.using.__func__.__annotations__["settings"]
     keywords = get_type_hints(getattr(settings, taken.removeprefix("Unpack[").removesuffix("]")))
-    assert set(found) == set(keywords)
+    assert found == set(keywords)

@@ -15,7 +15,7 @@ import pytest
 import sn_compress
 import sn_memory
 from sn_cli.memory.graphs import EXAMPLES
-from sn_compress.devices._sources import source
+from sn_compress._cuda import source
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "compress"
@@ -108,7 +108,7 @@ def test_wheel_has_csrc_and_extension(clone, tmp_path):
     assert any(name.startswith("sn_compress/_core.") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "csrc/"))]
     # From the unpacked wheel, away from any clone, the package's own copy is found.
-    code = f"from sn_compress.devices._sources import source; print(source({NAMES[0]!r}))"
+    code = f"from sn_compress._cuda import source; print(source({NAMES[0]!r}))"
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path / "site",

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sn_compress import CompressError
-from sn_compress.base._waiting import result_of
+from sn_compress.consistency import result_of
 
 
 class Hvd:

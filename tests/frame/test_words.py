@@ -9,6 +9,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # By package, what is no identifier in it any more.
 BANNED = {
+    "sn_compress": (
+        *("Aside", "Carry", "Checked", "Chooser", "Columns", "Fused", "InRounds", "Later"),
+        *("MakesChooser", "Memory", "Owed", "Ran", "Said", "Sameness", "SharedExchange", "Size"),
+        *("Sorted", "Stepped", "Submission", "Summable", "Told", "Verdict", "Visited"),
+        *("like_of", "quickest", "said", "said_of", "stand_in", "steady", "turned"),
+    ),
     "sn_memory": (
         *("Brought", "Kind", "Made", "Marks", "Named", "OnPaper", "Patient", "Planning", "Recent"),
         *("Wanted", "added_ops", "arena_for", "as_it_was", "at_sight", "beside_bytes", "chance"),
