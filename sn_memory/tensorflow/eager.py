@@ -47,7 +47,7 @@ from .model import (
     unit_of,
 )
 from .trace import kernels
-from .trace.capture import Captured, Node, left_out
+from .trace.capture import Captured, Node, left_out, put
 from .trace.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -264,30 +264,6 @@ class Emission:
         op = put(node, inputs, after)
         self.tensors.update(zip(node.outputs, op.outputs, strict=True))
         return self.tensors[value]
-
-
-def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
-    """Put a copy of an op into the graph that is being built."""
-    op, graph = node.op, framework_ops.get_default_graph()
-    attrs = {}
-    for key, value in op.node_def.attr.items():
-        # Marks of the graph it was traced in, which name ops and gradients of that one.
-        if key in ("_class", "_gradient_op_type", "_output_shapes"):
-            continue
-        attrs[key] = value
-        for called in (value.func.name, *(function.name for function in value.list.func)):
-            if called and not graph._is_function(called):
-                graph._add_function_recursive(op.graph._get_function(called))
-    waits = [op for op in after if op.graph is graph]
-    with tf.device(op.device or None), graph.control_dependencies(waits):
-        return graph._create_op_internal(
-            op.type,
-            inputs,
-            [output.dtype for output in op.outputs],
-            name=op.name,
-            attrs=attrs,
-            op_def=op.op_def,
-        )
 
 
 class TrialError(TraceError):

@@ -123,6 +123,13 @@ def tensors_in(values: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
+def argument_tensors(args: Any) -> list[Any]:
+    """Return the tensors and arrays of a step's arguments, in the order of its trace's inputs."""
+    leaves = tf.nest.flatten(args, expand_composites=True)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    return [array for array in arrays if not isinstance(array, tf.Variable)]
+
+
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:
     """Return a structure with other tensors in the place of those in it."""
     rest = iter(tensors)

@@ -16,7 +16,7 @@ from ..plan.plan import Plan, check_techniques
 from ..run.planned import PlannedKind, PlannedRecord
 from ..run.unseen import SEARCH_S, TimeToPlan
 from .eager import Emission, Program
-from .guards import describe, refilled
+from .guards import argument_tensors, describe, refilled
 from .modules.backend import LayerStep
 from .target import plan_on_target
 from .trace.trace import Trace
@@ -204,10 +204,7 @@ class PlannedStep:
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; arguments as of the sample, results as of the plain step."""
-        leaves = tf.nest.flatten(args, expand_composites=True)
-        arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-        given = [array for array in arrays if not isinstance(array, tf.Variable)]
-        return refilled(self.sn_memory.trace.structure, self._run(*given))
+        return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
 
 def plain_model(model: Any) -> Any:

@@ -35,9 +35,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: regions": (("torch/regions",), 2311, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
     "torch: activations": (("torch/activations",), 1839, 1200),
-    "tensorflow": (("tensorflow",), 5996, 4200),
+    "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (45_393, 28_000)
+TOTAL = (45_539, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99).

@@ -271,7 +271,7 @@ def test_what_cannot_be_traced_is_refused_with_a_reason():
         return tape.gradient(loss, weight)
 
     with pytest.raises(rim.TraceError, match=r"Where .*depends on values"):
-        rim.trace(masked, tf.ones((64, 64)), profile=False)
+        rim.trace(masked, tf.TensorSpec((64, 64)), profile=False)
     with pytest.raises(rim.TraceError, match="differentiates nothing"):
         rim.trace(lambda x: x @ weight, tf.ones((64, 64)), profile=False)
     regular = keras.layers.Dense(64, activity_regularizer="l2")

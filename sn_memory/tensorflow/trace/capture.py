@@ -12,23 +12,25 @@ gradients of the outputs, which the loss will make, there are placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.framework import ops as framework_ops
 
 from ..errors import TraceError, first_line
-from ..guards import call_of, opaque, tensors_in
-from ..model import check_model, twin_of, uncast
-from .kernels import CALLS, constant
+from ..guards import argument_tensors, call_of, opaque, tensors_in
+from ..model import as_tensors, check_model, twin_of, uncast
+from . import kernels
 
 _WHOLE_STEP = "Plan the whole training step: sn_memory.tensorflow.plan_step."
 SHAPE_OF_VALUES = (
-    "Give a sample of full shape; ops whose shape depends on values (boolean masks, tf.unique, "
-    "tf.where with one argument) cannot be planned."
+    "Give a sample of full shape, and not a tf.TensorSpec where shapes depend on values (boolean "
+    "masks, tf.unique, tf.where with one argument): they are counted as on the sample."
 )
 
 
@@ -64,6 +66,8 @@ class Captured:
         Of a model without its loss: values in place of the gradients of its outputs.
     graph
         Kept alive: functions that ops refer to belong to it.
+    shapes
+        Of values whose shape depends on values, that on the sample.
     """
 
     nodes: list[Node]
@@ -76,6 +80,29 @@ class Captured:
     gradients: tuple[int, ...]
     placeholders: tuple[int, ...]
     graph: Any = field(repr=False)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def shape(self, value: int) -> tuple[int, ...] | None:
+        """The shape of a value, where it is known."""
+        shape = self.tensors[value].shape
+        return tuple(shape) if shape.is_fully_defined() else self.shapes.get(value)
+
+    def nbytes(self, value: int) -> int | None:
+        """Bytes of a value; None where neither the trace nor the sample tells."""
+        tensor, shape = self.tensors[value], self.shapes.get(value)
+        return kernels.nbytes(tensor) if shape is None else math.prod(shape) * tensor.dtype.size
+
+    def ancestors(self, values: Iterable[int]) -> set[int]:
+        """The nodes that values come from."""
+        producer = self.producer
+        ancestors: set[int] = set()
+        stack = [producer[value] for value in values if value in producer]
+        while stack:
+            at = stack.pop()
+            if at not in ancestors:
+                ancestors.add(at)
+                stack += [producer[it] for it in self.nodes[at].inputs if it in producer]
+        return ancestors
 
     @property
     def producer(self) -> dict[int, int]:
@@ -199,6 +226,35 @@ def capture_model(
     return captured, seen
 
 
+def values_at_call(model: Any, sample: tuple[Any, ...]) -> list[Any] | None:
+    """Return the tensors that a model's `call` gets of a sample; None where that has no values."""
+    if not _has_values(sample):
+        return None
+    heard: list[Any] = []
+
+    class Heard:
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            heard.append(call_of(self._call_signature, args, kwargs)[1])  # type: ignore[attr-defined]
+            raise _CalledError
+
+    with suppress(_CalledError):
+        twin_of(model, Heard)(*as_tensors(sample), training=True)
+    return heard[0]
+
+
+class _CalledError(Exception):
+    """What a model was called with is known."""
+
+
+def values_of_step(sample: tuple[Any, ...]) -> list[Any] | None:
+    """Return the tensors among a step's arguments; None where they have no values."""
+    return argument_tensors(as_tensors(sample)) if _has_values(sample) else None
+
+
+def _has_values(sample: tuple[Any, ...]) -> bool:
+    return not any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample))
+
+
 def _check_losses_and_gradients(model: Any, seen: dict[str, Any]) -> None:
     """Raise TraceError for what a plan of the model's ops would lose."""
     if any(layer._losses for layer in model._flatten_layers()):
@@ -279,9 +335,8 @@ def undifferentiated(graph: Any) -> Captured:
 
 def bodies(op: Any) -> list[Captured]:
     """Return what a loop or branch may run, each as a step of its own."""
-    # As it was traced: made anew from its definition, it would know no shapes of variables.
     return [
-        undifferentiated(op.graph._get_function(op.get_attr(key).name).graph)
+        undifferentiated(kernels.body_of(op, op.get_attr(key).name))
         for key in ("body", "cond", "then_branch", "else_branch")
         if key in op.node_def.attr
     ]
@@ -346,12 +401,36 @@ def _readers_last(graph: Any) -> list[Any]:
 
 def _body(op: Any) -> Any:
     """Return the graph a call runs, copied so that two calls do not share tensors; else None."""
-    if op.type not in CALLS or "_XlaMustCompile" in op.node_def.attr:
+    if op.type not in kernels.CALLS or "_XlaMustCompile" in op.node_def.attr:
         return None
     called = op.graph._get_function(op.get_attr("f").name)
     with op.graph.as_default():
         return function_def_to_graph.function_def_to_graph(
             called.cached_definition, [value.shape for value in op.inputs]
+        )
+
+
+def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
+    """Put a copy of an op into the graph that is being built."""
+    op, graph = node.op, framework_ops.get_default_graph()
+    attrs = {}
+    for key, value in op.node_def.attr.items():
+        # Marks of the graph it was traced in, which name ops and gradients of that one.
+        if key in ("_class", "_gradient_op_type", "_output_shapes"):
+            continue
+        attrs[key] = value
+        for called in (value.func.name, *(function.name for function in value.list.func)):
+            if called and not graph._is_function(called):
+                graph._add_function_recursive(op.graph._get_function(called))
+    waits = [op for op in after if op.graph is graph]
+    with tf.device(op.device or None), graph.control_dependencies(waits):
+        return graph._create_op_internal(
+            op.type,
+            inputs,
+            [output.dtype for output in op.outputs],
+            name=op.name,
+            attrs=attrs,
+            op_def=op.op_def,
         )
 
 
@@ -391,4 +470,4 @@ def without_made_up_zeros(incoming: Sequence[Any]) -> list[Any]:
 def _is_made_up(gradient: Any) -> bool:
     if gradient.op.type == "ZerosLike":
         return bool(gradient.op.inputs[0].op.type == "IdentityN")
-    return gradient.op.type == "Const" and not constant(gradient).any()
+    return gradient.op.type == "Const" and not kernels.constant(gradient).any()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.util import _pywrap_util_port
 
@@ -25,6 +26,8 @@ ALIASES: Final = _kinds(
     "Bitcast CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient "
     "Reshape Snapshot Squeeze StopGradient"
 )
+# Which elements these pass on, nobody knows where a size is open.
+_BY_SIZE: Final = _kinds("BroadcastTo Slice StridedSlice Tile")
 # The result is the input's buffer where nothing changes.
 MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
 # The result is written over the first input of the same size and type that ends here.
@@ -54,7 +57,9 @@ def passes_on(op: Any) -> bool:
     if op.type not in MAYBE_ALIASES or not op.outputs:
         return False
     source, result = op.inputs[0], op.outputs[0]
-    if source.dtype != result.dtype or source.shape.as_list() != result.shape.as_list():
+    if source.dtype != result.dtype or str(source.shape) != str(result.shape):
+        return False
+    if op.type in _BY_SIZE and not source.shape.is_fully_defined():
         return False
     if op.type in ("AddN", "ConcatV2"):
         return (
@@ -131,11 +136,19 @@ def _inside(op: Any) -> list[Any]:
         for function in (attr.func, *attr.list.func)
         if function.name
     ]
-    return [
-        operation
-        for name in names
-        for operation in op.graph._get_function(name).graph.get_operations()
-    ]
+    return [operation for name in names for operation in body_of(op, name).get_operations()]
+
+
+def body_of(op: Any, name: str) -> Any:
+    """Return the graph of a function that a loop or branch may run, with the shapes known there."""
+    function = op.graph._get_function(name)
+    if hasattr(function, "graph"):
+        # As it was traced: made anew from its definition, it would know no shapes of variables.
+        return function.graph
+    # A `Defun` of TensorFlow 1, as the scan inside tf.nn.ctc_loss is, keeps its definition alone.
+    shapes = [value.shape for value in op.outputs] if "While" in op.type else None
+    with op.graph.as_default():
+        return function_def_to_graph.function_def_to_graph(function.definition, shapes)
 
 
 def changes_variables(op: Any) -> bool:

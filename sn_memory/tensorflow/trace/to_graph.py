@@ -11,9 +11,10 @@ into that order before anything is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from tensorflow.python.framework import ops as framework_ops
 
@@ -58,7 +59,7 @@ class Buffers:
         self.producer = captured.producer
         effects = [at for at, node in enumerate(captured.nodes) if kernels.has_effect(node.op)]
         read = [value for at in effects for value in captured.nodes[at].inputs]
-        self.needed = _ancestors(captured, [*captured.outputs, *read]) | set(effects)
+        self.needed = captured.ancestors([*captured.outputs, *read]) | set(effects)
         self.uncounted: list[str] = []
         self.folded = self._folded()
         self.changes: dict[int, list[int]] = {}
@@ -172,7 +173,10 @@ class Buffers:
         variable = captured.variables.get(value)
         if variable is not None:
             return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
-        size = kernels.nbytes(tensor)
+        size = captured.nbytes(value)
+        if value in captured.shapes:
+            # However few elements the sample has there, other inputs may have many.
+            return max(size or 0, SMALL_BYTES + 1)
         if size is not None:
             return size
         if self.inside or value in self._foreign or tensor.dtype.name in ("variant", "string"):
@@ -194,8 +198,8 @@ def phases(captured: Captured) -> list[str]:
     Ancestors of the loss are forward; other ancestors of its gradients backward. Of the rest, what
     depends on a backward node is update, and what does not (moving averages) forward.
     """
-    forward = _ancestors(captured, captured.targets)
-    backward = _ancestors(captured, captured.gradients) - forward
+    forward = captured.ancestors(captured.targets)
+    backward = captured.ancestors(captured.gradients) - forward
     result = []
     late: set[int] = set()
     for at, node in enumerate(captured.nodes):
@@ -209,18 +213,6 @@ def phases(captured: Captured) -> list[str]:
             late.update(node.outputs)
         result.append(phase)
     return result
-
-
-def _ancestors(captured: Captured, values: Iterable[int]) -> set[int]:
-    producer = captured.producer
-    ancestors: set[int] = set()
-    stack = [producer[value] for value in values if value in producer]
-    while stack:
-        at = stack.pop()
-        if at not in ancestors:
-            ancestors.add(at)
-            stack += [producer[value] for value in captured.nodes[at].inputs if value in producer]
-    return ancestors
 
 
 def updates_first(captured: Captured) -> Captured:
@@ -435,7 +427,7 @@ class _Builder:
                 kind=op.type.lower(),
                 phase=self.phase[at],
                 seconds=seconds,
-                flops=flops(op) if seconds is None else 0.0,
+                flops=flops(node, self.captured) if seconds is None else 0.0,
                 random=kernels.is_random(op),
                 # What makes small values only is not run again: they are held.
                 effect=effect or not (makes or writes) or self.reads_changed(node),
@@ -461,8 +453,8 @@ class _Builder:
 
     def add_maxima(self, node: Node) -> str:
         name = f"{node.name}:maxima"
-        count = self.captured.tensors[node.outputs[0]].shape.num_elements()
-        self.storages[name] = Storage(name, int(count), "activation")
+        count = math.prod(self.captured.shape(node.outputs[0]) or ())
+        self.storages[name] = Storage(name, count, "activation")
         self.maxima[node.outputs[0]] = name
         return name
 
@@ -492,11 +484,21 @@ class _Builder:
         return LOSS
 
 
-def flops(op: Any) -> float:
-    """Arithmetic of an op, as TensorFlow's own registry has it; products of batches are added."""
+def flops(node: Node, captured: Captured) -> float:
+    """Arithmetic of an op, as TensorFlow's own registry has it; where that has none, of products.
+
+    The registry has none for products of batches and for shapes that depend on values.
+    """
+    op = node.op
+    values = (*node.inputs, *node.outputs)
+    shapes = [shape for value in values if (shape := captured.shape(value)) is not None]
+    if len(shapes) < len(values):
+        return 0.0
     if op.type in ("BatchMatMulV2", "BatchMatMul"):
-        left = op.inputs[0].shape.as_list()
-        inner = left[-2] if op.get_attr("adj_x") else left[-1]
-        return 2.0 * float(op.outputs[0].shape.num_elements()) * float(inner)
+        return 2.0 * math.prod(shapes[2]) * shapes[0][-2 if op.get_attr("adj_x") else -1]
+    if not captured.shapes.keys().isdisjoint(values):
+        if op.type != "MatMul":
+            return float(math.prod(shapes[-1]))
+        return 2.0 * math.prod(shapes[2]) * shapes[0][0 if op.get_attr("transpose_a") else 1]
     count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
     return float(count or 0)

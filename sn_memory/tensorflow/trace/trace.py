@@ -7,6 +7,7 @@ capture.py, how that becomes a graph in to_graph.py, where costs come from in op
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,8 +20,16 @@ from ...graph.records import Device, Storage
 from ..errors import warn
 from ..memory import bytes_of, main_device
 from ..model import call_arguments
-from .capture import Captured, capture_model, capture_step, flat
+from .capture import (
+    Captured,
+    capture_model,
+    capture_step,
+    flat,
+    values_at_call,
+    values_of_step,
+)
 from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
+from .sample_shapes import with_sample_shapes
 from .to_graph import Costs, GraphBinding, to_graph, updates_first
 
 OPTIMIZER = "optimizer state"
@@ -110,14 +119,18 @@ def trace(
     ['matmul', 'biasadd', 'relu', 'matmul', 'biasadd']
     """
     args = call_arguments(sample)
+    values = sample if isinstance(sample, tuple) else (sample,)
     if isinstance(model, keras.Model):
         captured, structure, name = *capture_model(model, args), model.name
+        given = partial(values_at_call, model, values)
     else:
         concrete, log = capture_step(model, args)
         # In the trace of a step function all updates wait for all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
+        given = partial(values_of_step, values)
+    captured = with_sample_shapes(captured, given)
     place = main_device()
     profile = profile and (not isinstance(device, str) or is_here(device))
     rates = speeds(device) or (measured_device(place) if profile else NOMINAL)
