@@ -1,6 +1,6 @@
 """Tables of docs/torch_memory.md on compiled steps and policies.
 
-    python benchmarks/compiled_report.py [--check] [--settings]
+    python -m benchmarks compiled_report [--check] [--settings]
 
 Writes between the markers of the page, from compiled_peaks.json and policy_peaks.json of
 benchmarks/results; `--check` says whether the page is as they are. `--settings` prints what torch's

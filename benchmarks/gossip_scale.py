@@ -1,6 +1,6 @@
 """Seconds of a step on up to 1,024 ranks, simulated from the link and codec that were measured.
 
-    python benchmarks/gossip_scale.py [--measure] [--steps N] [--json FILE] [--png FILE]
+    python -m benchmarks gossip_scale [--measure] [--steps N] [--json FILE] [--png FILE]
 
 Three rows of benchmarks/results/gossip_links.json, 4 ranks and none of them slow, say how fast the
 link is under an all-reduce, and how long a step of gossip takes beside computing, without a codec

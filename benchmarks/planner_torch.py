@@ -1,6 +1,6 @@
 """Predicted against measured: planned torch models at several budgets, run on this machine.
 
-    python benchmarks/planner_torch.py [--quick] [--json FILE] [--models NAME ...]
+    python -m benchmarks planner_torch [--quick] [--json FILE] [--models NAME ...]
                                        [--time-limit SECONDS] [--planner NAME]
 
 For each network and budget the model is planned, then run with the plan and without: peaks of live

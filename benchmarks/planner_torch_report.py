@@ -1,6 +1,6 @@
 """Tables of docs/torch_memory.md, from benchmarks/results/planner_torch.json.
 
-    python benchmarks/planner_torch_report.py
+    python -m benchmarks planner_torch_report
 
 Writes between the markers of the page. Nothing is planned or run here.
 """

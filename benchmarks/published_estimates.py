@@ -1,6 +1,6 @@
 """Bytes that others have published, beside what `estimate` says of the same set-up.
 
-    python benchmarks/published_estimates.py --json benchmarks/results/published_estimates.json
+    python -m benchmarks published_estimates --json benchmarks/results/published_estimates.json
 
 Only set-ups that are stated in full. Nothing is fitted: where ours is another number, it stands
 there as it came out, and `remark` says what is known about the difference. Models are made on the

@@ -1,6 +1,6 @@
 """The tables of state on the host and of copies behind ops, written into docs/torch_memory.md.
 
-python benchmarks/state_report.py
+python -m benchmarks state_report
 """
 
 from __future__ import annotations

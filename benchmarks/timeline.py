@@ -1,6 +1,6 @@
 """A picture of one measured step: computing, codec and exchange, tensor by tensor.
 
-python benchmarks/training.py --models alexnet --overlap 1 --stamps stamps.json
+python -m benchmarks training --models alexnet --overlap 1 --stamps stamps.json
 python benchmarks/timeline.py stamps.json docs/overlap.png --methods plain shared
 """
 
