@@ -33,7 +33,7 @@ SOURCES = frozenset({".py", ".cpp", ".h", ".cu", ".cuh"})
 AGAIN = "python -m benchmarks --record"
 Row = dict[str, Any]
 # With its folder anywhere; bare in a cell of a table, as in docs/papers.md.
-_NAMED = re.compile(r"(?:(benchmarks/results/)|[|,] )([\w./]+\.jsonl?)\b")
+_NAMED = re.compile(r"(?:(benchmarks/results/)|[|,] )([\w./]+\.json)\b")
 _NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -59,8 +59,8 @@ def results() -> set[str]:
 
     Those of evidence/ are of the tree before a redesign, and meant to be older than the code.
     """
-    found = {*RESULTS.rglob("*.json"), *RESULTS.rglob("*.jsonl")} - {MANIFEST}
-    names = {path.relative_to(RESULTS).as_posix() for path in found}
+    paths = set(RESULTS.rglob("*.json")) - {MANIFEST}
+    names = {path.relative_to(RESULTS).as_posix() for path in paths}
     return {name for name in names if not name.startswith("evidence/")}
 
 
@@ -108,12 +108,11 @@ def code_of(text: str, suffix: str) -> str:
 
 @cache
 def _digest(path: Path) -> str:
-    return hashlib.sha256(
-        code_of(path.read_text(encoding="utf-8"), path.suffix).encode()
-    ).hexdigest()
+    code = code_of(path.read_text(encoding="utf-8"), path.suffix)
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
-def _code(row: Row, areas: dict[str, list[str]]) -> set[Path]:
+def code_files(row: Row, areas: dict[str, list[str]]) -> set[Path]:
     """Return the sources of a row's areas; FileNotFoundError for what is not there."""
     found: set[Path] = set()
     for pattern in (pattern for area in row["of"] for pattern in areas[area]):
@@ -127,7 +126,7 @@ def _code(row: Row, areas: dict[str, list[str]]) -> set[Path]:
 
 def code_hash(row: Row, areas: dict[str, list[str]]) -> str:
     """Return the hash of the code of a row today. Files may move: their names are no part of it."""
-    digests = sorted(map(_digest, _code(row, areas)))
+    digests = sorted(map(_digest, code_files(row, areas)))
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
@@ -137,12 +136,10 @@ def stale(manifest: dict[str, Any]) -> dict[str, str]:
     for name, row in manifest["results"].items():
         if not row["of"]:
             continue
+        known = row["code"], row.get("accepted", {}).get("code")
         if row["code"] is None:
             found[name] = "measured before hashes of the code were kept"
-        elif code_hash(row, manifest["areas"]) not in (
-            row["code"],
-            row.get("accepted", {}).get("code"),
-        ):
+        elif code_hash(row, manifest["areas"]) not in known:
             found[name] = f"{', '.join(row['of'])} changed since {row['date']}"
     return found
 
@@ -199,7 +196,7 @@ def note(result: str, old: str, command: str, took_s: int) -> str:
     why = ""
     if other:
         why = f"the code that ran is {other[0]}"
-    elif any(file.stat().st_mtime > began for file in _code(row, manifest["areas"])):
+    elif any(file.stat().st_mtime > began for file in code_files(row, manifest["areas"])):
         why = "the code changed meanwhile"
     elif rows_kept(old, (RESULTS / result).read_text(encoding="utf-8")):
         why = "it has rows from before"
