@@ -71,7 +71,7 @@ docs: $(STAMPS)/packages
 
 bench: $(STAMPS)/packages $(STAMPS)/extension
 	mkdir -p benchmarks/out
-	$(BIN)/python benchmarks/codec.py --quick --json benchmarks/out/codec.json
+	$(BIN)/python -m benchmarks codec --quick --json benchmarks/out/codec.json
 
 # Every script of fuzz/, an equal part of the minutes each; fuzz/runner.py says what else there is.
 MINUTES ?= 10

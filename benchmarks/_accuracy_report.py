@@ -82,7 +82,7 @@ def source(rows):
         for field in ("epochs", "ranks", "commit", "machine")
     )
     return (
-        f"From `python benchmarks/accuracy.py`: {epochs} epochs on {ranks} ranks of one thread,"
+        f"From `python -m benchmarks accuracy`: {epochs} epochs on {ranks} ranks of one thread,"
         " mean ± standard deviation over seeds, differences taken seed by seed."
         f" Commit {commits}; {machines}."
     )

@@ -169,9 +169,10 @@ def compared(rows: list[Row], earlier: list[Row]) -> str:
 def source(rows: list[Row], flags: str) -> str:
     """Where the numbers come from, in one paragraph."""
     commits, machines = (", ".join(sorted({r[f] for r in rows})) for f in ("commit", "machine"))
+    rows_in = f"benchmarks/results/study{flags.replace(' --', '_')}.json"
     return (
-        f"From `python benchmarks/study.py{flags}`: mean ± standard deviation over seeds, "
-        f"differences taken seed by seed. Commit {commits}; {machines}."
+        f"From `python -m benchmarks study{flags}`, rows in `{rows_in}`: mean ± standard "
+        f"deviation over seeds, differences taken seed by seed. Commit {commits}; {machines}."
     )
 
 

@@ -1,6 +1,6 @@
 """Micro-batches whose gradients are summed: peaks with the plan and without, sums, and seconds.
 
-    python benchmarks/accumulation.py [--json FILE] [--models NAME ...]
+    python -m benchmarks accumulation [--json FILE] [--models NAME ...]
 
 Each network runs four micro-batches without setting gradients to None in between, without a plan
 and planned for 100 % of the peak with gradients in place, and for less:

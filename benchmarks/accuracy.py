@@ -1,7 +1,7 @@
 """Does compressed training reach the accuracy of plain training? Each method, several seeds.
 
-    python benchmarks/accuracy.py            the whole study, about an hour on two cores
-    python benchmarks/accuracy.py --quick    one epoch on few images: does it all run?
+    python -m benchmarks accuracy            the whole study, about an hour on two cores
+    python -m benchmarks accuracy --quick    one epoch on few images: does it all run?
 
 Trains examples/torch_fashion_mnist.py on two ranks of one thread. A finished run is saved at once
 and not done again, so the study may be stopped and started at will. The whole study also writes

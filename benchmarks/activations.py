@@ -1,7 +1,7 @@
 """Does training with compressed activations end as well? Three nets, beside other ways to save.
 
-    python benchmarks/activations.py            what is missing of the study
-    python benchmarks/activations.py --quick    one short run of each method: does it all run?
+    python -m benchmarks activations            what is missing of the study
+    python -m benchmarks activations --quick    one short run of each method: does it all run?
 
 Fashion-MNIST; each method trains the same net from the same start on the same batches.
 

@@ -1,7 +1,7 @@
 """What the peak of a step falls by with compressed activations, and its price.
 
-    python benchmarks/activations_memory.py            all nets, a minute
-    python benchmarks/activations_memory.py --quick    one
+    python -m benchmarks activations_memory            all nets, a minute
+    python -m benchmarks activations_memory --quick    one
 
 The nets of activations.py, and a transformer of eight layers; inputs of linear layers in 8 and in 4
 bits. Peaks are those of whole steps beyond parameters, buffers and input, counted storage by

@@ -1,7 +1,7 @@
 """What the peak of a Keras step falls by with compressed activations, and its price.
 
-    python benchmarks/activations_memory_tensorflow.py            all nets, some minutes
-    python benchmarks/activations_memory_tensorflow.py --quick    one
+    python -m benchmarks activations_memory_tensorflow            all nets, some minutes
+    python -m benchmarks activations_memory_tensorflow --quick    one
 
 Peaks are those of forward and backward pass beyond variables and input: what ops ask for in blocks
 of 256 KiB and more, of three steps the least without compression and the most with it, as ops

@@ -1,7 +1,7 @@
 """Does a Keras net train as well with compressed activations? One net, plain and four ways.
 
-    python benchmarks/activations_tensorflow.py            what is missing of the study
-    python benchmarks/activations_tensorflow.py --quick    few steps, one seed
+    python -m benchmarks activations_tensorflow            what is missing of the study
+    python -m benchmarks activations_tensorflow --quick    few steps, one seed
 
 Three convolutions and two dense layers on Fashion-MNIST, batch 64, SGD with momentum 0.9, a rate of
 0.05 that falls to 0 as a cosine. Inputs of convolutions and dense layers have 8 bits or 4, or a

@@ -1,7 +1,7 @@
 """What does apoptosis gain? Wide and narrow nets, beside magnitude pruning.
 
-    python benchmarks/apoptosis.py            what is missing of the whole study
-    python benchmarks/apoptosis.py --quick    one short run of each: does it all run?
+    python -m benchmarks apoptosis            what is missing of the whole study
+    python -m benchmarks apoptosis --quick    one short run of each: does it all run?
 
 plain        the net as it is
 apoptosis    the same net and data, shrinking while it trains

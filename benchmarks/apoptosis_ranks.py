@@ -1,8 +1,8 @@
 """What does apoptosis gain on several ranks? A perceptron under the real Horovod.
 
-    horovodrun --gloo -np 4 python benchmarks/apoptosis_ranks.py             what is missing
-    horovodrun --gloo -np 4 python benchmarks/apoptosis_ranks.py --report    what the rows say
-    horovodrun --gloo -np 4 python benchmarks/apoptosis_ranks.py --quick     few steps
+    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks             what is missing
+    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --report    what the rows say
+    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --quick     few steps
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Adam, 16 images a step on each rank, a learning rate
 that falls to zero over the last half. Gradients are averaged by horovod.torch, wrapped anew after

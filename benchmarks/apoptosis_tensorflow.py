@@ -1,8 +1,8 @@
 """What does apoptosis gain in Keras? The wide perceptron of benchmarks/apoptosis.py.
 
-    python benchmarks/apoptosis_tensorflow.py             what is missing of the study
-    python benchmarks/apoptosis_tensorflow.py --report    what the rows say
-    python benchmarks/apoptosis_tensorflow.py --quick     few steps, one seed: does it all run?
+    python -m benchmarks apoptosis_tensorflow             what is missing of the study
+    python -m benchmarks apoptosis_tensorflow --report    what the rows say
+    python -m benchmarks apoptosis_tensorflow --quick     few steps, one seed: does it all run?
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Keras's Adam, 64 images a step, a learning rate that
 falls to zero over the last half. Steps run in a tf.function of one thread; after an event it is

@@ -1,6 +1,6 @@
 """Encoding in the hook against encoding in a thread beside the backward pass (overlap=True).
 
-    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/beside.py [--json FILE]
+    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks beside [--json FILE]
 
 Three nets, in hvd.DistributedOptimizer with the shared exchange. "replayed" computes as on an
 accelerator: each of ten layers of a million parameters sleeps in its backward pass, and the cores

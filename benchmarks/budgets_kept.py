@@ -1,6 +1,6 @@
 """Twenty budgets from 5 to 100 %: what was asked for and what a step then held.
 
-    python benchmarks/budgets_kept.py [--json FILE] [--picture FILE] [--quick] [--ways NAME ...]
+    python -m benchmarks budgets_kept [--json FILE] [--picture FILE] [--quick] [--ways NAME ...]
 
 After pytorch issue 197838: a llama-like model, compiled with `activation_memory_budget`, whose peak
 rises from 275 MB to 1,145 as the budget falls from 0.15 to 0.05. The issue scales layers and length

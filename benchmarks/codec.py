@@ -1,8 +1,8 @@
 """How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
 
-    python benchmarks/codec.py [--quick] [--json FILE] [--threads N] [--device cuda]
-    python benchmarks/codec.py --paper [--json FILE]    the paper's settings beside SciPy
-    python benchmarks/codec.py --family [--json FILE]   every codec by name, see family.py
+    python -m benchmarks codec [--quick] [--json FILE] [--threads N] [--device cuda]
+    python -m benchmarks codec --paper [--json FILE]    the paper's settings beside SciPy
+    python -m benchmarks codec --family [--json FILE]   every codec by name, see family.py
 
 Every repetition times all contenders in turn, so that noise from other work on the machine hits
 them alike; ratios are medians over the repetitions. Encode is with error feedback, as training

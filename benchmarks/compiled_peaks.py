@@ -1,6 +1,6 @@
 """Compiled steps within a budget: measured peak against what was asked for, and seconds.
 
-    python benchmarks/compiled_peaks.py [--json FILE] [--models NAME ...] [--shares SHARE ...]
+    python -m benchmarks compiled_peaks [--json FILE] [--models NAME ...] [--shares SHARE ...]
                                         [--rivals SHARE ...] [--rounds N]
 
 Everything is compiled by Inductor and runs in one process and one thread. Peaks are what torch's

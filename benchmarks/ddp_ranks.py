@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import ROOT, commit, machine
+from machine import ROOT, command, commit, machine
 from shaped_links import ShapedLinks
 
 _FLAG = "--as-rank"
@@ -113,7 +113,7 @@ def about(script: str) -> dict[str, Any]:
     return {
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
-        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
+        "command": command(script),
         "commit": commit(),
         "machine": machine(),
     }

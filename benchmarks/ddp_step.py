@@ -1,7 +1,7 @@
 """What compression adds to a DDP step: CPU and wall milliseconds of every way, in turn.
 
-    python benchmarks/ddp_step.py            three runs of two ranks, about two minutes each
-    python benchmarks/ddp_step.py --report   the table of what has been measured
+    python -m benchmarks ddp_step            three runs of two ranks, about two minutes each
+    python -m benchmarks ddp_step --report   the table of what has been measured
 
 A transformer of 7.4 million parameters, two Gloo ranks of one thread each, a batch so small that a
 plain step takes some 60 ms of a core. In a run all ways live in the same two processes and take

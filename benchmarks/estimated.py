@@ -1,6 +1,6 @@
 """What `estimate` says of other people's architectures, beside what a step of each really holds.
 
-    python benchmarks/estimated.py --json benchmarks/results/estimated.json
+    python -m benchmarks estimated --json benchmarks/results/estimated.json
 
 On the CPU; storages counted by the project's own tracker, in a plain step with its loss, on values
 that are there. Each network is tried in its tiny configuration and, where its sample has a batch,

@@ -1,9 +1,9 @@
 """Evidence of what a tree does, frozen before a redesign and compared after it.
 
-    python benchmarks/evidence.py freeze --out FOLDER [--sections NAME ...] [--units NAME ...]
+    python -m benchmarks evidence freeze --out FOLDER [--sections NAME ...] [--units NAME ...]
                                          [--all] [--resume]
-    python benchmarks/evidence.py compare BEFORE AFTER [--sections NAME ...] [--explained PATTERN]
-    python benchmarks/evidence.py list
+    python -m benchmarks evidence compare BEFORE AFTER [--sections NAME ...] [--explained PATTERN]
+    python -m benchmarks evidence list
 
 `freeze` runs the tree whose `sn_memory` Python finds first, so PYTHONPATH says which, with that
 tree's own benchmarks; it writes FOLDER/SECTION.json after each row. With `--resume` units that are

@@ -1,15 +1,15 @@
 """The sections of evidence.py about sn_compress: payloads, and a tiny net trained by each seam.
 
-    python benchmarks/evidence.py freeze --out FOLDER --sections compress_closure compress_calls \
+    python -m benchmarks evidence freeze --out FOLDER --sections compress_closure compress_calls \
         compress_golden compress_payloads compress_seams
 
 takes some six minutes. What has seconds in it is in scripts of their own, to be run for both trees
 in turn on a machine with nothing else to do:
 
-    python benchmarks/ddp_step.py
-    python benchmarks/resnet50_step.py
-    OMP_NUM_THREADS=1 python benchmarks/hook_seconds.py --json FILE
-    python benchmarks/study.py --help      the rows of results/study_rerun.json
+    python -m benchmarks ddp_step
+    python -m benchmarks resnet50_step
+    OMP_NUM_THREADS=1 python -m benchmarks hook_seconds --json FILE
+    python -m benchmarks study --help      the rows of results/study_rerun.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every codec by name in one table: size, loss and speed, on a real gradient and a synthetic one.
 
-    python benchmarks/codec.py --family [--json FILE]
+    python -m benchmarks codec --family [--json FILE]
 
 The real one is the largest tensor of the convolutional net (benchmarks/gradients.py), the synthetic
 one a Laplace matrix of a million elements. Only the fft family has a compiled back end; the

@@ -1,7 +1,7 @@
 """The two pictures of README, from measured results.
 
-    python benchmarks/first_page.py            draw both from benchmarks/results
-    python benchmarks/first_page.py --measure  measure the memory first: a minute, 4 GiB
+    python -m benchmarks first_page            draw both from benchmarks/results
+    python -m benchmarks first_page --measure  measure the memory first: a minute, 4 GiB
 
 docs/step.png: seconds of a step behind 1 Gbit/s, of the rows of benchmarks/pays.py. Computing is a
 step without DDP; codec and copies into buckets are measured rates times the elements; the rest of

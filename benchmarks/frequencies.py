@@ -1,6 +1,6 @@
 """How much of gradient and memory a step sends: low rank against frequencies, in equal words.
 
-    python benchmarks/frequencies.py [--net cnn] [--directions 1 3] [--steps 60] [--json FILE]
+    python -m benchmarks frequencies [--net cnn] [--directions 1 3] [--steps 60] [--json FILE]
 
 Follows plain training of a net on eight simulated ranks with 8 images each; behind the first 100
 steps every convolution's gradients go through both parts, each with memories of its own. Shares are

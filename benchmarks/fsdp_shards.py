@@ -1,7 +1,7 @@
 """FSDP2 in fewer bytes: loss of a small GPT-2 by seed, bytes that travel, alone and with a plan.
 
-    python benchmarks/fsdp_shards.py [--ways NAME ...] [--seeds 0 1 2] [--steps 200] [--json FILE]
-    python benchmarks/fsdp_shards.py --report
+    python -m benchmarks fsdp_shards [--ways NAME ...] [--seeds 0 1 2] [--steps 200] [--json FILE]
+    python -m benchmarks fsdp_shards --report
 
 Four ranks over Gloo on this machine train Transformers' GPT-2 (4 layers of width 128) on the text
 of language.py, of which the last tenth is held out. The seed draws weights and batches. "planned"

@@ -1,8 +1,8 @@
 """What does gossip cost in accuracy? A convolutional net on Fashion-MNIST, 4 and 8 ranks, 3 seeds.
 
-    python benchmarks/gossip.py            what is missing of the whole study
-    python benchmarks/gossip.py --quick    one short run of each method: does it all run?
-    python benchmarks/gossip.py --steps 600 --seeds 0 --methods "weights, top-k" --pull 0.5
+    python -m benchmarks gossip            what is missing of the whole study
+    python -m benchmarks gossip --quick    one short run of each method: does it all run?
+    python -m benchmarks gossip --steps 600 --seeds 0 --methods "weights, top-k" --pull 0.5
 
 Ranks are threads of one process with the optimizer's own code (benchmarks/local_peers.py); every
 message is real. All methods see the same images in the same order, 64 a step, shared among the

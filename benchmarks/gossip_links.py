@@ -1,6 +1,6 @@
 """Seconds of a step by gossip and by all-reduce, behind shaped links, with one slow rank or none.
 
-    python benchmarks/gossip_links.py [--model NAME] [--ranks N] [--gbit RATE] [--rho R ...]
+    python -m benchmarks gossip_links [--model NAME] [--ranks N] [--gbit RATE] [--rho R ...]
                                       [--slow FACTOR ...] [--steps N] [--json FILE]
 
 Parameters, sizes and optimizers are real, gradients and computing are replayed: each layer sleeps

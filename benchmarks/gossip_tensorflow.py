@@ -1,7 +1,7 @@
 """What does gossip cost in accuracy, in Keras on real ranks? The settings of benchmarks/gossip.py.
 
-    python benchmarks/gossip_tensorflow.py            what is missing of the whole study
-    python benchmarks/gossip_tensorflow.py --quick    20 steps on 2 ranks: does it all run?
+    python -m benchmarks gossip_tensorflow            what is missing of the whole study
+    python -m benchmarks gossip_tensorflow --quick    20 steps on 2 ranks: does it all run?
 
 horovodrun starts 4, then 8 processes of benchmarks/gossip_tensorflow_rank.py on this machine; every
 message is Horovod's over Gloo. All-reduce is sn_compress.tensorflow.keras.DistributedOptimizer, as

@@ -1,6 +1,6 @@
 """Networks that train under a limit that the kernel keeps, and plain of which it refuses memory.
 
-    python benchmarks/hard_limits.py [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
+    python -m benchmarks hard_limits [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
                                      [--cgroup FOLDER]
 
 Each trial is a process of its own. It imports, makes a network and a sample, notes what it holds

@@ -1,6 +1,6 @@
 """What a planned step holds by the allocator's own events, kernels' scratch included.
 
-    python benchmarks/held_bytes.py [--json FILE] [--only NAME ...] [--budgets 60 70 80]
+    python -m benchmarks held_bytes [--json FILE] [--only NAME ...] [--budgets 60 70 80]
         [--threads 1 2] [--isa default AVX2 AVX512_CORE] [--resume] [--cuda]
 
 Each network of held_nets.py is trained a step without a plan and with plans at shares of its

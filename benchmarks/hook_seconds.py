@@ -1,6 +1,6 @@
 """CPU seconds that DDP's hook adds to a step, on gradients in the shapes of a known model.
 
-    OMP_NUM_THREADS=1 python benchmarks/hook_seconds.py --models resnet50 gpt2-small --json FILE
+    OMP_NUM_THREADS=1 python -m benchmarks hook_seconds --models resnet50 gpt2-small --json FILE
 
 One rank, so nothing crosses a link: what is left is the work of encoding and decoding, with all
 that is around it. `sn_compress.predict` times its inner loops alone. A model whose loss is the sum

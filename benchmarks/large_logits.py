@@ -1,6 +1,6 @@
 """A GPT-2 with its whole vocabulary: torch's linear_cross_entropy beside logits made at once.
 
-    python benchmarks/large_logits.py [--tokens N] [--width N] [--layers N] [--times N]
+    python -m benchmarks large_logits [--tokens N] [--width N] [--layers N] [--times N]
 
 Peaks are the CPU allocator's, kernels' scratch included, and what a plan by graph of the same model
 promises without running anything again. Seconds are CPU seconds of a step, medians of steps taken

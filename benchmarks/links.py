@@ -1,9 +1,9 @@
 """What every method makes of a step on published GPUs and links: computed, not run.
 
-    python benchmarks/links.py --json FILE          records exchanges and codecs, and computes
-    python benchmarks/links.py --recorded FOLDER    with the recordings of benchmarks/training.py
-    python benchmarks/links.py --report FILE        prints the tables of a file, computes nothing
-    python benchmarks/links.py --page FILE          the same for docs/network.md, in short
+    python -m benchmarks links --json FILE          records exchanges and codecs, and computes
+    python -m benchmarks links --recorded FOLDER    with the recordings of benchmarks/training.py
+    python -m benchmarks links --report FILE        prints the tables of a file, computes nothing
+    python -m benchmarks links --page FILE          the same for docs/network.md, in short
 
 For each GPU, model, link and method the recorded exchange goes through the model of costs
 (`sn_compress.prediction.cost.step`): once with a codec that takes no time, once with the seconds

@@ -1,6 +1,6 @@
 """Microseconds per call in a training step of tiny ops: the model's own, and by a plan.
 
-    OMP_NUM_THREADS=1 python benchmarks/loop_seconds.py [--json FILE] [--layers 100] [--steps 200]
+    OMP_NUM_THREADS=1 python -m benchmarks loop_seconds [--json FILE] [--layers 100] [--steps 200]
 
 Kernels on 32 columns take a microsecond or two, so what is left is the way to them: Python, modules
 and autograd in the model's own step, the replay of recorded calls in a planned one. `linear` has a

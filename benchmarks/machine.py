@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,11 @@ def commit() -> str:
     # Results written by the same run are no change of the program.
     changed = [line for line in state.splitlines() if "benchmarks/results/" not in line]
     return name.strip() + "+" * bool(changed)
+
+
+def command(script: str) -> str:
+    """The command that runs this script, a path, as it was called."""
+    return " ".join(["python -m benchmarks", Path(script).stem, *sys.argv[1:]])
 
 
 def machine() -> str:

@@ -1,6 +1,6 @@
 """Sequences of eight lengths in shuffled order: peaks, searches and seconds of first sight.
 
-    python benchmarks/new_inputs.py [--json FILE] [--large]
+    python -m benchmarks new_inputs [--json FILE] [--large]
 
 A small GPT-2 of transformers is trained for sixty steps on made-up tokens, plainly and with plans
 for the shortest and the longest length, or the longest alone. Losses, the last gradients and
@@ -129,7 +129,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     plain = trained(gpt2("small"))
     found: dict[str, Any] = {
-        "command": "python benchmarks/new_inputs.py --large",
+        "command": "python -m benchmarks new_inputs --large",
         "commit": commit(),
         "machine": machine(),
         "epochs": [

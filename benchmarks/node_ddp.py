@@ -1,7 +1,7 @@
 """DDP over nodes of several ranks: seconds of a step, bytes that leave a node, by nodes and flat.
 
-    python benchmarks/node_ddp.py [--nodes 2 4] [--gbit 0.1 1] [--json FILE]      as root
-    python benchmarks/node_ddp.py --report
+    python -m benchmarks node_ddp [--nodes 2 4] [--gbit 0.1 1] [--json FILE]      as root
+    python -m benchmarks node_ddp --report
 
 Each node is a namespace behind a link of --gbit (benchmarks/shaped_links.py); its --per-node ranks
 meet at its own address, so that what travels inside a node never comes to the link. Gradients have

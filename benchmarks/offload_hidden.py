@@ -1,6 +1,6 @@
 """How much of the copies of an offloading plan passes beside ops, over a modelled link.
 
-    python benchmarks/offload_hidden.py [--json FILE] [--models NAME ...] [--steps 5]
+    python -m benchmarks offload_hidden [--json FILE] [--models NAME ...] [--steps 5]
 
 The link is modelled: a thread each way that copies at a set rate
 (`tests/memory_torch/modelled_link.py`). Its rate is a multiple of what would move all activations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import command, commit, machine
 from planner_torch import UNet, vgg16
 from training_rows import save
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    common = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "machine": machine(),
+    common = {"command": command(__file__), "commit": commit(), "machine": machine(),
               "link": "modelled: a thread each way that copies at a set rate"}  # fmt: skip
     rows: list[dict[str, Any]] = []
     for name in args.models:

@@ -1,8 +1,8 @@
 """Does compression pay? README's table, and predicted steps beside measured ones.
 
-    python benchmarks/pays.py                  README's tables, by `sn_compress.predict`
-    python benchmarks/pays.py --write          the same, put into README
-    python benchmarks/pays.py --measure        steps behind shaped links beside what predict says of
+    python -m benchmarks pays                  README's tables, by `sn_compress.predict`
+    python -m benchmarks pays --write          the same, put into README
+    python -m benchmarks pays --measure        steps behind shaped links beside what predict says of
                                                them; as root, needs iproute2; about six minutes
 
 **The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of

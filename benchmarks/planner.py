@@ -1,8 +1,8 @@
 """Time against memory: `auto` and every planner of the literature on the generated networks.
 
-    python benchmarks/planner.py [--quick] [--json FILE] [--png FILE] [--models NAME ...]
+    python -m benchmarks planner [--quick] [--json FILE] [--png FILE] [--models NAME ...]
                                  [--budgets N] [--time-limit SECONDS]
-    python benchmarks/planner.py --framework torch|tensorflow [...]    planner_torch.py and so on
+    python -m benchmarks planner --framework torch|tensorflow [...]    planner_torch.py and so on
 
 For every network the smallest feasible budget is searched first, then all planners plan at the
 same budgets from the unplanned peak down to it, and at a half and a third of what is not resident.
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.png:
-        from planner_picture import fronts
+        from planner_report import fronts
 
         fronts(rows, args.png)
     lost = slower_than_named(rows)

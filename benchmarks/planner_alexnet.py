@@ -1,6 +1,6 @@
 """SuperNeurons' stages on AlexNet at batch 200, as the paper counts memory.
 
-    python benchmarks/planner_alexnet.py [--json FILE]
+    python -m benchmarks planner_alexnet [--json FILE]
 
 The paper (Wang et al., PPoPP 2018) counts functional tensors: layer outputs and their gradients,
 not weights, their gradients or the batch. So those have 0 bytes here. Its figures are recalled,

@@ -1,6 +1,6 @@
 """Architectures of other people's libraries under a plan: right, or refused with a reason.
 
-    OMP_NUM_THREADS=1 python benchmarks/planner_architectures.py [--json FILE] [--only NAME ...]
+    OMP_NUM_THREADS=1 python -m benchmarks planner_architectures [--json FILE] [--only NAME ...]
         [--resume] [--quick]
 
 Each network of architectures.py and architectures_more.py is planned by the back ends `graph` and

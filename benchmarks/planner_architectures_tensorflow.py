@@ -1,6 +1,6 @@
 """Architectures of all kinds planned within 70 % of their activation memory: right, or refused.
 
-    python benchmarks/planner_architectures_tensorflow.py [--quick] [--json FILE]
+    python -m benchmarks planner_architectures_tensorflow [--quick] [--json FILE]
                                                           [--models NAME ...]
 
 For each model of architectures_tensorflow.py a step (forward, backward, random gradients of the

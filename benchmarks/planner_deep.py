@@ -1,6 +1,6 @@
 """How deep a ResNet fits: batch 16 in 12 GiB, and ResNet-2500 at batch 1 and 16.
 
-    python benchmarks/planner_deep.py [--quick] [--json FILE] [--time-limit SECONDS] [--low BLOCKS]
+    python -m benchmarks planner_deep [--quick] [--json FILE] [--time-limit SECONDS] [--low BLOCKS]
                                       [--part deepest | resnet2500] [--update end | early]
 
 Depths follow SuperNeurons' rule (graphs/residual.py). Weights, their gradients and one image batch

@@ -1,6 +1,6 @@
 """The same network in torch and in TensorFlow: peaks of the graphs, and what is alive there.
 
-    python benchmarks/planner_parity.py [--json FILE] [--side PIXELS] [--batch N]
+    python -m benchmarks planner_parity [--json FILE] [--side PIXELS] [--batch N]
 
 A forward and backward pass without workspaces; nothing is run. A row has both peaks, what is
 resident, and the largest storages by kind of op at each peak.

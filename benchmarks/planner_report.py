@@ -1,6 +1,6 @@
 """Tables of docs/planner.md and its picture, from the files in benchmarks/results.
 
-    python benchmarks/planner_report.py
+    python -m benchmarks planner_report
 
 Writes between the markers of the page, and docs/planner.png. Nothing is planned here.
 """
@@ -8,16 +8,33 @@ Writes between the markers of the page, and docs/planner.png. Nothing is planned
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from planner_picture import fronts
-from tables import markdown
+from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "planner.md"
 Row = dict[str, Any]
+
+# One look per planner, the same in every panel; auto on top.
+LOOKS = {
+    "liveness": ("#777777", "s"),
+    "superneurons_speed": ("#e6a000", "<"),
+    "superneurons_memory": ("#c46a00", ">"),
+    "superneurons": ("#d62728", "o"),
+    "sqrt_n": ("#9467bd", "^"),
+    "greedy": ("#1f77b4", "v"),
+    "offload_conv": ("#8c564b", "P"),
+    "dtr": ("#2ca02c", "D"),
+    "knapsack": ("#e377c2", "X"),
+    "auto_recompute": ("black", "*"),
+    "auto": ("black", "."),
+}
+# Percent of extra time shown; what is slower is left out of the picture, not of the file.
+CEILING = 60.0
 
 
 def extra(row: Row) -> str:
@@ -112,14 +129,63 @@ def source(rows: list[Row], command: str) -> str:
     return f"From `{command}`{spent}. Commit {commits}; {rows[0]['machine']}; {rows[0]['device']}."
 
 
-def put(text: str, name: str, body: str) -> str:
-    """The page with what is between the markers of `name` replaced."""
-    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    if not rest or not after:
-        raise SystemExit(f"{PAGE.name} has no markers {start} ... {end}")
-    return f"{before}{start}\n{body}\n{end}{after}"
+def fronts(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw one panel per network: memory across, extra time up, a line per planner."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    columns = min(4, len(models))
+    lines = math.ceil((len(models) + 1) / columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.4 * columns, 2.9 * lines), squeeze=False, layout="constrained"
+    )
+    panels = list(axes.flat)
+    for axis, model in zip(panels, models, strict=False):
+        mine = [row for row in rows if row["model"] == model]
+        first = mine[0]
+        span = first["baseline_peak_bytes"] - first["base_bytes"]
+        for planner, (colour, marker) in LOOKS.items():
+            points = sorted(
+                {
+                    (
+                        100 * (row["predicted_peak_bytes"] - row["base_bytes"]) / span,
+                        100 * (row["predicted_s"] / row["baseline_s"] - 1),
+                    )
+                    for row in mine
+                    if row["planner"] == planner
+                }
+            )
+            shown = [(x, y) for x, y in points if y <= CEILING and x <= 102]
+            bold = planner == "auto"
+            axis.plot(
+                [x for x, _ in shown], [y for _, y in shown], color=colour, marker=marker,
+                lw=2 if bold else 0.8, ms=6 if bold else 4, alpha=1 if bold else 0.8,
+                zorder=3 if bold else 2, label=planner,
+            )  # fmt: skip
+        bound = sorted(
+            (
+                100 * (row["budget_bytes"] - row["base_bytes"]) / span,
+                100 * (row["lower_bound_s"] / row["baseline_s"] - 1),
+            )
+            for row in mine
+            if row["planner"] == "auto"
+        )
+        axis.plot(*zip(*bound, strict=True), color="black", ls=":", lw=1, label="lower bound")
+        axis.set_title(f"{model}, batch {first['batch']}, {first['ops']} ops", fontsize=9)
+        axis.set_xlim(0, 103)
+        axis.set_ylim(-2, CEILING)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    for axis in panels[len(models) :]:
+        axis.axis("off")
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[len(models)].legend(handles, labels, loc="center", fontsize=9, frameon=False)
+    figure.supxlabel("peak memory beside what is resident, % of the unplanned step", fontsize=10)
+    figure.supylabel(f"extra time, % (above {CEILING:.0f} not shown)", fontsize=10)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -131,8 +197,8 @@ def main() -> None:
         ("alexnet", "planner_alexnet", stages),
     ):
         rows = json.loads((RESULTS / f"{stem}.json").read_text())
-        body = f"{show(rows)}\n\n{source(rows, f'python benchmarks/{stem}.py')}"
-        text = put(text, name, body)
+        body = f"{show(rows)}\n\n{source(rows, f'python -m benchmarks {stem}')}"
+        text = between_markers(text, name, body)
         if stem == "planner":
             fronts(rows, ROOT / "docs" / "planner.png")
     PAGE.write_text(text)

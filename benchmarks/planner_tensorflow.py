@@ -1,6 +1,6 @@
 """Predicted against measured: planned Keras models at two budgets, run on this machine's CPU.
 
-    python benchmarks/planner_tensorflow.py [--quick] [--json FILE] [--models NAME ...]
+    python -m benchmarks planner_tensorflow [--quick] [--json FILE] [--models NAME ...]
                                             [--side PIXELS] [--batch N] [--time-limit SECONDS]
 
 For each network a training step (loss, gradients, plain SGD) is run as it is, and planned at 60 %

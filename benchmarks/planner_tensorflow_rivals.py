@@ -1,6 +1,6 @@
 """Planned steps beside tf.recompute_grad per block and keras.RematScope, at equal memory.
 
-    python benchmarks/planner_tensorflow_rivals.py [--quick] [--json FILE] [--models NAME ...]
+    python -m benchmarks planner_tensorflow_rivals [--quick] [--json FILE] [--models NAME ...]
                                                    [--side PIXELS] [--batch N]
                                                    [--time-limit SECONDS]
 

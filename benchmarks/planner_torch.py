@@ -1,6 +1,6 @@
 """Predicted against measured: planned torch models at several budgets, run on this machine.
 
-    python benchmarks/planner_torch.py [--quick] [--json FILE] [--models NAME ...]
+    python -m benchmarks planner_torch [--quick] [--json FILE] [--models NAME ...]
                                        [--time-limit SECONDS] [--planner NAME]
 
 For each network and budget the model is planned, then run with the plan and without: peaks of live
@@ -9,7 +9,7 @@ one of the activation memory: the peak of torch's own step, measured, less param
 input and the gradients of parameters. A share that is refused gives a row that was not run, with
 the floor and the smallest peak found; share 0 runs the smallest plan that any of those refusals
 carries. For networks in OP_TIMED the seconds of all calls are measured too, at a half and a third,
-planned and unplanned steps in turn (op_seconds.py). Rows already in FILE are kept, so a run that
+planned and unplanned steps in turn. Rows already in FILE are kept, so a run that
 was cut off goes on. `--quick` takes narrow networks. `estimate` rows tell how long a definition on
 the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +29,50 @@ from typing import Any
 import torch
 from machine import commit, machine
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
-from op_seconds import in_turn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, plan_graph
 from sn_memory.graph.liveness import peak
 from sn_memory.torch.model.step import Measured, restore_step, run_step
+
+
+class CallSeconds(TorchDispatchMode):
+    """Notes the seconds of each call, in order: of the thread's own time where it is alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[float] = []
+        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        began = self.clock()
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(self.clock() - began)
+        return result
+
+
+def in_turn(
+    forwards: list[Callable[..., Any]], model: torch.nn.Module, sample: torch.Tensor, times: int
+) -> list[float]:
+    """Op seconds of a training step by each of several forward passes, run in turn.
+
+    The sum of a step is that of the medians of its calls, so that what else the machine does, and
+    what Python does between calls, hardly counts. With one thread, its CPU seconds are taken.
+    """
+    steps: list[list[list[float]]] = [[] for _ in forwards]
+    for _ in range(times):
+        for forward, runs in zip(forwards, steps, strict=True):
+            torch.manual_seed(0)
+            with restore_step(model, sample):
+                noted = CallSeconds()
+                with noted:
+                    run_step(forward, model, ((sample,), {}), count=False)
+            runs.append(noted.calls)
+    return [sum(statistics.median(call) for call in zip(*runs, strict=True)) for runs in steps]
+
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
 MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)

@@ -1,6 +1,6 @@
 """Planned torch models beside torch's own tools: peak and op seconds at many budgets.
 
-    python benchmarks/planner_torch_rivals.py [--json FILE] [--models NAME ...] [--quick]
+    python -m benchmarks planner_torch_rivals [--json FILE] [--models NAME ...] [--quick]
                                               [--picture FILE]
 
 Rivals are `activation_memory_budget` with the solvers dp and ilp under aot_eager, and

@@ -1,6 +1,6 @@
 """Checkpoint policies: the peak that is predicted and the one that is measured, three ways.
 
-    python benchmarks/policy_peaks.py [--json FILE] [--models NAME ...] [--ways NAME ...]
+    python -m benchmarks policy_peaks [--json FILE] [--models NAME ...] [--ways NAME ...]
                                       [--shares SHARE ...]
 
 `eager`: the policy as it is; `compiled`: planned for and run under torch.compile (Inductor);

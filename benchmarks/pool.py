@@ -1,6 +1,6 @@
 """How low buffers are packed, and how fast: MiniMalloc's files, random ones, 100,000 at once.
 
-    python benchmarks/pool.py [--quick] [--json FILE] [--png FILE]
+    python -m benchmarks pool [--quick] [--json FILE] [--png FILE]
 
 Each packing is checked by sn_memory/check.py. Seconds are those of the process on one core,
 so that neighbours on the machine do not count; `seconds` is the median of the runs. `height` and

@@ -1,6 +1,6 @@
 """What a process takes beyond the tensors of a planned step: RLIMIT_DATA's count (VmData).
 
-    python benchmarks/process_bytes.py [--json FILE] [--nets NAME ...] [--malloc on off]
+    python -m benchmarks process_bytes [--json FILE] [--nets NAME ...] [--malloc on off]
 
 Each network is planned at 80 % and trains eight steps in a process of its own. What planning
 imports is there before, by a toy's plan. `kept` is what is held after the plan and between steps,

@@ -1,6 +1,6 @@
 """Bytes that others have published, beside what `estimate` says of the same set-up.
 
-    python benchmarks/published_estimates.py --json benchmarks/results/published_estimates.json
+    python -m benchmarks published_estimates --json benchmarks/results/published_estimates.json
 
 Only set-ups that are stated in full. Nothing is fitted: where ours is another number, it stands
 there as it came out, and `remark` says what is known about the difference. Models are made on the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +19,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt_layer import Layer
 from machine import commit, machine
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sn_memory.run.estimate import Units, on_cards
 from sn_memory.torch import estimate
+
+
+class Layer(nn.Module):
+    """A layer of a GPT as Megatron-LM computes it, on one card: pre-norm, GELU, dropout, no fusion.
+
+    Parameters
+    ----------
+    hidden, heads
+        Width, and how many heads share it.
+    recompute
+        Whether the core of attention runs again in the backward pass.
+    """
+
+    def __init__(self, hidden: int, heads: int, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.heads, self.recompute = heads, recompute
+        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.into, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.dropout = nn.Dropout(0.1)
+
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of q, k, v, each [batch * heads, length, head]."""
+        empty = q.new_empty(q.size(0), q.size(1), k.size(1))
+        scores = torch.baddbmm(
+            empty, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(q.size(2))
+        )
+        return torch.bmm(self.dropout(scores.softmax(-1)), v)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer of x, both [length, batch, hidden]."""
+        length, batch, hidden = x.shape
+        mixed = self.into(self.first(x)).view(length, batch * self.heads, 3, -1)
+        q, k, v = (it.transpose(0, 1) for it in mixed.unbind(2))
+        made = checkpoint(self.core, q, k, v, use_reentrant=False) if self.recompute else None
+        made = self.core(q, k, v) if made is None else made
+        x = x + self.dropout(self.out(made.transpose(0, 1).reshape(length, batch, hidden)))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.second(x)))))
+
 
 WITHIN = 0.10
 _MIB = 1 << 20

@@ -1,6 +1,6 @@
 """CPU ms that a rank works in a step of the small net, by thread, without a link between ranks.
 
-    OMP_NUM_THREADS=1 horovodrun --gloo -np 4 python benchmarks/rank_cpu.py shared powersgd none
+    OMP_NUM_THREADS=1 horovodrun --gloo -np 4 python -m benchmarks rank_cpu shared powersgd none
 
 Ways take turns in blocks of steps, in the same processes; means over ranks. `none` is the net
 alone, rivals are in the loop of training_rank.py. The second column is all but the main thread:

@@ -1,6 +1,6 @@
 """What is lost at what size: every codec on real gradients, ours beside each at the same bytes.
 
-    python benchmarks/rate_distortion.py [--quick] [--json FILE] [--png FILE]
+    python -m benchmarks rate_distortion [--quick] [--json FILE] [--png FILE]
 
 For every saved gradient tensor (benchmarks/gradients.py) and every rival and preset: the bytes of
 its payload and the fraction of the energy it loses (NMSE); then `auto` is given no more bytes than

@@ -1,7 +1,7 @@
 """A small LSTM that reads characters, trained on two ranks under DDP: loss on text held back.
 
-    torchrun --nproc-per-node 2 benchmarks/recurrent.py
-    python benchmarks/recurrent.py --orders
+    torchrun --nproc-per-node 2 -m benchmarks recurrent
+    python -m benchmarks recurrent --orders
 
 The second prints what 4 % of a gradient's frequencies hold, by the order in which its numbers lie.
 

@@ -1,6 +1,6 @@
 """Models whose course depends on values, trained within a budget by regions: peaks and gradients.
 
-    python benchmarks/regions.py [--only NAME] [--shares 50 40] [--json FILE]
+    python -m benchmarks regions [--only NAME] [--shares 50 40] [--json FILE]
 
 Each net is planned on one batch and then makes five steps on other batches, beside a copy without a
 plan. Peaks are of torch's CPU allocator, which counts what kernels take for themselves as well.

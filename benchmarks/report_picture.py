@@ -1,6 +1,6 @@
 """The picture and page of docs/report.md: ResNet-50 in half its memory, beside the named planners.
 
-    python benchmarks/report_picture.py [--png FILE] [--html FILE]
+    python -m benchmarks report_picture [--png FILE] [--html FILE]
 
 Seconds are a roofline's on the graph's device, not measured. Convolutions take the fastest of their
 algorithms and its scratch; what is reserved is by the rules of torch's allocator.

@@ -1,6 +1,6 @@
 """Reserved bytes over live bytes over packed bytes: what torch's caching allocator costs, on paper.
 
-    python benchmarks/reserved.py [--json FILE] [--models NAME ...] [--cards NAME ...]
+    python -m benchmarks reserved [--json FILE] [--models NAME ...] [--cards NAME ...]
                                   [--time-limit SECONDS] [--no-kept]
 
 For each network of planner_torch.py, traced without memory for three named cards: the plain step

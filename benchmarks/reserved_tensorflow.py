@@ -1,7 +1,7 @@
 """What TensorFlow's allocator reserves on a card for plans, by its rules, on paper.
 
-    python benchmarks/reserved_tensorflow.py [--json FILE] [--models NAME ...]
-    python benchmarks/reserved_tensorflow.py --run NAME
+    python -m benchmarks reserved_tensorflow [--json FILE] [--models NAME ...]
+    python -m benchmarks reserved_tensorflow --run NAME
 
 For each network of planner_tensorflow.py, images of 128 pixels, batch 16: the plain step and plans
 at 60 and 80 % of its peak. Live bytes are the peak of tensors, packed ones the height that

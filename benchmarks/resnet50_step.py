@@ -1,7 +1,7 @@
 """ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops of a bucket.
 
-    python benchmarks/resnet50_step.py            what is missing, about six minutes
-    python benchmarks/resnet50_step.py --report   the table of what has been measured
+    python -m benchmarks resnet50_step            what is missing, about six minutes
+    python -m benchmarks resnet50_step --report   the table of what has been measured
 
 Both layouts: torch's (out, in, kh, kw), and Keras's (kh, kw, in, out) with (in, out) of the dense
 layer. A model whose loss is the sum of its parameters times given numbers has those numbers as

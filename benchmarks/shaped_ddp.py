@@ -1,7 +1,7 @@
 """DDP behind a shaped link: seconds of a step and seconds to a loss, every way in turn.
 
-    python benchmarks/shaped_ddp.py            as root; needs iproute2; about eight minutes
-    python benchmarks/shaped_ddp.py --report   the table of what has been measured
+    python -m benchmarks shaped_ddp            as root; needs iproute2; about eight minutes
+    python -m benchmarks shaped_ddp --report   the table of what has been measured
 
 The transformer of benchmarks/ddp_step.py, trained for real with AdamW on the same text; two Gloo
 ranks, each in a namespace behind a link of --gbit (benchmarks/shaped_links.py). All ways are

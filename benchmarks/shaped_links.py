@@ -77,7 +77,7 @@ class ShapedLinks:
         if left := leftovers():
             raise NoLinksError(
                 f"an earlier run was killed and left {', '.join(left)}; remove it with "
-                "`python benchmarks/training.py --clean`"
+                "`python -m benchmarks training --clean`"
             )
         self.ranks, self.gbit = ranks, gbit
         self.bridge = f"{PREFIX}{os.getpid()}b"

@@ -1,6 +1,6 @@
 """AdamW training of a model whose parameters, gradients and state are larger than a hard limit.
 
-    python benchmarks/state_offload.py [--json FILE] [--rounds 2] [--steps 5] [--limit 240]
+    python -m benchmarks state_offload [--json FILE] [--rounds 2] [--steps 5] [--limit 240]
 
 Each way trains in a process of its own, in turn. The limit is RLIMIT_DATA, of anonymous private
 memory: so many MiB beside those of a process that has imported everything and planned a toy. Who
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import commit, machine
+from machine import command, commit, machine
 from resident import Watch, status
 from torch import nn
 from training_rows import save
@@ -237,7 +237,7 @@ def main() -> None:
         print(json.dumps(child(args.child, args.steps, args.limit, args.budget, args.folder)))
         return
     rows: list[dict[str, Any]] = []
-    common = {"command": " ".join(["python", *sys.argv[:1], *sys.argv[1:]]), "commit": commit(),
+    common = {"command": command(__file__), "commit": commit(),
               "machine": machine(), "limit_mib": args.limit, "budget_mib": args.budget}  # fmt: skip
     died = run("plain", args, args.limit)
     print("plain within the limit:", died)

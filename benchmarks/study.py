@@ -1,10 +1,10 @@
 """Which method loses least accuracy at equal received bytes? Eight ranks, two nets, three seeds.
 
-    python benchmarks/study.py            what is missing of the whole study, hours on two cores
-    python benchmarks/study.py --quick    one short run of most methods: does it all run?
-    python benchmarks/study.py --long     few methods, four times the steps
-    python benchmarks/study.py --unseen --ranks 2 4 8       two nets that no setting was chosen on
-    python benchmarks/study.py --only auto --optimizers sgd --ratios 50 150 --json NEW.json
+    python -m benchmarks study            what is missing of the whole study, hours on two cores
+    python -m benchmarks study --quick    one short run of most methods: does it all run?
+    python -m benchmarks study --long     few methods, four times the steps
+    python -m benchmarks study --unseen --ranks 2 4 8       two nets that no setting was chosen on
+    python -m benchmarks study --only auto --optimizers sgd --ratios 50 150 --json NEW.json
         --against benchmarks/results/study.json     two cells again, beside what they were
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).

@@ -1,6 +1,6 @@
 """How well planning keeps its time limit, on the wall and in counted work.
 
-    python benchmarks/time_limits.py --limits 1.5,5
+    python -m benchmarks time_limits --limits 1.5,5
 
 One row a plan: what was asked, seconds on the wall, CPU seconds of the thread, and what came out.
 """

@@ -1,7 +1,10 @@
-"""A picture of one measured step: computing, codec and exchange, tensor by tensor.
+r"""A picture of one measured step: computing, codec and exchange, tensor by tensor.
 
-python benchmarks/training.py --models alexnet --overlap 1 --stamps stamps.json
-python benchmarks/timeline.py stamps.json docs/overlap.png --methods plain shared
+horovodrun --gloo -np 2 python -m benchmarks beside --stamps stamps.json
+python benchmarks/timeline.py stamps.json docs/beside.png --methods "codec in the hook" \
+    "codec in a thread"
+
+`python -m benchmarks training --stamps FILE` writes such files, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seconds per step and time to accuracy of every method, on real ranks behind shaped links.
 
-    python benchmarks/training.py --json FILE       as root; needs iproute2
-    python benchmarks/training.py --quick           4 ranks, small: does it all run? 2 minutes
-    python benchmarks/training.py --clean           removes what a killed run has left
+    python -m benchmarks training --json FILE       as root; needs iproute2
+    python -m benchmarks training --quick           4 ranks, small: does it all run? 2 minutes
+    python -m benchmarks training --clean           removes what a killed run has left
 
 Every rank is a process in a network namespace, real Horovod over Gloo between them. Small nets are
 trained for real. Of large ones a step is replayed: where a GPU would compute, a rank sleeps, and

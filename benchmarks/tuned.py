@@ -1,6 +1,6 @@
 """Is AutoCompression ever slower than plain Horovod? Paired runs of small nets, no shaped links.
 
-    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/tuned.py [--json FILE]
+    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned [--json FILE]
 
 On a link that is as fast as memory compression loses, and the tuner should see it. Two optimizers
 train the same net in one process and take turns step by step: plain, tuned, tuned, plain, so that

@@ -1,6 +1,6 @@
 """Is AutoCompression ever slower than plain Horovod in TensorFlow? Paired runs, no shaped links.
 
-    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/tuned_tensorflow.py [--json FILE]
+    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned_tensorflow [--json FILE]
 
 As benchmarks/tuned.py, in a `tf.function` of one thread: dense nets whose step is a few, some 30
 and some 100 ms long. What is left of the tuner once it has settled on plain is a few ops a step, so

@@ -1,6 +1,6 @@
 """How deep, and how long: what each way trains under one hard limit of memory, run and measured.
 
-    python benchmarks/under_limit.py [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
+    python -m benchmarks under_limit [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
                                      [--start N] [--grain G] [--steps S] [--json FILE]
 
 Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA, see

@@ -1,6 +1,6 @@
 """Table and picture of docs/planner.md on what trains under a hard limit.
 
-    python benchmarks/under_limit_report.py [--check]
+    python -m benchmarks under_limit_report [--check]
 
 Writes between the markers of the page, and draws docs/under_limit.png, from
 benchmarks/results/under_limit.json; `--check` says whether the page is as the rows are. Nothing is

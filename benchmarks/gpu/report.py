@@ -36,7 +36,8 @@ def source(found: Found) -> str:
     state = "" if found["state"] == "ok" else f", which {found['state']}: {found['why']}"
     return (
         f"{found['device_name']}, torch {found['torch']}, CuPy {found['cupy'] or 'none'}, commit "
-        f"{found['commit']}; `make gpu`, section {found['section']}{state}."
+        f"{found['commit']}; `benchmarks/results/gpu/{found['section']}.json` of "
+        f"`make gpu`{state}."
     )
 
 

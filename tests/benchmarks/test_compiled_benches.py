@@ -5,9 +5,9 @@ from pathlib import Path
 
 import budgets_kept
 import compiled_peaks
-import compiled_report
 import policy_peaks
 import pytest
+import torch_memory_report
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -17,7 +17,7 @@ def rows_of(name):
 
 
 def test_the_page_has_the_tables_of_the_results():
-    assert compiled_report.main(["--check"]) == 0
+    assert torch_memory_report.main(["--check"]) == 0
 
 
 def test_compiled_plans_hold_what_they_promised():
@@ -33,7 +33,7 @@ def test_compiled_plans_hold_what_they_promised():
 
 def test_torchs_settings_take_no_longer_than_the_planner_of_kernels():
     """What decision 79 was made by, and the table that it has."""
-    table = compiled_report.settings_over_kernels(rows_of("compiled_peaks.json"))
+    table = torch_memory_report.settings_over_kernels(rows_of("compiled_peaks.json"))
     kept, median = (it.strip() for it in table.splitlines()[-1].split("|")[2:5:2])
     assert kept == "35 of 39"
     assert float(median) <= 1.02
@@ -78,14 +78,14 @@ def test_the_rival_is_the_quickest_that_holds_no_more():
             ("torch dp", 90, 2.0), ("torch ilp", 90, 1.5), ("torch dp", 110, 1.0),
         )
     ]  # fmt: skip
-    assert compiled_report.rival(rows, 100)["step_s"] == 1.5
-    assert compiled_report.rival(rows, 80) is None
+    assert torch_memory_report.rival(rows, 100)["step_s"] == 1.5
+    assert torch_memory_report.rival(rows, 80) is None
     ours = {"model": "net/1", "method": "sn_memory", "budget_bytes": 90, "step_s": 3.0}
-    assert compiled_report.ratios([*rows, ours]) == [2.0]
+    assert torch_memory_report.ratios([*rows, ours]) == [2.0]
     above = {**ours, "budget_bytes": 110}
     slow = [*rows[:2], {**rows[2], "step_s": 6.0}, above]
-    assert compiled_report.ratios(slow) == [2.0]
-    assert compiled_report.ratios(slow, same_peak=True) == [0.5]
+    assert torch_memory_report.ratios(slow) == [2.0]
+    assert torch_memory_report.ratios(slow, same_peak=True) == [0.5]
 
 
 @pytest.mark.slow

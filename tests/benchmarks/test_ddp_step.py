@@ -69,7 +69,7 @@ def test_ddp_step_tells_what_each_way_adds_and_sends(run, tmp_path):
         assert cpu == pytest.approx(rows[way]["cpu_ms"], abs=0.06)
         assert added == pytest.approx(rows[way]["added_cpu_ms"], abs=0.06)
         assert rows[way]["cpu_ms"] > 0
-        assert rows[way]["command"].startswith("python benchmarks/ddp_step.py --runs 1")
+        assert rows[way]["command"].startswith("python -m benchmarks ddp_step --runs 1")
     assert rows["plain"]["added_cpu_ms"] == 0
     for way in ("low rank 50", "gather"):
         assert f"{way} adds no more than powersgd 4: " in printed

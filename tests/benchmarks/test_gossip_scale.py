@@ -7,7 +7,7 @@ import json
 import gossip_scale
 import numpy as np
 import pytest
-from gossip_scale_report import errors, picture, table
+from gossip_scale import errors, picture, table
 
 from sn_compress.gossip import topology
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import published_estimates
 import pytest
 import torch
-from gpt_layer import Layer
+from published_estimates import Layer
 
 from sn_memory.torch import estimate
 

@@ -54,14 +54,14 @@ def test_rivals_are_set_to_the_bytes_asked_for(study, method, ratio):
     ],
 )
 def test_the_axes_that_a_shape_asks_for(shape, axes):
-    from _study_shapes import transform_of
+    from _study_methods import transform_of
 
     assert transform_of(shape) == {"transform": "axes", "shape": shape, "axes": axes}
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (65536,), (1, 65536), (65536, 1), (1, 1, 7, 1)])
 def test_one_axis_is_a_vector(shape):
-    from _study_shapes import transform_of
+    from _study_methods import transform_of
 
     assert transform_of(shape) == {"transform": "fft"}
 

@@ -16,7 +16,6 @@ import training_rows
 import training_runs
 import travel
 import wire_methods
-import wire_traffic
 from shaped_links import NoLinksError, ShapedLinks
 
 from sn_compress.prediction.cost import Layer, Link, layers
@@ -252,11 +251,11 @@ def test_without_root_it_says_so(monkeypatch):
 
 def test_control_traffic_runs_while_the_link_is_free():
     # 1 MB takes 0.08 s of 0.1 Gbit/s; in what is left of a second ranks talk at 100 kB/s.
-    predicted = wire_traffic.predicted_bytes(1e6, idle_bytes_per_s=1e5, step_s=1.0, gbit=0.1)
+    predicted = training_rows.predicted_bytes(1e6, idle_bytes_per_s=1e5, step_s=1.0, gbit=0.1)
     headers = 2 * 66 * 1e6 / 65483
     assert predicted == pytest.approx(1e6 + headers + 0.92e5)
     # A link that is never free leaves no time to talk.
-    assert wire_traffic.predicted_bytes(1e6, idle_bytes_per_s=1e5, step_s=0.08, gbit=0.1) < 1.003e6
+    assert training_rows.predicted_bytes(1e6, idle_bytes_per_s=1e5, step_s=0.08, gbit=0.1) < 1.003e6
 
 
 def quick_run(tmp_path, name, ratio=2.5, **changes):

@@ -40,6 +40,9 @@ def _check_command(words):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
             assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+    module = re.search(r"-m benchmarks (\w+) ?(.*)", " ".join(words))
+    if module:
+        words = [f"benchmarks/{module[1]}.py", *module[2].split()]
     scripts = [word for word in words if word.endswith(".py")]
     # A script of ours is named by its folder; `train.py` stands for the reader's own.
     for script in (ROOT / word for word in scripts if "/" in word):

@@ -42,7 +42,7 @@ def test_readme_is_short():
 @pytest.mark.slow
 def test_its_tables_are_what_predict_says(pays):
     shown = README.partition(f"{pays.START}\n")[2].partition(f"\n{pays.END}")[0]
-    assert shown == pays.tables(), "run: python benchmarks/pays.py --write"
+    assert shown == pays.tables(), "run: python -m benchmarks pays --write"
 
 
 ROWS = json.loads(RESULTS.read_text("utf-8"))

@@ -1,11 +1,10 @@
-"""Tables of docs/torch_memory.md on compiled steps and policies.
+"""Tables of docs/torch_memory.md: planned and compiled steps, policies, state, copies behind ops.
 
-    python benchmarks/compiled_report.py [--check] [--settings]
+    python -m benchmarks torch_memory_report [--check] [--settings]
 
-Writes between the markers of the page, from compiled_peaks.json and policy_peaks.json of
-benchmarks/results; `--check` says whether the page is as they are. `--settings` prints what torch's
-seven settings take beside the planner of kernels that decision 79 removed, of which the rows of
-compiled_peaks.json are. Nothing is planned or run here.
+Writes between the markers of the page, from the rows in benchmarks/results; `--check` says whether
+the page is as they are. `--settings` prints what torch's seven settings take beside the planner of
+kernels that decision 79 removed, of which the rows of compiled_peaks.json are. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -14,21 +13,32 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from machine import ROOT
 from tables import between_markers, markdown
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "torch_memory.md"
 Row = dict[str, Any]
+PLANNED_HEAD = (
+    *("network, batch", "share", "torch's own, MiB", "budget", "predicted", "measured"),
+    *("bit-equal", "op time predicted", "op time measured"),
+)
+SAYS = {
+    "plain": "plain torch",
+    "memmap": "by hand: memory maps, updates in hooks",
+    "step": '`state=folder` (`update="step"`)',
+    "backward": '`update="backward"`',
+    "copied": '`update="backward"`, `in_place=False`',
+    "disk": '`update="backward"`, page cache dropped',
+}
 
 
-def mib(size: int) -> str:
+def mib(size: int, digits: int = 2) -> str:
     """Bytes in MiB."""
-    return f"{size / 2**20:.2f}"
+    return f"{size / 2**20:.{digits}f}"
 
 
 def longer(seconds: float, plain: float) -> str:
@@ -138,9 +148,95 @@ def policies(rows: list[Row]) -> str:
     return markdown(("step", "network", "budget, MiB", "promised", "measured", "over"), lines)
 
 
+def percent(planned: float | None, plain: float | None) -> str:
+    """Extra time, where there are figures."""
+    return f"{100 * (planned / plain - 1):+.1f} %" if planned and plain else ""
+
+
+def reached(row: Row) -> float:
+    """The share of the activation memory that the smallest plan takes."""
+    fixed = row["base_bytes"] + row["gradients_bytes"]
+    return (row["smallest_bytes"] - fixed) / (row["baseline_measured_peak_bytes"] - fixed)
+
+
+def planned_line(row: Row) -> list[str]:
+    """One row of the table."""
+    own = mib(row["baseline_measured_peak_bytes"], 1)
+    first = [f"{row['model']}, {row['batch']}", f"{row['share']:.0%}", own]
+    if not row["kept"] and row["share"]:
+        return [*first, mib(row["budget_bytes"], 1), "refused", *[""] * 4]
+    if not row["share"]:
+        first[1], budget = f"smallest found: {reached(row):.0%}", mib(row["smallest_bytes"], 1)
+    else:
+        budget = mib(row["budget_bytes"], 1)
+    return [
+        *first,
+        budget,
+        mib(row["predicted_peak_bytes"], 1),
+        mib(row["measured_peak_bytes"], 1),
+        "yes" if row["equal"] else "no",
+        percent(row["predicted_s"], row["baseline_predicted_s"]),
+        percent(row.get("op_s"), row.get("baseline_op_s")),
+    ]
+
+
+def planned(rows: list[Row]) -> str:
+    """Planned steps of the networks, at shares of their activation memory."""
+    return markdown(PLANNED_HEAD, (planned_line(row) for row in rows if row["share"] is not None))
+
+
+def source(row: Row) -> str:
+    """The paragraph below a table: which command, commit and machine its rows are from."""
+    return f"\n\n`{row['command']}`. Commit {row['commit']}; {row['machine']}."
+
+
+def state_table(rows: list[Row]) -> str:
+    """Ways to train under the limit."""
+    lines = []
+    for row in rows:
+        limit = f"{row['limit_mib']} MiB" if row["limited"] else "none"
+        if "step_s" not in row:
+            lines.append([SAYS[row["way"]], limit, "refused memory", "", "", "", ""])
+            continue
+        lines.append(
+            [
+                SAYS[row["way"]], limit, "equal" if row["equal"] else "differ",
+                f"{row['step_s']:.1f}", f"{row['of_plain']:.2f}",
+                f"{row['anonymous_mib']:.0f}", f"{row['mapped_mib']:.0f}",
+            ]
+        )  # fmt: skip
+    head = ("way", "limit", "losses", "s/step", "x plain", "anonymous, MiB", "mapped, MiB")
+    return markdown(head, lines) + source(rows[0])
+
+
+def hidden_table(rows: list[Row]) -> str:
+    """What of the copies passed beside ops."""
+    lines = []
+    for row in rows:
+        moved = "hidden" in row
+        lines.append(
+            [
+                row["model"], f"{row['rate']:g}", f"{row['mib_per_s']:.1f}",
+                f"{row['whole_mib']:.0f}", f"{row['budget_mib']:.0f}", f"{row['peak_mib']:.0f}",
+                str(row["offloaded"]), str(row["recomputed"]),
+                f"{row['moved_mib']:.0f}" if moved else "0",
+                f"{row['copies_s']:.2f}" if moved else "",
+                f"{100 * row['hidden']:.0f}" if moved else "",
+                f"{row['step_s'] / row['plain_s']:.2f}" if moved else "",
+            ]
+        )  # fmt: skip
+    head = ("network", "rate", "link, MiB/s", "unplanned, MiB", "budget", "peak", "offloaded",
+            "recomputed", "moved, MiB", "copies, s", "hidden, %",
+            "step, x plain")  # fmt: skip
+    return markdown(head, lines) + source(rows[0])
+
+
 PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "compiled": ("compiled_peaks.json", compiled),
     "policies": ("policy_peaks.json", policies),
+    "torch": ("planner_torch.json", planned),
+    "state": ("state_offload.json", state_table),
+    "hidden": ("offload_hidden.json", hidden_table),
 }
 
 

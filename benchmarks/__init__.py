@@ -1,0 +1,1 @@
+"""What the pages' figures are measured by: `python -m benchmarks --list`."""
