@@ -1,0 +1,304 @@
+"""Gradients by nodes over all-to-alls in which all ranks take part.
+
+Where groups of ranks are dear, as Horovod's process sets are, all ranks do every collective
+together, and in it a rank has nothing for most of them. The first hands each gradient to its owner
+inside the node. Then owners of one number exchange theirs, compressed. An owner that is through
+hands its means out in the next all-to-all, and takes part until it has those of all owners of its
+node. Owners of one number go through as many rounds on every node, so all ranks end in the same
+one, and begin as many collectives, whatever each of them owns.
+
+A rank that fails tells all others in the next all-to-all, in the place of what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..collective import Collective, Gradient
+from ..engine.engine import Engine
+from ..engine.hierarchy import Place
+from ..errors import CompressError
+from .shard import WIDE, Shard
+
+# Bytes that are sent begin at multiples of this. It is two words, so what is a rank's message has
+# an even number of them; one that says why a rank has failed has an odd one.
+_ALIGNED = 16
+_WORD = torch.int64
+Vectors = Sequence[torch.Tensor]  # one behind the other
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One collective of all ranks; its result is a list of what comes of each.
+
+    words : [n] int64, what each rank is to have, in order of rank, one behind the other
+    splits : of each rank, how many
+    """
+
+    words: torch.Tensor
+    splits: tuple[int, ...]
+    kind: str = "alltoall"
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """What of one collective goes to the owners of this number, and what comes of them.
+
+    to : of each node; what is for the own one stays
+    sizes : elements, of each node
+    """
+
+    to: Vectors
+    sizes: Sequence[int]
+
+
+# What is done over rounds of parcels: yields those of a round, is sent what came of all nodes for
+# each of them.
+Work = Generator[list[Parcels], list[Vectors], Any]
+Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
+
+
+class Combine(Protocol):
+    """What is made of all nodes' vectors, element by element; of another dtype, perhaps."""
+
+    def __call__(self, vectors: Vectors) -> torch.Tensor:
+        """Of [n] each, in order of the nodes: [n]."""
+
+
+def total(vectors: Vectors) -> torch.Tensor:
+    """The sum of words, each modulo 2**32."""
+    found = vectors[0].clone()
+    for each in vectors[1:]:
+        found += each
+    return found
+
+
+def mean(vectors: Vectors) -> torch.Tensor:
+    """The mean, in their dtype; half precision is summed in single precision."""
+    dtype = vectors[0].dtype
+    return (total([each.to(WIDE.get(dtype, dtype)) for each in vectors]) / len(vectors)).to(dtype)
+
+
+def combined(words: torch.Tensor, combine: Combine, place: Place) -> Work:
+    """What is made of all nodes' words, the same bits on all of them."""
+    nodes = len(place.layout.nodes)
+    if nodes == 2:  # as many bytes as below, in one round
+        (came,) = yield [Parcels([words] * 2, [words.numel()] * 2)]
+        return combine(came)
+    pieces = words.tensor_split(nodes)
+    sizes = [piece.numel() for piece in pieces]
+    (came,) = yield [Parcels(pieces, [sizes[place.node]] * nodes)]
+    (came,) = yield [Parcels([combine(came)] * nodes, sizes)]
+    return torch.cat(list(came))
+
+
+def averaged(views: Vectors, place: Place) -> Work:
+    """Vectors of one dtype become their mean over nodes."""
+    means = yield from combined(torch.cat(list(views)), mean, place)
+    for view, each in zip(views, means.split([view.numel() for view in views]), strict=True):
+        view.copy_(each)
+
+
+def carried(carry: Collective, place: Place) -> Work:
+    """A collective of the engine's, over the owners of this number; returns its result."""
+    nodes, words = len(place.layout.nodes), carry.words
+    if carry.kind == "sum":
+        found = yield from combined(words, total, place)
+        return found
+    if carry.kind == "gather":
+        parcels = Parcels([words] * nodes, carry.sizes or [words.numel()] * nodes)
+    else:
+        parcels = Parcels(words.split(carry.to_ranks(place.node)), carry.of_ranks(place.node))
+    (came,) = yield [parcels]
+    return torch.cat(list(came))
+
+
+def together(works: Sequence[Work]) -> Work:
+    """Several at once: what they have in one round travels together. Returns their results."""
+    results: list[Any] = [None] * len(works)
+    came: dict[int, Any] = dict.fromkeys(range(len(works)))
+    while came:
+        asked: dict[int, list[Parcels]] = {}
+        for at, each in came.items():
+            try:
+                asked[at] = works[at].send(each)
+            except StopIteration as end:
+                results[at] = end.value
+        if not asked:
+            break
+        answers = iter((yield [parcels for each in asked.values() for parcels in each]))
+        came = {at: [next(answers) for _ in each] for at, each in asked.items()}
+    return results
+
+
+def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
+    """The rounds of gradients that are compressed."""
+    rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
+    came: Any = None
+    while True:
+        try:
+            asked = rounds.send(came)
+        except StopIteration:
+            return
+        # Where the engine asks for nothing it goes on: on other owners it need not ask the same.
+        came = yield from together([carried(carry, place) for carry in asked])
+
+
+def exchanged(engine: Engine, shards: Sequence[Shard], given: Sequence[Sequence[Gradient]]) -> Work:
+    """What this rank owns becomes the mean over nodes."""
+    place = shards[0].place
+    nodes = len(place.layout.nodes)
+    works: list[Work] = []
+    dense: list[Gradient] = []
+    compressed: list[Gradient] = []
+    for shard, gradients in zip(shards, given, strict=True):
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, elsewhere=shard.elsewhere)
+        for gradient in step.dense:
+            gradient.values.copy_(engine.whole(gradient))
+        if views := [each.values for each in (*step.plain, *step.dense)]:
+            works.append(averaged(views, place))
+        dense += step.dense
+        compressed += step.coded
+    if compressed:
+        works.append(coded(engine, compressed, place))
+    yield from together(works)
+    for gradient in dense:
+        engine.learn(str(gradient.name), gradient.values)
+
+
+def _no_total(name: str, words: Any) -> Any:
+    raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
+
+
+def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient]) -> Rounds:
+    """Average gradients of one device in their place; all ranks take the same ones, in one order.
+
+    Raises CompressError where another rank has failed.
+    """
+    by_dtype: dict[torch.dtype, list[Gradient]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
+    shards = [Shard(place, each) for each in by_dtype.values()]
+    ranks, device = place.layout.size * len(place.layout.nodes), shards[0].device
+    steps = _steps(engine, shards)
+    came: Any = None
+    while True:
+        try:
+            mail = _mail(steps.send(came), ranks, device)
+        except StopIteration as end:
+            means = end.value
+            break
+        except Exception as error:
+            text = f"rank {place.rank}: {type(error).__name__}: {error}"
+            yield [_failure(text, ranks, device)]
+            raise
+        (came,) = yield [mail]
+        if failed := [words for words in came if len(words) % 2]:
+            raise CompressError(f"another rank has failed in this step: {_text(failed[0])}")
+    for number, shard in enumerate(shards):
+        shard.finish([of_owner[number] for of_owner in means])
+
+
+def _steps(
+    engine: Engine, shards: Sequence[Shard]
+) -> Generator[Mapping[int, Sequence[Vectors]], list[torch.Tensor], list[list[torch.Tensor]]]:
+    """What each rank is to have, all-to-all by all-to-all; returns all owners' means."""
+    place = shards[0].place
+    inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
+    owned = {
+        rank: [(shard.dtype, shard.sizes[number]) for shard in shards]
+        for number, rank in enumerate(inside)
+    }
+    means: dict[int, list[torch.Tensor]] = {
+        rank: _opened(torch.zeros(0, dtype=_WORD, device=shards[0].device), kinds)
+        for rank, kinds in owned.items()
+        if not any(size for _, size in kinds)
+    }
+
+    def take(came: list[torch.Tensor]) -> None:
+        for rank in owned.keys() - means.keys() - {place.rank}:
+            if len(came[rank]):
+                means[rank] = _opened(came[rank], owned[rank])
+
+    parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
+    place.sent_bytes += sum(shard.scatter_bytes for shard in shards)
+    came = yield dict(zip(inside, parts, strict=True))
+    summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
+    given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
+    work = exchanged(engine, shards, given)
+    answers: Any = None
+    with suppress(StopIteration):
+        while True:
+            asked = work.send(answers)
+            to = {rank: [[each.to[at]] for each in asked] for at, rank in enumerate(owners)}
+            here = [vectors for (vectors,) in to.pop(place.rank)]
+            came = yield to
+            take(came)
+            of_nodes = [
+                here
+                if rank == place.rank
+                else _opened(came[rank], [(each.to[at].dtype, each.sizes[at]) for each in asked])
+                for at, rank in enumerate(owners)
+            ]
+            answers = list(zip(*of_nodes, strict=True))
+    means[place.rank] = [shard.values for shard in shards]
+    place.sent_bytes += sum(shard.gather_bytes for shard in shards)
+    mine = [[values] for values in means[place.rank]]
+    take((yield {rank: mine for rank in inside if rank != place.rank}))
+    while len(means) < len(inside):
+        take((yield {}))
+    return [means[rank] for rank in inside]
+
+
+def _mail(to: Mapping[int, Sequence[Vectors]], ranks: int, device: torch.device) -> AllToAll:
+    """All that goes to other ranks: of each, vectors that begin at aligned places."""
+    every = [[(each, _room(each)) for each in to.get(rank, ())] for rank in range(ranks)]
+    splits = tuple(sum(room for _, room in of_one) // _WORD.itemsize for of_one in every)
+    words = torch.zeros(sum(splits), dtype=_WORD, device=device)
+    start, octets = 0, words.view(torch.uint8)
+    for vectors, room in (pair for of_one in every for pair in of_one):
+        at = start
+        for vector in vectors:
+            nbytes = vector.numel() * vector.element_size()
+            octets[at : at + nbytes] = vector.view(torch.uint8)
+            at += nbytes
+        start += room
+    return AllToAll(words, splits)
+
+
+def _room(vectors: Vectors) -> int:
+    """Bytes that they take, the next aligned place included."""
+    return _aligned(sum(each.numel() * each.element_size() for each in vectors))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _opened(words: torch.Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
+    """The vectors in what came of a rank: of each its dtype and elements are known."""
+    found, start, octets = [], 0, words.view(torch.uint8)
+    for dtype, elements in kinds:
+        nbytes = elements * dtype.itemsize
+        found.append(octets[start : start + nbytes].view(dtype))
+        start += _aligned(nbytes)
+    return found
+
+
+def _failure(text: str, ranks: int, device: torch.device) -> AllToAll:
+    """What a rank sends to all that has failed."""
+    octets = text.encode()
+    n = -(-len(octets) // _WORD.itemsize)
+    n += 1 - n % 2
+    padded = octets.ljust(n * _WORD.itemsize, b"\0")
+    words = torch.frombuffer(bytearray(padded), dtype=_WORD).to(device)
+    return AllToAll(words.repeat(ranks), (n,) * ranks)
+
+
+def _text(words: torch.Tensor) -> str:
+    return bytes(words.view(torch.uint8).tolist()).rstrip(b"\0").decode()
