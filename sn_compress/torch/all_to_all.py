@@ -12,7 +12,7 @@ A rank that fails tells all others in the next all-to-all, in the place of what 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,6 +60,7 @@ class Parcels:
 # What is done over rounds of parcels: yields those of a round, is sent what came of all nodes for
 # each of them.
 Work = Generator[list[Parcels], list[Vectors], Any]
+Begins = Callable[[list[str]], object]
 Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
 
 
@@ -149,15 +150,17 @@ def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
         came = yield from together([carried(carry, place) for carry in asked])
 
 
-def exchanged(engine: Engine, shards: Sequence[Shard], given: Sequence[Sequence[Gradient]]) -> Work:
-    """What this rank owns becomes the mean over nodes."""
-    place = shards[0].place
+def exchanged(
+    engine: Engine, place: Place, given: Sequence[Sequence[Gradient]], begins: Begins
+) -> Work:
+    """What this rank owns becomes the mean over nodes. given : of each dtype by themselves"""
+    begins([str(gradient.name) for gradients in given for gradient in gradients])
     nodes = len(place.layout.nodes)
     works: list[Work] = []
     dense: list[Gradient] = []
     compressed: list[Gradient] = []
-    for shard, gradients in zip(shards, given, strict=True):
-        step = engine.sort(gradients, ranks=nodes, total=_no_total, elsewhere=shard.elsewhere)
+    for gradients in given:
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, begun=True)
         for gradient in step.dense:
             gradient.values.copy_(engine.whole(gradient))
         if views := [each.values for each in (*step.plain, *step.dense)]:
@@ -175,8 +178,11 @@ def _no_total(name: str, words: Any) -> Any:
     raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
 
 
-def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient]) -> Rounds:
+def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: Begins) -> Rounds:
     """Average gradients of one device in their place; all ranks take the same ones, in one order.
+
+    `engine.begin` was called with them. begins : is told the names of those that this rank owns,
+    when the engine's step of them begins
 
     Raises CompressError where another rank has failed.
     """
@@ -185,7 +191,7 @@ def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient]) -> Round
         by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
     shards = [Shard(place, each) for each in by_dtype.values()]
     ranks, device = place.layout.size * len(place.layout.nodes), shards[0].device
-    steps = _steps(engine, shards)
+    steps = _steps(engine, shards, begins)
     came: Any = None
     while True:
         try:
@@ -205,7 +211,7 @@ def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient]) -> Round
 
 
 def _steps(
-    engine: Engine, shards: Sequence[Shard]
+    engine: Engine, shards: Sequence[Shard], begins: Begins
 ) -> Generator[Mapping[int, Sequence[Vectors]], list[torch.Tensor], list[list[torch.Tensor]]]:
     """What each rank is to have, all-to-all by all-to-all; returns all owners' means."""
     place = shards[0].place
@@ -230,7 +236,7 @@ def _steps(
     came = yield dict(zip(inside, parts, strict=True))
     summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
     given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
-    work = exchanged(engine, shards, given)
+    work = exchanged(engine, place, given, begins)
     answers: Any = None
     with suppress(StopIteration):
         while True:

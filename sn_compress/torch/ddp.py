@@ -18,7 +18,7 @@ where the tensors are; with the extra [cuda] the payloads of FFTCompression are 
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -61,11 +61,10 @@ _EXCHANGED = object()  # what rounds by nodes yield before they hand out means i
 
 @dataclass(frozen=True)
 class _Given:
-    """Gradients, the vector that they are all of, and names of those of it that are elsewhere."""
+    """Gradients, and the vector that they are all of."""
 
     gradients: list[Gradient]
     flat: torch.Tensor
-    elsewhere: Collection[str] = ()
 
 
 class CompressionState:
@@ -189,11 +188,13 @@ class CompressionState:
         ]
         if self.nodes is not None:
             collectives = self.nodes.between
+            for given in every:
+                self.engine.begin(given.gradients)  # of those of which other ranks are owners, too
             sums = [NodeSum(self.nodes, given.gradients) for given in every]
             for each in sums:
                 each.scatter()
             yield
-            every = [_Given(it.gradients(), it.shard.values, it.shard.elsewhere) for it in sums]
+            every = [_Given(each.gradients(), each.shard.values) for each in sums]
         ranks = collectives.ranks
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
@@ -201,7 +202,7 @@ class CompressionState:
         for given in every:
             total = partial(self._total, given.flat.device, collectives)
             step = self.engine.sort(
-                given.gradients, ranks=ranks, total=total, elsewhere=given.elsewhere
+                given.gradients, ranks=ranks, total=total, begun=self.nodes is not None
             )
             for gradient in step.dense:
                 gradient.values.copy_(self.engine.whole(gradient))

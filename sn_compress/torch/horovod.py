@@ -120,7 +120,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     gradient = Gradient(name, tuple(tensor.shape), flat)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
     if memory.nodes is not None and tensor.is_floating_point():
-        # Sorted by its owner alone, when it is the node's mean.
+        memory.engine.begin([gradient])  # and sorted by its owner alone, as the node's mean
         return None, _filed(gradient, tensor, factor, memory, sets)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),

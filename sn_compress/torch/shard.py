@@ -22,7 +22,6 @@ class Shard:
     Attributes
     ----------
     sizes : of each owner, the elements of what it owns; `mine` are this rank's
-    elsewhere : names of the gradients that other ranks of the node own
     values : [mine], the node's means that this rank owns, one behind the other
     """
 
@@ -36,9 +35,6 @@ class Shard:
         self.mine = self.sizes[place.number]
         self.dtype: torch.dtype = like.dtype
         self.device: torch.device = like.device
-        self.elsewhere = [
-            str(it.name) for at, of_one in enumerate(owned) if at != place.number for it in of_one
-        ]
 
     @property
     def parts(self) -> list[list[torch.Tensor]]:

@@ -53,8 +53,10 @@ class Ranks:
 
     def step(self, every):
         """Take all gradients through their rounds: what each rank raised, or None."""
+        for engine, gradients in zip(self.engines, every, strict=True):
+            engine.begin(gradients)
         going = [
-            all_to_all.rounds(engine, place, gradients)
+            all_to_all.rounds(engine, place, gradients, lambda names: None)
             for engine, place, gradients in zip(self.engines, self.places, every, strict=True)
         ]
         came, ended = [None] * self.ranks, []

@@ -192,8 +192,7 @@ def _by_nodes(
     """Those of all gradients of a bucket, compressed or not: each has its owner in a node."""
     handles = [member for member in members if isinstance(member, RoundsHandle)]
     gradients = [member.gradient for member in handles]
-    memory.begins(str(gradient.name) for gradient in gradients)
-    yield from all_to_all.rounds(memory.engine, nodes, gradients)
+    yield from all_to_all.rounds(memory.engine, nodes, gradients, memory.begins)
     for member in handles:
         member.end()
 
