@@ -153,7 +153,7 @@ def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
 def exchanged(
     engine: Engine, place: Place, given: Sequence[Sequence[Gradient]], begins: Begins
 ) -> Work:
-    """What this rank owns becomes the mean over nodes. given : of each dtype by themselves"""
+    """What this rank owns becomes the mean over nodes. `given` has a list of each dtype."""
     begins([str(gradient.name) for gradients in given for gradient in gradients])
     nodes = len(place.layout.nodes)
     works: list[Work] = []

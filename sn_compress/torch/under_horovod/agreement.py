@@ -250,7 +250,8 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     memory = _at_rest(optimizer)
     engine = memory.engine
     # By nodes of the node's mean: as the gradient of one of its ranks it is that many times more.
-    times = 1 if memory.nodes is None else memory.nodes.layout.size
+    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    times = len(by_nodes["nodes"][0]) if by_nodes else 1
     return {
         name: torch.from_numpy(engine.residual(name) * times).view_as(parameter)
         for parameter, name in optimizer._parameter_names.items()

@@ -240,11 +240,10 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
     if present < process_set.size():
         if memory.buckets is not None:
             memory.buckets.begin()  # no step that broke off: the rank that joined knows of none
-        why, instead = (
-            "FFTCompression gathers payloads", "LowRankCompression or AutoCompression"
-        ) if memory.settings.exchange == "gather" else (
-            "by nodes each rank owns some of the gradients", "hierarchy=None"
-        )  # fmt: skip
+        why, instead = "FFTCompression gathers payloads", "LowRankCompression or AutoCompression"
+        if memory.nodes is not None:
+            why = "by nodes each rank has gradients to sum"
+            instead = f"{instead} with hierarchy=None"
         raise CompressError(
             f"{name}: another rank called hvd.join() ({present} of {process_set.size()} are in "
             f"this step), and {why}, which Horovod cannot do without it; none was sent. Give all "
