@@ -18,11 +18,13 @@ where the tensors are; with the extra [cuda] the payloads of FFTCompression are 
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
 import logging
+import os
+import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,9 +52,11 @@ from .layout import (
     layout_of,
     parts_of,
 )
-from .nodes import NodeGroups, NodeSum, node_name
 from .outcomes import Outcomes, digest
 from .process_group import CallWatch, Collectives, HookedModel
+
+if TYPE_CHECKING:
+    from .nodes import NodeGroups, NodeSum
 
 _log = logging.getLogger(__name__)
 _OVER = object()
@@ -190,7 +194,7 @@ class CompressionState:
             collectives = self.nodes.between
             for given in every:
                 self.engine.begin(given.gradients)  # of those of which other ranks are owners, too
-            sums = [NodeSum(self.nodes, given.gradients) for given in every]
+            sums = [self.nodes.sum(given.gradients) for given in every]
             for each in sums:
                 each.scatter()
             yield
@@ -259,9 +263,16 @@ class CompressionState:
             self._find_nodes(total)
 
     def _find_nodes(self, total: Total) -> None:
-        """See which ranks are on which node; with several of several ranks, go by nodes."""
-        layout = find_layout(total, node_name(), rank=self.rank, ranks=self.ranks)
+        """See which ranks are on which node; with several of several ranks, go by nodes.
+
+        A rank is on the node of its host and, under torchrun, of its agent (GROUP_RANK), which
+        tells nodes apart that share a host name.
+        """
+        node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+        layout = find_layout(total, node, rank=self.rank, ranks=self.ranks)
         if isinstance(layout, NodeLayout):
+            from .nodes import NodeGroups  # a run without nodes loads none of it
+
             self.nodes = NodeGroups(self.collectives, layout)
             self.nodes.own(self._tensors())
         elif self.rank == 0:

@@ -1,13 +1,10 @@
 """A process group of torch by nodes: collectives inside them, and the group between them.
 
-See `engine/hierarchy.py`. What nodes are is asked of all ranks, once: a rank is on the node of its
-host and, under torchrun, of its agent (GROUP_RANK), which tells nodes apart that share a host name.
+See `engine/hierarchy.py`.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,11 +17,6 @@ from ..collective import Gradient
 from ..engine.hierarchy import NodeLayout, Place
 from .process_group import Collectives
 from .shard import Shard
-
-
-def node_name() -> str:
-    """That of the node this process is on, the same for all of its ranks."""
-    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 class NodeGroups(Place):
@@ -42,6 +34,10 @@ class NodeGroups(Place):
         inside, between = _groups(collectives.group or dist.group.WORLD, layout, collectives.rank)
         self.inside, self.between = Collectives(inside), Collectives(between)
         self.inside.waiting = self.between.waiting = collectives.waiting
+
+    def sum(self, gradients: Sequence[Gradient]) -> NodeSum:
+        """The way of gradients, of one dtype on one device, to owners and back."""
+        return NodeSum(self, gradients)
 
 
 # Of each group that has nodes: made once, as a group has threads and connections of its own.

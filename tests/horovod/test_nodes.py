@@ -21,6 +21,14 @@ def test_gradients_travel_by_nodes(horovodrun, tmp_path, cases_of):
 
 
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
+def test_ranks_stay_bit_identical_over_20_steps(horovodrun, exchange):
+    cases = ["fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups-bf16"]
+    run = horovodrun(4, RANKS / "train.py", exchange, *cases, options=HOSTS, timeout=280).check()
+    for case in cases:
+        assert run.stdout.count(f"ok {case}\n") == 4, f"{case}\n{run.stdout}"
+
+
+@pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_killed_rank_ends_the_run(horovodrun, exchange):
     """Rank 1 is killed; rank 0 shares its node, ranks 2 and 3 are on the other one."""
     start = time.monotonic()
