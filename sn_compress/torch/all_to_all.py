@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,11 +25,10 @@ from ..engine.hierarchy import Place
 from ..errors import CompressError
 from .shard import WIDE, Shard
 
-# Bytes that are sent begin at multiples of this. It is two words, so what is a rank's message has
+# Bytes of what is sent begin at multiples of this. It is two words, so what is a rank's message has
 # an even number of them; one that says why a rank has failed has an odd one.
 _ALIGNED = 16
 _WORD = torch.int64
-Vectors = Sequence[torch.Tensor]  # one behind the other
 
 
 @dataclass(frozen=True)
@@ -45,34 +44,17 @@ class AllToAll:
     kind: str = "alltoall"
 
 
-@dataclass(frozen=True)
-class Parcels:
-    """What of one collective goes to the owners of this number, and what comes of them.
-
-    to : of each node; what is for the own one stays
-    sizes : elements, of each node
-    """
-
-    to: Vectors
-    sizes: Sequence[int]
-
-
-# What is done over rounds of parcels: yields those of a round, is sent what came of all nodes for
-# each of them.
+Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
+Vectors = Sequence[torch.Tensor]
+# What of one collective goes to the owners of this number, node by node, and how many elements come
+# of each of them; and what is done over rounds of these, is sent what came, and returns something.
+Parcels = tuple[Vectors, Sequence[int]]
 Work = Generator[list[Parcels], list[Vectors], Any]
 Begins = Callable[[list[str]], object]
-Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
-
-
-class Combine(Protocol):
-    """What is made of all nodes' vectors, element by element; of another dtype, perhaps."""
-
-    def __call__(self, vectors: Vectors) -> torch.Tensor:
-        """Of [n] each, in order of the nodes: [n]."""
 
 
 def total(vectors: Vectors) -> torch.Tensor:
-    """The sum of words, each modulo 2**32."""
+    """The sum of words, each modulo 2**32, or of floats, in their order."""
     found = vectors[0].clone()
     for each in vectors[1:]:
         found += each
@@ -85,16 +67,16 @@ def mean(vectors: Vectors) -> torch.Tensor:
     return (total([each.to(WIDE.get(dtype, dtype)) for each in vectors]) / len(vectors)).to(dtype)
 
 
-def combined(words: torch.Tensor, combine: Combine, place: Place) -> Work:
-    """What is made of all nodes' words, the same bits on all of them."""
+def combined(words: torch.Tensor, combine: Callable[[Vectors], torch.Tensor], place: Place) -> Work:
+    """What is made of all nodes' words, element by element; the same bits on all of them."""
     nodes = len(place.layout.nodes)
     if nodes == 2:  # as many bytes as below, in one round
-        (came,) = yield [Parcels([words] * 2, [words.numel()] * 2)]
+        (came,) = yield [([words] * 2, [words.numel()] * 2)]
         return combine(came)
     pieces = words.tensor_split(nodes)
     sizes = [piece.numel() for piece in pieces]
-    (came,) = yield [Parcels(pieces, [sizes[place.node]] * nodes)]
-    (came,) = yield [Parcels([combine(came)] * nodes, sizes)]
+    (came,) = yield [(pieces, [sizes[place.node]] * nodes)]
+    (came,) = yield [([combine(came)] * nodes, sizes)]
     return torch.cat(list(came))
 
 
@@ -109,14 +91,23 @@ def carried(carry: Collective, place: Place) -> Work:
     """A collective of the engine's, over the owners of this number; returns its result."""
     nodes, words = len(place.layout.nodes), carry.words
     if carry.kind == "sum":
-        found = yield from combined(words, total, place)
-        return found
-    if carry.kind == "gather":
-        parcels = Parcels([words] * nodes, carry.sizes or [words.numel()] * nodes)
-    else:
-        parcels = Parcels(words.split(carry.to_ranks(place.node)), carry.of_ranks(place.node))
+        return (yield from combined(words, total, place))
+    parcels: Parcels = [words] * nodes, carry.sizes or [words.numel()] * nodes
+    if carry.kind == "alltoall":
+        parcels = words.split(carry.to_ranks(place.node)), carry.of_ranks(place.node)
     (came,) = yield [parcels]
     return torch.cat(list(came))
+
+
+def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
+    """The rounds of gradients that are compressed."""
+    rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
+    came: Any = None
+    with suppress(StopIteration):
+        while True:
+            # Where it asks for nothing it goes on: on other owners it need not ask the same.
+            asked = rounds.send(came)
+            came = yield from together([carried(carry, place) for carry in asked])
 
 
 def together(works: Sequence[Work]) -> Work:
@@ -135,19 +126,6 @@ def together(works: Sequence[Work]) -> Work:
         answers = iter((yield [parcels for each in asked.values() for parcels in each]))
         came = {at: [next(answers) for _ in each] for at, each in asked.items()}
     return results
-
-
-def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
-    """The rounds of gradients that are compressed."""
-    rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
-    came: Any = None
-    while True:
-        try:
-            asked = rounds.send(came)
-        except StopIteration:
-            return
-        # Where the engine asks for nothing it goes on: on other owners it need not ask the same.
-        came = yield from together([carried(carry, place) for carry in asked])
 
 
 def exchanged(
@@ -191,21 +169,27 @@ def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: 
         by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
     shards = [Shard(place, each) for each in by_dtype.values()]
     ranks, device = place.layout.size * len(place.layout.nodes), shards[0].device
+    nothing = torch.zeros(0, dtype=_WORD, device=device)
     steps = _steps(engine, shards, begins)
     came: Any = None
     while True:
         try:
-            mail = _mail(steps.send(came), ranks, device)
+            to = steps.send(came)
+            every = [[_words(each) for each in to.get(rank, ())] for rank in range(ranks)]
         except StopIteration as end:
             means = end.value
             break
         except Exception as error:
-            text = f"rank {place.rank}: {type(error).__name__}: {error}"
-            yield [_failure(text, ranks, device)]
+            text = f"rank {place.rank}: {type(error).__name__}: {error}".encode()
+            words = _words([torch.tensor(list(text), dtype=torch.uint8, device=device)])
+            words = torch.cat([words, words[:1] * 0])
+            yield [AllToAll(words.repeat(ranks), (len(words),) * ranks)]
             raise
-        (came,) = yield [mail]
+        words = torch.cat([nothing, *(each for of_one in every for each in of_one)])
+        (came,) = yield [AllToAll(words, tuple(sum(map(len, of_one)) for of_one in every))]
         if failed := [words for words in came if len(words) % 2]:
-            raise CompressError(f"another rank has failed in this step: {_text(failed[0])}")
+            said = bytes(failed[0].view(torch.uint8).tolist()).rstrip(b"\0").decode()
+            raise CompressError(f"another rank has failed in this step: {said}")
     for number, shard in enumerate(shards):
         shard.finish([of_owner[number] for of_owner in means])
 
@@ -220,70 +204,49 @@ def _steps(
         rank: [(shard.dtype, shard.sizes[number]) for shard in shards]
         for number, rank in enumerate(inside)
     }
-    means: dict[int, list[torch.Tensor]] = {
-        rank: _opened(torch.zeros(0, dtype=_WORD, device=shards[0].device), kinds)
-        for rank, kinds in owned.items()
-        if not any(size for _, size in kinds)
-    }
+    others = [rank for rank in inside if rank != place.rank]
+    missing = {rank for rank in others if any(size for _, size in owned[rank])}
 
     def take(came: list[torch.Tensor]) -> None:
-        for rank in owned.keys() - means.keys() - {place.rank}:
-            if len(came[rank]):
-                means[rank] = _opened(came[rank], owned[rank])
+        for rank in missing & {rank for rank in others if len(came[rank])}:
+            means[rank] = came[rank]
+        missing.difference_update(means)
 
     parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
-    place.sent_bytes += sum(shard.scatter_bytes for shard in shards)
+    place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
     came = yield dict(zip(inside, parts, strict=True))
     summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
     given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
+    means = {rank: came[rank][:0] for rank in others if rank not in missing}  # words
     work = exchanged(engine, place, given, begins)
     answers: Any = None
     with suppress(StopIteration):
         while True:
             asked = work.send(answers)
-            to = {rank: [[each.to[at]] for each in asked] for at, rank in enumerate(owners)}
-            here = [vectors for (vectors,) in to.pop(place.rank)]
+            to = {rank: [[each[at]] for each, _ in asked] for at, rank in enumerate(owners)}
+            here = [vector for (vector,) in to.pop(place.rank)]
             came = yield to
             take(came)
             of_nodes = [
                 here
                 if rank == place.rank
-                else _opened(came[rank], [(each.to[at].dtype, each.sizes[at]) for each in asked])
+                else _opened(came[rank], [(each[0].dtype, sizes[at]) for each, sizes in asked])
                 for at, rank in enumerate(owners)
             ]
             answers = list(zip(*of_nodes, strict=True))
-    means[place.rank] = [shard.values for shard in shards]
-    place.sent_bytes += sum(shard.gather_bytes for shard in shards)
-    mine = [[values] for values in means[place.rank]]
-    take((yield {rank: mine for rank in inside if rank != place.rank}))
-    while len(means) < len(inside):
+    mine = [shard.values for shard in shards]
+    take((yield {rank: [[values] for values in mine] for rank in others}))
+    while missing:
         take((yield {}))
-    return [means[rank] for rank in inside]
+    return [
+        mine if rank == place.rank else _opened(means[rank], kinds) for rank, kinds in owned.items()
+    ]
 
 
-def _mail(to: Mapping[int, Sequence[Vectors]], ranks: int, device: torch.device) -> AllToAll:
-    """All that goes to other ranks: of each, vectors that begin at aligned places."""
-    every = [[(each, _room(each)) for each in to.get(rank, ())] for rank in range(ranks)]
-    splits = tuple(sum(room for _, room in of_one) // _WORD.itemsize for of_one in every)
-    words = torch.zeros(sum(splits), dtype=_WORD, device=device)
-    start, octets = 0, words.view(torch.uint8)
-    for vectors, room in (pair for of_one in every for pair in of_one):
-        at = start
-        for vector in vectors:
-            nbytes = vector.numel() * vector.element_size()
-            octets[at : at + nbytes] = vector.view(torch.uint8)
-            at += nbytes
-        start += room
-    return AllToAll(words, splits)
-
-
-def _room(vectors: Vectors) -> int:
-    """Bytes that they take, the next aligned place included."""
-    return _aligned(sum(each.numel() * each.element_size() for each in vectors))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+def _words(vectors: Vectors) -> torch.Tensor:
+    """Their bytes, one behind the other, as an even number of words."""
+    octets = torch.cat([vector.view(torch.uint8) for vector in vectors])
+    return torch.nn.functional.pad(octets, (0, -len(octets) % _ALIGNED)).view(_WORD)
 
 
 def _opened(words: torch.Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
@@ -292,19 +255,5 @@ def _opened(words: torch.Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> li
     for dtype, elements in kinds:
         nbytes = elements * dtype.itemsize
         found.append(octets[start : start + nbytes].view(dtype))
-        start += _aligned(nbytes)
+        start += nbytes + -nbytes % _ALIGNED
     return found
-
-
-def _failure(text: str, ranks: int, device: torch.device) -> AllToAll:
-    """What a rank sends to all that has failed."""
-    octets = text.encode()
-    n = -(-len(octets) // _WORD.itemsize)
-    n += 1 - n % 2
-    padded = octets.ljust(n * _WORD.itemsize, b"\0")
-    words = torch.frombuffer(bytearray(padded), dtype=_WORD).to(device)
-    return AllToAll(words.repeat(ranks), (n,) * ranks)
-
-
-def _text(words: torch.Tensor) -> str:
-    return bytes(words.view(torch.uint8).tolist()).rstrip(b"\0").decode()

@@ -35,11 +35,12 @@ class Shard:
         self.mine = self.sizes[place.number]
         self.dtype: torch.dtype = like.dtype
         self.device: torch.device = like.device
+        self.none = like[:0]
 
     @property
     def parts(self) -> list[list[torch.Tensor]]:
         """Of this rank's gradients what each rank of the node owns, one behind the other."""
-        return [[gradient.values for gradient in of_one] for of_one in self._owned]
+        return [[it.values for it in of_one] or [self.none] for of_one in self._owned]
 
     @property
     def scatter_bytes(self) -> int:

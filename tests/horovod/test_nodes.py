@@ -20,6 +20,14 @@ def test_gradients_travel_by_nodes(horovodrun, tmp_path, cases_of):
     assert run.stdout.count(">:ok ") == 4 * cases_of(RANKS / "nodes.py"), run.stdout
 
 
+def test_all_is_as_ever(horovodrun, tmp_path):
+    """What holds whatever way gradients travel."""
+    run = horovodrun(4, RANKS / "nodes.py", tmp_path, "as-ever", options=HOSTS, timeout=290).check()
+    cases = (RANKS / "nodes.py").read_text().partition("AS_EVER = [")[2].partition("]")[0]
+    assert cases.count(",") > 5
+    assert run.stdout.count(">:ok ") == 4 * cases.count(","), run.stdout
+
+
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_ranks_stay_bit_identical_over_20_steps(horovodrun, exchange):
     cases = ["fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups-bf16"]
