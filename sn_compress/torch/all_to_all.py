@@ -188,8 +188,8 @@ def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: 
         words = torch.cat([nothing, *(each for of_one in every for each in of_one)])
         (came,) = yield [AllToAll(words, tuple(sum(map(len, of_one)) for of_one in every))]
         if failed := [words for words in came if len(words) % 2]:
-            said = bytes(failed[0].view(torch.uint8).tolist()).rstrip(b"\0").decode()
-            raise CompressError(f"another rank has failed in this step: {said}")
+            reason = bytes(failed[0].view(torch.uint8).tolist()).rstrip(b"\0").decode()
+            raise CompressError(f"another rank has failed in this step: {reason}")
     for number, shard in enumerate(shards):
         shard.finish([of_owner[number] for of_owner in means])
 
