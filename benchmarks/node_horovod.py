@@ -129,12 +129,13 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
     cells = [
-        [row["way"], row["nodes"], row["per_node"], row["gbit"], row["node_bytes"] / 1e6,
+        [row["way"], *(row[name] for name in SETTINGS), row["node_bytes"] / 1e6,
          row["idle_bytes_s"] / 1e6, row["step_s"], row["load"]]
         for row in rows
     ]  # fmt: skip
-    names = ("way", "nodes", "ranks each", "Gbit/s", "MB a node", "MB/s idle", "s/step", "load")
-    return text_table(names, cells, ("", "", "", "g", ".2f", ".3f", ".2f", ".1f"))
+    names = ("way", "nodes", "ranks each", "Gbit/s", "scale", "MB a node", "MB/s idle", "s/step")
+    names += ("load",)
+    return text_table(names, cells, ("", "", "", "g", "", ".2f", ".3f", ".2f", ".1f"))
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def a_run_learns_as_without_nodes():
 
 
 def without_a_hierarchy_all_is_as_on_one_node():
-    """To the bit, and in as many bytes; so it is for a tuner, and in a process set."""
+    """To the bit, and in as many bytes; a tuner has none either."""
     for way in LOSSY.values():
         ends = []
         for size, each in ((4, way), (2, way.using(hierarchy=None))):
