@@ -45,9 +45,9 @@ def _may(memory: OptimizerState, process_set: Any) -> bool:
     """Whether it goes by nodes where there are some; alike on all ranks."""
     settings = memory.settings
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would come and go
-    # A tuner compares with Horovod's own all-reduce, which is over all ranks.
+    # A tuner compares with Horovod's all-reduce of all; fewer than four are no two nodes of two.
     return settings.hierarchy == "auto" and not (
-        settings.tune or elastic or process_set.process_set_id or process_set.size() == 1
+        settings.tune or elastic or process_set.process_set_id or process_set.size() < 4
     )
 
 
