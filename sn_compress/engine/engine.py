@@ -12,7 +12,7 @@ have to decide alike is decided here, from sums that the rim's `total` brings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -211,6 +211,15 @@ class Engine:
 
     # A step
 
+    def begin(self, gradients: Sequence[Gradient]) -> None:
+        """What becomes of these gradients is followed from now on, all ranks' alike.
+
+        For those that `sort` is not called with, or later, as by nodes: it is told that they begun.
+        """
+        with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
+            self._open_step({gradient.name for gradient in gradients})
+        self.transaction.begin([it.name for it in gradients if it.name is not None])
+
     def sort(
         self,
         gradients: Sequence[Gradient],
@@ -219,7 +228,7 @@ class Engine:
         total: Total,
         plain_itemsize: int | None = None,
         taken: bool = False,
-        elsewhere: Collection[str] = (),
+        begun: bool = False,
     ) -> Routing:
         """How these gradients travel, the same on every rank; they are counted as that.
 
@@ -227,13 +236,10 @@ class Engine:
 
         plain_itemsize : bytes of an element where it travels plain; by default as it is
         taken : the rim has asked which are compressed, when it traced its graph: all of these are
-        elsewhere : names of gradients that another rank of this node exchanges. What becomes of
-            them is followed here as well, as all ranks count it, and have to count it alike
+        begun : `begin` was called with these
         """
-        names = [gradient.name for gradient in gradients if gradient.name is not None]
-        with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
-            self._open_step({*(gradient.name for gradient in gradients), *elsewhere})
-        self.transaction.begin([*names, *elsewhere])
+        if not begun:
+            self.begin(gradients)
         step = Routing([], [], [])
         for gradient in gradients:
             n, name = gradient.elements, gradient.name

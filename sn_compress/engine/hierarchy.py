@@ -10,11 +10,15 @@ all the same to it who sends what (docs/decisions/0098).
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from ..consistency import Total
 from ..errors import CompressError
 
 
@@ -67,6 +71,16 @@ def layout_of(ids: Sequence[int]) -> NodeLayout | str:
     return NodeLayout(tuple(tuple(ranks) for ranks in nodes.values()))
 
 
+def find_layout(total: Total, node: str, *, rank: int, ranks: int) -> NodeLayout | str:
+    """The layout of all ranks, or why there is no hierarchy, the same on every rank; blocks.
+
+    node : names the one that this rank is on
+    """
+    ids = np.zeros(ranks, np.int64)
+    ids[rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:7], "big")
+    return layout_of([int(each) for each in total("sn.nodes", ids)])
+
+
 @dataclass
 class Owners:
     """Who of a node's ranks owns a tensor: alike on all nodes, and for good.
@@ -92,6 +106,70 @@ class Owners:
         self._elements[owner] += elements
 
 
+class Place:
+    """Where a rank is in a layout, and who sums which tensor there.
+
+    Attributes
+    ----------
+    node, number : of its node, and its own inside
+    owners : of tensors, by their numbers inside a node
+    sent_bytes : by this rank to others of its node so far
+    """
+
+    def __init__(self, layout: NodeLayout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.node, self.number = layout.place(rank)
+        self.owners = Owners(layout.size)
+        self.sent_bytes = 0
+
+    def own(self, tensors: Iterable[tuple[str, int]]) -> list[str]:
+        """Which tensors this rank owns, of all with their elements, in the order they come in."""
+        every = [(name, self.owners.of(name, elements)) for name, elements in tensors]
+        return [name for name, owner in every if owner == self.number]
+
+    def state(self) -> dict[str, Any]:
+        """What a saved state says of it."""
+        nodes = [list(ranks) for ranks in self.layout.nodes]
+        return {"nodes": nodes, "owners": dict(self.owners.of_name)}
+
+    def report(self, steps: int) -> dict[str, float]:
+        """What a report says of it."""
+        return {
+            "nodes": len(self.layout.nodes), "inside_bytes": self.sent_bytes / max(1, steps)
+        }  # fmt: skip
+
+
+def states_to_load(
+    states: Sequence[Mapping[str, Any]], place: Place | None, tensors: Iterable[tuple[str, int]]
+) -> list[dict[str, Any]] | None:
+    """Of what mean this rank goes on, once nodes are known; None: of its own state, as it was.
+
+    states : the one that was saved on this rank, or those of all ranks, in order of rank
+    tensors : see Place.own
+
+    Raises CompressError where one state is not enough.
+    """
+    saved = states[0].get("hierarchy")
+    if place is None:
+        return None if saved is None else whole_states(states)
+    if saved is not None and saved["nodes"] == place.state()["nodes"]:
+        at = states[0]["rank"]
+        if len(states) > 1 or place.layout.place(at)[1] == place.number:
+            place.owners.of_name.update(saved["owners"])
+            return None
+    own = set(place.own(tensors))
+    # Each node begins with the mean of what all remember: in the mean it is what it was.
+    return [state_of(each, own) for each in whole_states(states)]
+
+
+def loadable(states: Any, ranks: int) -> Any:
+    """What of a saved state, or of all ranks', can be loaded on so many ranks, nodes unknown."""
+    first = states[0] if isinstance(states, list | tuple) and len(states) > 1 else None
+    if isinstance(first, dict) and first.get("hierarchy") and first["ranks"] != ranks:
+        return whole_states(states)
+    return states
+
+
 def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of the states of all ranks those of their nodes: each has all tensors, as without nodes.
 
@@ -113,8 +191,17 @@ def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def saved_place(place: Place | None, loaded: Any, ranks: int) -> dict[str, Any] | None:
+    """What a state that is saved says of nodes; until they are known, what a loaded one says."""
+    if place is not None:
+        return place.state()
+    merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
+    return None if merged else loaded[0].get("hierarchy")
+
+
 # Of a state's parts, what is kept by tensor.
 _BY_TENSOR = {"feedback": ("memory",), "shared": ("tensors", "left_out")}
+BY_TENSOR = tuple(key for keys in _BY_TENSOR.values() for key in keys)
 
 
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

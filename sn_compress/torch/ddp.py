@@ -18,11 +18,13 @@ where the tensors are; with the extra [cuda] the payloads of FFTCompression are 
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+import os
+import socket
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ from ..consistency import Fingerprint, Total
 from ..engine import engine_state
 from ..engine.engine import Engine, MethodSelector
 from ..engine.feedback import ErrorFeedback
-from ..engine.hierarchy import NodeLayout, state_of, whole_states
+from ..engine.hierarchy import NodeLayout, find_layout, loadable, saved_place, states_to_load
 from ..errors import CompressError
 from ..prediction import new_tuner
 from ..saved import held, reading
@@ -50,9 +52,11 @@ from .layout import (
     layout_of,
     parts_of,
 )
-from .nodes import NodeGroups, Shard, find_layout
 from .outcomes import Outcomes, digest
 from .process_group import CallWatch, Collectives, HookedModel
+
+if TYPE_CHECKING:
+    from .nodes import NodeGroups, NodeSum
 
 _log = logging.getLogger(__name__)
 _OVER = object()
@@ -61,11 +65,10 @@ _EXCHANGED = object()  # what rounds by nodes yield before they hand out means i
 
 @dataclass(frozen=True)
 class _Given:
-    """Gradients, the vector that they are all of, and names of those of it that are elsewhere."""
+    """Gradients, and the vector that they are all of."""
 
     gradients: list[Gradient]
     flat: torch.Tensor
-    elsewhere: Collection[str] = ()
 
 
 class CompressionState:
@@ -160,12 +163,7 @@ class CompressionState:
     def report(self) -> dict[str, float]:
         """What this rank sent so far, and what the tuner chose; see Compression.report."""
         report = self.engine.report()
-        if self.nodes is None:
-            return report
-        steps = max(1, self.traffic.steps)
-        return report | {
-            "nodes": len(self.nodes.layout.nodes), "inside_bytes": self.nodes.sent_bytes / steps,
-        }  # fmt: skip
+        return report if self.nodes is None else report | self.nodes.report(self.traffic.steps)
 
     def parts(self, bucket: dist.GradBucket) -> list[BucketSlice]:
         """The parameters of a bucket in the order in which their gradients lie there."""
@@ -186,20 +184,21 @@ class CompressionState:
         the sum inside the node, and _EXCHANGED comes before means are handed out there.
         """
         self.agree(flats[0][0])
-        shards: list[Shard] = []
+        sums: list[NodeSum] = []
         collectives = self.collectives
-        if self.nodes is None:
-            every = [
-                _Given([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
-                for flat, parts in flats
-            ]
-        else:
+        every = [
+            _Given([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
+            for flat, parts in flats
+        ]
+        if self.nodes is not None:
             collectives = self.nodes.between
-            shards = [Shard(self.nodes, flat, parts) for flat, parts in flats]
-            for shard in shards:
-                shard.scatter()
+            for given in every:
+                self.engine.begin(given.gradients)  # of those of which other ranks are owners, too
+            sums = [self.nodes.sum(given.gradients) for given in every]
+            for each in sums:
+                each.scatter()
             yield
-            every = [_Given(shard.gradients(), shard.values, shard.elsewhere) for shard in shards]
+            every = [_Given(each.gradients(), each.shard.values) for each in sums]
         ranks = collectives.ranks
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
@@ -207,10 +206,10 @@ class CompressionState:
         for given in every:
             total = partial(self._total, given.flat.device, collectives)
             step = self.engine.sort(
-                given.gradients, ranks=ranks, total=total, elsewhere=given.elsewhere
+                given.gradients, ranks=ranks, total=total, begun=self.nodes is not None
             )
-            for each in step.dense:
-                each.values.copy_(self.engine.whole(each))
+            for gradient in step.dense:
+                gradient.values.copy_(self.engine.whole(gradient))
             if views := [each.values for each in (*step.plain, *step.dense)]:
                 packed = None if step.coded else given.flat
                 plain.append(collectives.averages(views, packed))
@@ -233,17 +232,17 @@ class CompressionState:
         for begun in plain:
             for _ in begun:
                 pass
-        for each in dense:
-            self.engine.learn(str(each.name), each.values)
-        if shards:
+        for gradient in dense:
+            self.engine.learn(str(gradient.name), gradient.values)
+        if sums:
             # How many rounds there were differs inside a node. What follows are collectives of the
             # node, which all of its ranks begin in one order: that of the groups of buckets.
             yield _EXCHANGED
-            for shard in shards:
-                shard.gather()
+            for each in sums:
+                each.gather()
             yield
-            for shard in shards:
-                shard.finish()
+            for each in sums:
+                each.finish()
         for future, (flat, _) in zip(futures, flats, strict=bool(futures)):
             future.set_result(flat)
 
@@ -264,11 +263,18 @@ class CompressionState:
             self._find_nodes(total)
 
     def _find_nodes(self, total: Total) -> None:
-        """See which ranks are on which node; with several of several ranks, go by nodes."""
-        layout = find_layout(total, rank=self.rank, ranks=self.ranks)
+        """See which ranks are on which node; with several of several ranks, go by nodes.
+
+        A rank is on the node of its host and, under torchrun, of its agent (GROUP_RANK), which
+        tells nodes apart that share a host name.
+        """
+        node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+        layout = find_layout(total, node, rank=self.rank, ranks=self.ranks)
         if isinstance(layout, NodeLayout):
+            from .nodes import NodeGroups  # a run without nodes loads none of it
+
             self.nodes = NodeGroups(self.collectives, layout)
-            self._own()
+            self.nodes.own(self._tensors())
         elif self.rank == 0:
             level = logging.WARNING if layout.startswith("nodes have") else logging.DEBUG
             _log.log(level, "%s: all ranks exchange with all others", layout)
@@ -276,12 +282,9 @@ class CompressionState:
         if states:
             self._load_by_nodes(states)
 
-    def _own(self) -> dict[str, int]:
-        """See to it that all parameters that are known have an owner: those of each tensor."""
-        assert self.nodes is not None
-        for parameter, name in reversed(self.names.known()):  # the order in which gradients come
-            self.nodes.owners.of(name, parameter.numel())
-        return self.nodes.owners.of_name
+    def _tensors(self) -> list[tuple[str, int]]:
+        """All parameters that are known, in the order in which gradients come."""
+        return [(name, parameter.numel()) for parameter, name in reversed(self.names.known())]
 
     def _total(self, device: torch.device, collectives: Collectives, _: str, words: Any) -> Any:
         """The sum over the ranks of a group, at once."""
@@ -371,10 +374,7 @@ class CompressionState:
             torch.cuda.synchronize()
         self.outcomes.look()
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
-        nodes = self.nodes and {
-            "nodes": [list(ranks) for ranks in self.nodes.layout.nodes],
-            "owners": dict(self.nodes.owners.of_name),
-        }
+        nodes = saved_place(self.nodes, self._loaded, self.ranks)
         state |= {"layout": layout_of(self.names.known()), "hierarchy": nodes}
         return registry.each(np.ndarray, torch.from_numpy, state)
 
@@ -387,7 +387,7 @@ class CompressionState:
         with reading("the saved state"):
             held(state)
             arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-        self._load(arrays)
+        self._load(loadable(arrays, self.ranks))
         states = [arrays] if isinstance(arrays, dict) else list(arrays)
         if self._looked:
             self._load_by_nodes(states)
@@ -404,18 +404,9 @@ class CompressionState:
 
     def _load_by_nodes(self, states: list[dict[str, Any]]) -> None:
         """Take over what was loaded before the nodes were known; CompressError if it cannot be."""
-        layout = self.nodes and [list(ranks) for ranks in self.nodes.layout.nodes]
-        saved = states[0].get("hierarchy")
-        if self.nodes is None:
-            if saved is not None:
-                self._load(whole_states(states), mean=True)
-            return
-        if saved is not None and saved["nodes"] == layout:
-            self.nodes.owners.of_name.update(saved["owners"])  # this rank's state is loaded
-            return
-        own = [name for name, owner in self._own().items() if owner == self.nodes.number]
-        # Each node begins with the mean of what all remember: in the mean it is what it was.
-        self._load([state_of(each, own) for each in whole_states(states)], mean=True)
+        found = states_to_load(states, self.nodes, self._tensors())
+        if found is not None:
+            self._load(found, mean=True)
 
 
 def compression_hook(

@@ -59,6 +59,7 @@ from .under_horovod.in_flight import (
     rounds,
 )  # fmt: skip
 from .under_horovod.memory import OptimizerState, Pending, memory_of
+from .under_horovod.nodes import find_nodes, take_loaded
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -117,6 +118,10 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     own = caller.optimizer is not None
     kind, flat = wire_type(tensor), tensor.detach().reshape(-1)
     gradient = Gradient(name, tuple(tensor.shape), flat)
+    factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
+    if memory.nodes is not None and tensor.is_floating_point():
+        memory.engine.begin([gradient])  # and sorted by its owner alone, as the node's mean
+        return None, _filed(gradient, tensor, factor, memory, sets)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),
         plain_itemsize=kind.itemsize,
@@ -130,18 +135,13 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
             return None, FusedHandle(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
         return wire.to(kind), None if kind == tensor.dtype else Cast(tensor.dtype)
-    factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
     if step.dense:
         if own:
             memory.begins([str(name)], dense=True)
         wire = engine.whole(gradient, wire=kind).view(tensor.shape)
         return wire, PlainHandle(memory, str(name), factor, tensor.dtype)
     if own:
-        assert memory.buckets is not None
-        count_ranks(memory, memory.buckets.members[0][0], sets)
-        return None, RoundsHandle(
-            gradient, tensor.detach(), factor, partial(complete, memory, sets)
-        )
+        return None, _filed(gradient, tensor, factor, memory, sets)
     copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
     alone = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
     memory.counts_ranks = False
@@ -151,6 +151,14 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     memory.side.follow(copied.values)
     memory.pending.begin(str(name or id(alone)), partial(rounds, memory, [alone], sets), wire)
     return None, alone
+
+
+def _filed(
+    gradient: Gradient, tensor: torch.Tensor, factor: float, memory: OptimizerState, sets: Any
+) -> RoundsHandle:
+    assert memory.buckets is not None
+    count_ranks(memory, memory.buckets.members[0][0], sets)
+    return RoundsHandle(gradient, tensor.detach(), factor, partial(complete, memory, sets))
 
 
 def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
@@ -169,8 +177,16 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
             end_what_is_left(memory, sets)
         if caller.optimizer._synchronized:
             agree_on_fresh(memory, sets, fresh=True)
-    if memory.engine.agreed == ranks:
-        return
+    if memory.engine.agreed != ranks:
+        _agree(memory, caller, device)
+    if caller.optimizer is not None and memory.loaded != []:
+        take_loaded(memory, caller.optimizer, sets)
+
+
+def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
+    """All ranks agree: on the settings of one call, or of all optimizers that are new."""
+    sets = caller.process_set
+    ranks = sets.size()
     memory.engine.traffic.speaks = sets.rank() == 0
     if caller.optimizer is None:
         agree_on_calls(memory, sets)
@@ -189,6 +205,8 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
         exact = not alike_in_hardware(memory, sets, device)
         for own in agreed:
             own.engine.shared.exact = exact
+    if caller.optimizer is not None:
+        find_nodes(memory, new, sets)
     for own in agreed:
         own.engine.agreed = ranks
 
@@ -276,7 +294,10 @@ def _say_dropped_once() -> None:
 
 def report(optimizer: Any) -> dict[str, float]:
     """See Compression.report."""
-    return memory_of(optimizer).engine.report()
+    memory = memory_of(optimizer)
+    report = memory.engine.report()
+    steps = memory.engine.traffic.steps
+    return report if memory.nodes is None else report | memory.nodes.report(steps)
 
 
 def watch(optimizer: Any, scaler: Any) -> None:

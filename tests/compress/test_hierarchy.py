@@ -7,7 +7,16 @@ import pytest
 
 from sn_compress import CompressError
 from sn_compress.engine import hierarchy
-from sn_compress.engine.hierarchy import NodeLayout, Owners, layout_of, state_of, whole_states
+from sn_compress.engine.hierarchy import (
+    NodeLayout,
+    Owners,
+    Place,
+    layout_of,
+    loadable,
+    state_of,
+    states_to_load,
+    whole_states,
+)
 
 
 def test_doctests():
@@ -87,3 +96,35 @@ def test_states_of_a_node_together_have_all_tensors():
 def test_states_of_some_ranks_are_refused(given):
     with pytest.raises(CompressError, match="Load the list"):
         whole_states([state(rank, 2, "a", [[0, 1]]) for rank in given])
+
+
+def test_states_by_nodes_are_loaded_on_other_numbers_of_ranks_as_those_of_nodes():
+    """Each has some of the tensors only: a mean of all ranks' there is none of."""
+    states = [state(rank, 4, "ab" if rank < 2 else "c", [[0, 2], [1, 3]]) for rank in range(4)]
+    assert loadable(states, 4) is states
+    assert loadable(states, 3) == whole_states(states)
+    assert loadable(states[0], 3) is states[0]
+    flat = [state(rank, 2, "abc") for rank in range(2)]
+    assert loadable(flat, 3) is flat
+    for junk in (None, 3, [], ["x", "y"]):
+        assert loadable(junk, 3) is junk
+
+
+def test_what_a_rank_goes_on_from():
+    nodes = [[0, 1], [2, 3]]
+    saved = [state(rank, 4, "ac" if rank % 2 == 0 else "b", nodes) for rank in range(4)]
+    for each in saved:
+        each["hierarchy"]["owners"] = {"a": 0, "b": 1, "c": 0}
+    sizes = [("a", 5), ("b", 3), ("c", 1)]
+    same = Place(layout_of([7, 7, 8, 8]), 2)
+    assert states_to_load(saved, same, sizes) is None  # its own state is right
+    assert same.state() == saved[0]["hierarchy"]
+    assert states_to_load([saved[0]], same, sizes) is None  # of the same number on another node
+    with pytest.raises(CompressError, match="Load the list"):
+        states_to_load([saved[1]], same, sizes)
+    others = Place(layout_of([7, 8, 7, 8]), 2)
+    found = states_to_load(saved, others, [("c", 9), ("a", 5), ("b", 5)])
+    assert others.number == 1
+    assert [list(each["shared"]["tensors"]) for each in found] == [["a", "b"]] * 2
+    assert states_to_load(saved, None, sizes) == whole_states(saved)
+    assert states_to_load([state(0, 4, "abc")], None, sizes) is None

@@ -20,6 +20,7 @@ from ...arrays import numpy_view
 from ...codecs import registry
 from ...consistency import Fingerprint, agree, all_equal, digest_words, plain, result_of
 from ...engine import engine_state
+from ...engine.hierarchy import BY_TENSOR, loadable, saved_place
 from ...errors import CompressError
 from ...ops.products import hardware_fingerprint
 from ...saved import held, reading
@@ -246,9 +247,13 @@ def _at_rest(optimizer: Any) -> OptimizerState:
 
 def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     """See Compression.residuals."""
-    engine = _at_rest(optimizer).engine
+    memory = _at_rest(optimizer)
+    engine = memory.engine
+    # By nodes of the node's mean: as the gradient of one of its ranks it is that many times more.
+    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    times = len(by_nodes["nodes"][0]) if by_nodes else 1
     return {
-        name: torch.from_numpy(engine.residual(name)).view_as(parameter)
+        name: torch.from_numpy(engine.residual(name) * times).view_as(parameter)
         for parameter, name in optimizer._parameter_names.items()
         if engine.remembers(name)
     }
@@ -268,6 +273,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     memory.outcomes.look()
     engine = memory.engine
     state = engine_state.state_dict(engine, **place)
+    state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
     return registry.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
@@ -276,11 +282,11 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     with reading("the saved state"):
         held(state)
         arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    place = _place(optimizer)
-    if isinstance(arrays, dict):
-        arrays = arrays | place
-    memory = _at_rest(optimizer)
-    engine_state.load_state_dict(memory.engine, arrays, ranks=place["ranks"], rank=place["rank"])
+    place, memory = _place(optimizer), _at_rest(optimizer)
+    one = isinstance(arrays, dict)
+    fits = arrays | place if one else loadable(arrays, place["ranks"])
+    engine_state.load_state_dict(memory.engine, fits, ranks=place["ranks"], rank=place["rank"])
+    memory.loaded = [arrays] if one else list(arrays)
 
 
 def _place(optimizer: Any) -> dict[str, int]:
@@ -300,7 +306,13 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
         "theta": engine.theta.state_dict(),
         "scale": engine.transaction.scale,
     }
-    state = hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
+    mine, state = state, hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
+    if sets.process_set_id == 0:
+        # By nodes the root has some of the tensors only, and others the rest.
+        keys = [key for key in BY_TENSOR if key in state]
+        rest = {key: {n: it for n, it in mine[key].items() if n not in state[key]} for key in keys}
+        for each in hvd.allgather_object(rest, name="sn.rest"):
+            state |= {key: each[key] | state[key] for key in keys}
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
@@ -312,6 +324,7 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     engine.theta.load_state_dict(state["theta"])  # ranks that came are where the others are
     engine.transaction.scale = state["scale"]
     engine.forget_step()
+    memory.loaded = None
 
 
 class Elastic:

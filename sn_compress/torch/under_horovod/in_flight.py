@@ -15,7 +15,10 @@ import torch
 
 from ...collective import Collective, Gradient
 from ...consistency import result_of
+from ...engine.hierarchy import Place
 from ...errors import CompressError
+from .. import all_to_all
+from ..all_to_all import AllToAll
 from .memory import OptimizerState, SideStream
 
 
@@ -89,7 +92,8 @@ class Plain:
     kind: str = "plain"
 
 
-Rounds = Generator[Sequence[Collective | Plain], list[Any], None]
+Carried = Collective | Plain | AllToAll
+Rounds = Generator[Sequence[Carried], list[Any], None]
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,13 @@ class Reducer:
     def beside(self) -> AbstractContextManager[None]:
         return self.side.on(self.device)
 
-    def start(self, name: str, carries: Sequence[Collective | Plain]) -> list[tuple[str, int]]:
+    def start(self, name: str, carries: Sequence[Carried]) -> list[tuple[str, int, bool]]:
         return [
-            (name, self._send(carry, f"{name}.{place}" if place else name))
-            for place, carry in enumerate(carries)
+            (name, self._send(carry, f"{name}.{at}" if at else name), isinstance(carry, AllToAll))
+            for at, carry in enumerate(carries)
         ]
 
-    def _send(self, carry: Collective | Plain, name: str) -> Any:
+    def _send(self, carry: Carried, name: str) -> Any:
         if isinstance(carry, Plain):
             name = f"{name}.{carry.words.dtype}"
             self.sent.add((carry.kind, name))
@@ -128,27 +132,31 @@ class Reducer:
         if carry.kind == "gather":
             return hvd.allgather_async(carry.words, name=called, process_set=self.process_set)
         if carry.kind == "alltoall":
-            splits = torch.tensor(carry.to_ranks(self.process_set.rank()), dtype=torch.int32)
+            rank = self.process_set.rank()
+            to_ranks = carry.splits if isinstance(carry, AllToAll) else carry.to_ranks(rank)
+            splits = torch.tensor(to_ranks, dtype=torch.int32)
             return hvd.alltoall_async(carry.words, splits, called, process_set=self.process_set)
         return hvd.allreduce_async_(
             carry.words, name=called, op=hvd.Sum, process_set=self.process_set
         )
 
-    def arrived(self, handles: list[tuple[str, int]]) -> bool:
+    def arrived(self, handles: list[tuple[str, int, bool]]) -> bool:
         """Never of no handles: what is done then is for the end of the step."""
-        return bool(handles) and all(hvd.poll(handle) for _, handle in handles)
+        return bool(handles) and all(hvd.poll(handle) for _, handle, _ in handles)
 
-    def wait(self, handles: list[tuple[str, int]]) -> list[Any]:
+    def wait(self, handles: list[tuple[str, int, bool]]) -> list[Any]:
         with self.waiting():
-            return [self._result(name, handle) for name, handle in handles]
+            return [self._result(*each) for each in handles]
 
-    def _result(self, name: str, handle: int) -> Any:
+    def _result(self, name: str, handle: int, by_rank: bool) -> Any:
         try:
             result = result_of(hvd, handle, limit_s=self.limit_s, what=name)
         except hvd.mpi_ops.HorovodInternalError as error:
             error.add_note(f"while waiting for {name}; a rank has exited")
             raise
         # An all-to-all also says how much came of each rank.
+        if by_rank:
+            return list(result[0].split(result[1].tolist()))
         return result[0] if isinstance(result, tuple) else result
 
 
@@ -156,6 +164,9 @@ def rounds(
     memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], process_set: Any
 ) -> Rounds:
     """Those of gradients that travel together: what is plain goes beside the first one."""
+    if memory.nodes is not None:
+        yield from _by_nodes(memory, members, memory.nodes)
+        return
     coded = [member for member in members if isinstance(member, RoundsHandle)]
     small: dict[torch.dtype, list[FusedHandle]] = {}
     for member in members:
@@ -173,6 +184,17 @@ def rounds(
         pieces = mean.split([it.tensor.numel() for it in fused])
         for member, piece in zip(fused, pieces, strict=True):
             member.tensor.copy_(piece.view(member.tensor.shape))
+
+
+def _by_nodes(
+    memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], nodes: Place
+) -> Rounds:
+    """Those of all gradients of a bucket, compressed or not: each has its owner in a node."""
+    handles = [member for member in members if isinstance(member, RoundsHandle)]
+    gradients = [member.gradient for member in handles]
+    yield from all_to_all.rounds(memory.engine, nodes, gradients, memory.begins)
+    for member in handles:
+        member.end()
 
 
 def _joined(members: Sequence[FusedHandle], kind: torch.dtype) -> torch.Tensor:
@@ -196,7 +218,8 @@ def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> No
 
     key : what names the tensors of this step, or None
     """
-    if memory.settings.exchange != "gather" or process_set.size() == 1 or memory.counts_ranks:
+    gathers = memory.settings.exchange == "gather" or memory.nodes is not None
+    if not gathers or process_set.size() == 1 or memory.counts_ranks:
         return
     name = key and memory.wire_name(f"sn.ranks.{key}")
     if name:
@@ -217,11 +240,15 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
     if present < process_set.size():
         if memory.buckets is not None:
             memory.buckets.begin()  # no step that broke off: the rank that joined knows of none
+        why, instead = "FFTCompression gathers payloads", "LowRankCompression or AutoCompression"
+        if memory.nodes is not None:
+            why = "by nodes each rank has gradients to sum"
+            instead = f"{instead} with hierarchy=None"
         raise CompressError(
             f"{name}: another rank called hvd.join() ({present} of {process_set.size()} are in "
-            "this step), and FFTCompression gathers payloads, which Horovod cannot do without it; "
-            "none was sent. Give all ranks the same number of batches (drop_last=True), or use "
-            "LowRankCompression or AutoCompression, which allow hvd.join()."
+            f"this step), and {why}, which Horovod cannot do without it; none was sent. Give all "
+            f"ranks the same number of batches (drop_last=True), or use {instead}, which allow "
+            "hvd.join()."
         )
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ...collective import Buckets
 from ...engine.engine import Engine
+from ...engine.hierarchy import Place
 from ...errors import CompressError
 from ...prediction import new_tuner
 from ...settings import Settings
@@ -233,6 +234,9 @@ class OptimizerState:
         self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
         self._sent_from = weakref.WeakValueDictionary()
         self._steps = 0  # begun in a row, since ranks came
+        self.nodes: Place | None = None  # where gradients are summed by nodes first
+        # States, until it is known which nodes there are; None: all ranks have the same of all.
+        self.loaded: list[dict[str, Any]] | None = []
 
     def begin_step(self) -> None:
         """The first gradient of a step is about to be sent."""

@@ -1,0 +1,172 @@
+"""Horovod over nodes of several ranks: bytes that leave a node in a step, by nodes and flat.
+
+    python benchmarks/node_horovod.py [--nodes 2] [--gbit 0.1] [--json FILE]      as root
+    python benchmarks/node_horovod.py --report
+
+As benchmarks/node_ddp.py does it for DDP: a namespace for each node, gradients of AlexNet's shapes.
+Bytes are those that the interface of the first node counts in a step, which has the rank that
+coordinates Horovod: what Horovod's ranks tell each other in every cycle is among them, and grows
+with the seconds of a step. "idle" is what it sends in a second in which nothing is exchanged. Ways
+that are measured once in a run are not for comparing seconds, which are written down with the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ddp_ranks import about, measured
+from node_ddp import COUNTER, SETTINGS, SETTLE, WAYS, Shapes
+from shaped_links import NoLinksError, ShapedLinks
+from training_rows import load, save
+
+from sn_compress.text_table import text_table
+
+RESULTS = Path(__file__).resolve().parent / "results/node_horovod.json"
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """In a rank: steps of all ways."""
+    import horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    generator = torch.Generator().manual_seed(hvd.rank())
+    found: dict[str, Any] = {}
+    for way in job["ways"]:
+        model = Shapes(job["scale"])
+        gradients = [torch.randn(p.shape, generator=generator) for p in model.tensors]
+        options = {} if WAYS[way] is None else {"compression": WAYS[way]}
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            named_parameters=model.named_parameters(), **options,
+        )  # fmt: skip
+        seconds, sent = [], []
+        for step in range(SETTLE + job["steps"]):
+            optimizer.zero_grad()
+            hvd.barrier()
+            before, start = int(COUNTER.read_text()), time.perf_counter()
+            model(gradients, 1.0 + step / 10).backward()
+            optimizer.synchronize()
+            seconds.append(time.perf_counter() - start)
+            hvd.barrier()  # what a rank has sent is counted when the others have it
+            sent.append(int(COUNTER.read_text()) - before)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
+        found[way] = {
+            "seconds": seconds[SETTLE:], "sent": sent[SETTLE:], "nodes": report.get("nodes", 0)
+        }  # fmt: skip
+        del optimizer, model, gradients
+    hvd.barrier()
+    before = int(COUNTER.read_text())
+    time.sleep(2)
+    found["idle"] = (int(COUNTER.read_text()) - before) / 2
+    hvd.barrier()
+    return found
+
+
+def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dict[str, Any]]:
+    """What all ranks have found; RuntimeError with what the first one said that fails."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer(verbose=0)
+    port = server.start()
+    hosts = ",".join(f"{links.address(node)}:{job['per_node']}" for node in range(job["nodes"]))
+    slots = get_host_assignments(parse_hosts(hosts), job["nodes"] * job["per_node"])
+    server.init(slots)
+    common = create_run_env_vars(links.address(None), ["eth0"], port)
+    (folder / "job.json").write_text(json.dumps(job))
+    processes = []
+    try:
+        for slot in slots:
+            env = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
+            env |= {"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
+            command = [sys.executable, __file__, "--rank", str(folder)]
+            with open(folder / f"log{slot.rank}", "w") as log:
+                node = slot.rank // job["per_node"]
+                processes.append(
+                    subprocess.Popen(
+                        links.command(node, *command), env=os.environ | env, stdout=log, stderr=log
+                    )
+                )
+        for rank, process in enumerate(processes):
+            if process.wait(timeout=3600):
+                said = (folder / f"log{rank}").read_text(errors="replace")
+                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{said[-3000:]}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        server.stop()
+        server._httpd.server_close()  # stop() leaves the socket open
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(processes))]
+
+
+def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a way; seconds are those of the slowest rank, bytes those of the first node."""
+    rows = []
+    for way in job["ways"]:
+        steps = [max(each) for each in zip(*(rank[way]["seconds"] for rank in found), strict=True)]
+        row = {"way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"]}
+        row |= {"step_s": round(statistics.median(steps), 3), "by_nodes": found[0][way]["nodes"]}
+        row |= {"node_bytes": round(statistics.median(found[0][way]["sent"]))}
+        rows.append(row | {"idle_bytes_s": round(found[0]["idle"])} | about(__file__))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them."""
+    cells = [
+        [row["way"], *(row[name] for name in SETTINGS), row["node_bytes"] / 1e6,
+         row["idle_bytes_s"] / 1e6, row["step_s"], row["load"]]
+        for row in rows
+    ]  # fmt: skip
+    names = ("way", "nodes", "ranks each", "Gbit/s", "scale", "MB a node", "MB/s idle", "s/step")
+    names += ("load",)
+    return text_table(names, cells, ("", "", "", "g", "", ".2f", ".3f", ".2f", ".1f"))
+
+
+def main() -> None:
+    """Do the runs that are missing, then print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--per-node", type=int, default=2)
+    parser.add_argument("--gbit", type=float, default=0.1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of each way")
+    parser.add_argument("--scale", type=int, default=1, help="divides the sides of large matrices")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        found = work(json.loads((args.rank / "job.json").read_text()))
+        (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(found))
+        return
+    rows = load(args.json)
+    job = {name: getattr(args, name) for name in SETTINGS}
+    if not args.report and not all(measured(rows, job | {"way": way}) for way in args.ways):
+        job |= {"ways": args.ways, "steps": args.steps}
+        try:
+            with ShapedLinks(args.nodes, args.gbit) as links, tempfile.TemporaryDirectory() as into:
+                rows += rows_of(job, run_ranks(job, links, Path(into)))
+        except NoLinksError as why:
+            raise SystemExit(str(why)) from None
+        save(args.json, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Gradients by nodes over all-to-alls in which all ranks take part.
+
+Where groups of ranks are dear, as Horovod's process sets are, all ranks do every collective
+together, and in it a rank has nothing for most of them. The first hands each gradient to its owner
+inside the node. Then owners of one number exchange theirs, compressed. An owner that is through
+hands its means out in the next all-to-all, and takes part until it has those of all owners of its
+node. Owners of one number go through as many rounds on every node, so all ranks end in the same
+one, and begin as many collectives, whatever each of them owns.
+
+A rank that fails tells all others in the next all-to-all, in the place of what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..collective import Collective, Gradient
+from ..engine.engine import Engine
+from ..engine.hierarchy import Place
+from ..errors import CompressError
+from .shard import WIDE, Shard
+
+# Bytes of what is sent begin at multiples of this. It is two words, so what is a rank's message has
+# an even number of them; one that says why a rank has failed has an odd one.
+_ALIGNED = 16
+_WORD = torch.int64
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One collective of all ranks; its result is a list of what comes of each.
+
+    words : [n] int64, what each rank is to have, in order of rank, one behind the other
+    splits : of each rank, how many
+    """
+
+    words: torch.Tensor
+    splits: tuple[int, ...]
+    kind: str = "alltoall"
+
+
+Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
+Vectors = Sequence[torch.Tensor]
+# What of one collective goes to the owners of this number, node by node, and how many elements come
+# of each of them; and what is done over rounds of these, is sent what came, and returns something.
+Parcels = tuple[Vectors, Sequence[int]]
+Work = Generator[list[Parcels], list[Vectors], Any]
+Begins = Callable[[list[str]], object]
+
+
+def total(vectors: Vectors) -> torch.Tensor:
+    """The sum of words, each modulo 2**32, or of floats, in their order."""
+    found = vectors[0].clone()
+    for each in vectors[1:]:
+        found += each
+    return found
+
+
+def mean(vectors: Vectors) -> torch.Tensor:
+    """The mean, in their dtype; half precision is summed in single precision."""
+    dtype = vectors[0].dtype
+    return (total([each.to(WIDE.get(dtype, dtype)) for each in vectors]) / len(vectors)).to(dtype)
+
+
+def combined(words: torch.Tensor, combine: Callable[[Vectors], torch.Tensor], place: Place) -> Work:
+    """What is made of all nodes' words, element by element; the same bits on all of them."""
+    nodes = len(place.layout.nodes)
+    if nodes == 2:  # as many bytes as below, in one round
+        (came,) = yield [([words] * 2, [words.numel()] * 2)]
+        return combine(came)
+    pieces = words.tensor_split(nodes)
+    sizes = [piece.numel() for piece in pieces]
+    (came,) = yield [(pieces, [sizes[place.node]] * nodes)]
+    (came,) = yield [([combine(came)] * nodes, sizes)]
+    return torch.cat(list(came))
+
+
+def averaged(views: Vectors, place: Place) -> Work:
+    """Vectors of one dtype become their mean over nodes."""
+    means = yield from combined(torch.cat(list(views)), mean, place)
+    for view, each in zip(views, means.split([view.numel() for view in views]), strict=True):
+        view.copy_(each)
+
+
+def carried(carry: Collective, place: Place) -> Work:
+    """A collective of the engine's, over the owners of this number; returns its result."""
+    nodes, words = len(place.layout.nodes), carry.words
+    if carry.kind == "sum":
+        return (yield from combined(words, total, place))
+    parcels: Parcels = [words] * nodes, carry.sizes or [words.numel()] * nodes
+    if carry.kind == "alltoall":
+        parcels = words.split(carry.to_ranks(place.node)), carry.of_ranks(place.node)
+    (came,) = yield [parcels]
+    return torch.cat(list(came))
+
+
+def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
+    """The rounds of gradients that are compressed."""
+    rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
+    came: Any = None
+    with suppress(StopIteration):
+        while True:
+            # Where it asks for nothing it goes on: on other owners it need not ask the same.
+            asked = rounds.send(came)
+            came = yield from together([carried(carry, place) for carry in asked])
+
+
+def together(works: Sequence[Work]) -> Work:
+    """Several at once: what they have in one round travels together. Returns their results."""
+    results: list[Any] = [None] * len(works)
+    came: dict[int, Any] = dict.fromkeys(range(len(works)))
+    while came:
+        asked: dict[int, list[Parcels]] = {}
+        for at, each in came.items():
+            try:
+                asked[at] = works[at].send(each)
+            except StopIteration as end:
+                results[at] = end.value
+        if not asked:
+            break
+        answers = iter((yield [parcels for each in asked.values() for parcels in each]))
+        came = {at: [next(answers) for _ in each] for at, each in asked.items()}
+    return results
+
+
+def exchanged(
+    engine: Engine, place: Place, given: Sequence[Sequence[Gradient]], begins: Begins
+) -> Work:
+    """What this rank owns becomes the mean over nodes. `given` has a list of each dtype."""
+    begins([str(gradient.name) for gradients in given for gradient in gradients])
+    nodes = len(place.layout.nodes)
+    works: list[Work] = []
+    dense: list[Gradient] = []
+    compressed: list[Gradient] = []
+    for gradients in given:
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, begun=True)
+        for gradient in step.dense:
+            gradient.values.copy_(engine.whole(gradient))
+        if views := [each.values for each in (*step.plain, *step.dense)]:
+            works.append(averaged(views, place))
+        dense += step.dense
+        compressed += step.coded
+    if compressed:
+        works.append(coded(engine, compressed, place))
+    yield from together(works)
+    for gradient in dense:
+        engine.learn(str(gradient.name), gradient.values)
+
+
+def _no_total(name: str, words: Any) -> Any:
+    raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
+
+
+def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: Begins) -> Rounds:
+    """Average gradients of one device in their place; all ranks take the same ones, in one order.
+
+    `engine.begin` was called with them. begins : is told the names of those that this rank owns,
+    when the engine's step of them begins
+
+    Raises CompressError where another rank has failed.
+    """
+    by_dtype: dict[torch.dtype, list[Gradient]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
+    shards = [Shard(place, each) for each in by_dtype.values()]
+    ranks, device = place.layout.size * len(place.layout.nodes), shards[0].device
+    nothing = torch.zeros(0, dtype=_WORD, device=device)
+    steps = _steps(engine, shards, begins)
+    came: Any = None
+    while True:
+        try:
+            to = steps.send(came)
+            every = [[_words(each) for each in to.get(rank, ())] for rank in range(ranks)]
+        except StopIteration as end:
+            means = end.value
+            break
+        except Exception as error:
+            text = f"rank {place.rank}: {type(error).__name__}: {error}".encode()
+            words = _words([torch.tensor(list(text), dtype=torch.uint8, device=device)])
+            words = torch.cat([words, words[:1] * 0])
+            yield [AllToAll(words.repeat(ranks), (len(words),) * ranks)]
+            raise
+        words = torch.cat([nothing, *(each for of_one in every for each in of_one)])
+        (came,) = yield [AllToAll(words, tuple(sum(map(len, of_one)) for of_one in every))]
+        if failed := [words for words in came if len(words) % 2]:
+            reason = bytes(failed[0].view(torch.uint8).tolist()).rstrip(b"\0").decode()
+            raise CompressError(f"another rank has failed in this step: {reason}")
+    for number, shard in enumerate(shards):
+        shard.finish([of_owner[number] for of_owner in means])
+
+
+def _steps(
+    engine: Engine, shards: Sequence[Shard], begins: Begins
+) -> Generator[Mapping[int, Sequence[Vectors]], list[torch.Tensor], list[list[torch.Tensor]]]:
+    """What each rank is to have, all-to-all by all-to-all; returns all owners' means."""
+    place = shards[0].place
+    inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
+    owned = {
+        rank: [(shard.dtype, shard.sizes[number]) for shard in shards]
+        for number, rank in enumerate(inside)
+    }
+    others = [rank for rank in inside if rank != place.rank]
+    missing = {rank for rank in others if any(size for _, size in owned[rank])}
+
+    def take(came: list[torch.Tensor]) -> None:
+        for rank in missing & {rank for rank in others if len(came[rank])}:
+            means[rank] = came[rank]
+        missing.difference_update(means)
+
+    parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
+    place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
+    came = yield dict(zip(inside, parts, strict=True))
+    summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
+    given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
+    means = {rank: came[rank][:0] for rank in others if rank not in missing}  # words
+    work = exchanged(engine, place, given, begins)
+    answers: Any = None
+    with suppress(StopIteration):
+        while True:
+            asked = work.send(answers)
+            to = {rank: [[each[at]] for each, _ in asked] for at, rank in enumerate(owners)}
+            here = [vector for (vector,) in to.pop(place.rank)]
+            came = yield to
+            take(came)
+            of_nodes = [
+                here
+                if rank == place.rank
+                else _opened(came[rank], [(each[0].dtype, sizes[at]) for each, sizes in asked])
+                for at, rank in enumerate(owners)
+            ]
+            answers = list(zip(*of_nodes, strict=True))
+    mine = [shard.values for shard in shards]
+    take((yield {rank: [[values] for values in mine] for rank in others}))
+    while missing:
+        take((yield {}))
+    return [
+        mine if rank == place.rank else _opened(means[rank], kinds) for rank, kinds in owned.items()
+    ]
+
+
+def _words(vectors: Vectors) -> torch.Tensor:
+    """Their bytes, one behind the other, as an even number of words."""
+    octets = torch.cat([vector.view(torch.uint8) for vector in vectors])
+    return torch.nn.functional.pad(octets, (0, -len(octets) % _ALIGNED)).view(_WORD)
+
+
+def _opened(words: torch.Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
+    """The vectors in what came of a rank: of each its dtype and elements are known."""
+    found, start, octets = [], 0, words.view(torch.uint8)
+    for dtype, elements in kinds:
+        nbytes = elements * dtype.itemsize
+        found.append(octets[start : start + nbytes].view(dtype))
+        start += nbytes + -nbytes % _ALIGNED
+    return found

@@ -1,0 +1,176 @@
+"""Gradients by nodes over all-to-alls: ranks of several nodes, step by step in one process."""
+
+import pytest
+import torch
+
+from sn_compress import CompressError, FFTCompression, LowRankCompression
+from sn_compress.collective import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.hierarchy import NodeLayout, Place
+from sn_compress.torch import all_to_all
+
+# The last one is a node's only tensor of its dtype.
+SHAPES = {"a": (96, 80), "b": (7,), "c": (64, 64), "d": (50, 60), "e": (3,)}
+HALF = {"d", "e"}
+WAYS = {
+    "fft": FFTCompression.using(min_elements=64),
+    "low rank": LowRankCompression.using(ratio=8, warmup=2, every=4, min_elements=64),
+}
+LAYOUTS = {
+    "2 x 2": NodeLayout(((0, 1), (2, 3))),
+    "3 x 2": NodeLayout(((0, 3), (1, 4), (2, 5))),
+    "2 x 3": NodeLayout(((0, 1, 2), (3, 4, 5))),
+    "5 x 6": NodeLayout(tuple(tuple(range(6 * node, 6 * node + 6)) for node in range(5))),
+}
+
+
+def engine_of(way):
+    return Engine(WAYS[way].settings, 1, stock="plain", tuner=None, drops_unused=False, pauses=True)
+
+
+def gradients_of(rank, step, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        Gradient(
+            name, shape,
+            torch.randn(shape, generator=generator).flatten().to(
+                torch.float16 if name in HALF else torch.float32
+            ),
+        )
+        for name, shape in shapes.items()
+    ]  # fmt: skip
+
+
+class Ranks:
+    """Of a layout; what they send each other in a step goes by hand, and is counted."""
+
+    def __init__(self, layout, way):
+        self.layout = layout
+        self.ranks = sum(map(len, layout.nodes))
+        self.engines = [engine_of(way) for _ in range(self.ranks)]
+        self.places = [Place(layout, rank) for rank in range(self.ranks)]
+        self.between = 0  # bytes
+
+    def step(self, every):
+        """Take all gradients through their rounds: what each rank raised, or None."""
+        for engine, gradients in zip(self.engines, every, strict=True):
+            engine.begin(gradients)
+        going = [
+            all_to_all.rounds(engine, place, gradients, lambda names: None)
+            for engine, place, gradients in zip(self.engines, self.places, every, strict=True)
+        ]
+        came, ended = [None] * self.ranks, []
+        while not ended:
+            sent = []
+            for rounds, each in zip(going, came, strict=True):
+                try:
+                    (carry,) = rounds.send(each)
+                    sent.append(carry.words.split(carry.splits))
+                except StopIteration:
+                    ended.append(None)
+                except Exception as error:  # noqa: BLE001, is compared
+                    ended.append(error)
+            assert not (ended and sent), "all ranks begin as many collectives"
+            if sent:
+                came = [[[own[rank] for own in sent]] for rank in range(self.ranks)]
+                for rank, own in enumerate(sent):
+                    mine = self.layout.nodes[self.places[rank].node]
+                    self.between += sum(8 * len(w) for at, w in enumerate(own) if at not in mine)
+        return ended
+
+
+def means_of_nodes(layout, every):
+    """Of each tensor."""
+    for name in SHAPES:
+        at = list(SHAPES).index(name)
+        means = []
+        for node in layout.nodes:
+            values = [every[rank][at].values for rank in node]
+            total = values[0].float().clone()
+            for each in values[1:]:
+                total += each
+            means.append(Gradient(name, SHAPES[name], (total / len(node)).to(values[0].dtype)))
+        yield means
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_have_the_same_bits_and_the_mean(layout, way):
+    """Over steps that are dense and compressed, the sum of all means is that of all gradients."""
+    ranks = Ranks(layout, way)
+    asked = {name: torch.zeros(shape).flatten() for name, shape in SHAPES.items()}
+    got = {name: torch.zeros(shape).flatten() for name, shape in SHAPES.items()}
+    for step in range(8):
+        every = [gradients_of(rank, step) for rank in range(ranks.ranks)]
+        for gradients in every:
+            for gradient in gradients:
+                asked[gradient.name] += gradient.values.float() / ranks.ranks
+        assert ranks.step(every) == [None] * ranks.ranks
+        for number, name in enumerate(SHAPES):
+            bits = every[0][number].values
+            assert all(torch.equal(bits, each[number].values) for each in every), name
+            got[name] += bits.float()
+    for name in SHAPES:
+        # What was not sent is with the owners: of each node one.
+        left = [
+            torch.from_numpy(engine.residual(name)) for engine in ranks.engines
+            if engine.remembers(name)
+        ]  # fmt: skip
+        assert len(left) in (0, len(layout.nodes)), name
+        total = got[name] + sum(left) / len(layout.nodes)
+        # Of half precision each of the steps rounds by 2**-11 of values of about 1, in two places.
+        tolerance = 8 * 2 * 2**-11 if name in HALF else 1e-4
+        assert (total - asked[name]).norm() <= tolerance * asked[name].norm() + 1e-3, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_plain_means_are_those_of_nodes(layout):
+    ranks = Ranks(layout, "low rank")  # whose first steps are dense
+    every = [gradients_of(rank, 0) for rank in range(ranks.ranks)]
+    due = [
+        torch.stack([each.values.float() for each in means]).mean(0)
+        for means in means_of_nodes(layout, every)
+    ]
+    assert ranks.step(every) == [None] * ranks.ranks
+    for gradient, mean in zip(every[0], due, strict=True):
+        tolerance = 2**-11 if gradient.name in HALF else 1e-6
+        assert torch.allclose(gradient.values.float(), mean, atol=tolerance, rtol=tolerance)
+
+
+def test_bytes_between_nodes_do_not_grow_with_the_ranks_of_a_node():
+    sent = {}
+    for size in (2, 6):
+        layout = NodeLayout(tuple(tuple(range(size * node, size * node + size)) for node in (0, 1)))
+        ranks = Ranks(layout, "fft")
+        ranks.step([gradients_of(rank, 0) for rank in range(ranks.ranks)])
+        sent[size] = ranks.between
+    dense = sum(each.values.nbytes for each in gradients_of(0, 0))
+    assert sent[6] == pytest.approx(sent[2], rel=0.02)
+    assert 0 < sent[2] < 0.5 * dense
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["dense", "compressed"])
+def test_a_rank_that_fails_ends_the_step_on_all(step, monkeypatch):
+    """In the same all-to-all: nobody waits for ever, and the others are told why."""
+    ranks = Ranks(LAYOUTS["3 x 2"], "low rank")
+    for at in range(step):
+        assert ranks.step([gradients_of(rank, at) for rank in range(6)]) == [None] * 6
+
+    def fail(*args, **options):
+        raise MemoryError("no room left")
+
+    monkeypatch.setattr(ranks.engines[4], "sort", fail)
+    errors = ranks.step([gradients_of(rank, step) for rank in range(6)])
+    assert isinstance(errors[4], MemoryError)
+    for error in errors[:4] + errors[5:]:
+        assert isinstance(error, CompressError)
+        assert "rank 4: MemoryError: no room left" in str(error)
+
+
+def test_an_owner_of_nothing_takes_part():
+    """A single tensor has one owner in a node; the rest of the node gets its mean."""
+    ranks = Ranks(LAYOUTS["2 x 3"], "fft")
+    every = [gradients_of(rank, 0, {"a": (96, 80)}) for rank in range(6)]
+    assert ranks.step(every) == [None] * 6
+    assert all(torch.equal(every[0][0].values, each[0].values) for each in every)
+    assert [engine.remembers("a") for engine in ranks.engines] == [1, 0, 0, 1, 0, 0]
