@@ -1,9 +1,9 @@
 """Horovod over nodes of several ranks: bytes that leave a node in a step, by nodes and flat.
 
-    python benchmarks/node_horovod.py [--nodes 2] [--gbit 0.1] [--json FILE]      as root
-    python benchmarks/node_horovod.py --report
+    python -m benchmarks node_horovod [--nodes 2] [--gbit 0.1] [--json FILE]      as root
+    python -m benchmarks node_horovod --report
 
-As benchmarks/node_ddp.py does it for DDP: a namespace for each node, gradients of AlexNet's shapes.
+As node_ddp does it for DDP: a namespace for each node, gradients of AlexNet's shapes.
 Bytes are those that the interface of the first node counts in a step, which has the rank that
 coordinates Horovod: what Horovod's ranks tell each other in every cycle is among them, and grows
 with the seconds of a step. "idle" is what it sends in a second in which nothing is exchanged. Ways
