@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from .. import _native
 from . import codes
-from . import codes as chance
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -66,9 +65,19 @@ def step_values(steps: Steps) -> Floats:
 
 
 def keys(seed: int, step: int) -> tuple[int, int]:
-    """Two words that stand for (seed, step) in the hash."""
-    first, second = chance.uniform_words(seed, step, 2)
-    return int(first), int(second)
+    """Two words that stand for (seed, step) in the hash; both from 0 to 2**64 - 1."""
+    key = seed & 0xFFFFFFFF, seed >> 32
+    return _word(2 * step, key), _word(2 * step + 1, key)
+
+
+def _word(at: int, key: tuple[int, int]) -> int:
+    """The word of one position; see `random_words`."""
+    x = at * 0x9E3779B9 + key[0] & 0xFFFFFFFF
+    x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
+    x = (x ^ x >> 11) + key[1] + (at >> 32) * 0x85EBCA6B & 0xFFFFFFFF
+    x = x * 0xAC4C1B51 & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
+    return x ^ x >> 14
 
 
 def pack(
@@ -80,11 +89,11 @@ def pack(
     bits : 1, 2, 4 or 8
     group : a power of two from 32 to 65536
     bound : above 2**-100; the error of every element is below it, or the element escapes
-    into : memory of the caller's for bases, steps and codes, as long as `counts` says
+    into : memory of the caller's for bases, steps and codes, as long as `Parts.at` says
     run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
     look : whether the variance is wanted; without, packing is faster and `spread` empty
     """
-    parts = _Parts(values.size, bits, group, run)
+    parts = Parts(values.size, bits, group, run)
     if into is None:
         ng, width = parts.at(values.size)
         into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
@@ -125,7 +134,7 @@ def unpack(
     out = np.empty(n, np.float32) if out is None else out
     kind = _kind(out)
     core = _native.core()
-    parts = _Parts(n, bits, group, run)
+    parts = Parts(n, bits, group, run)
 
     def work(chunks: Iterator[int]) -> None:
         for chunk in chunks:
@@ -150,21 +159,15 @@ def unpack(
     return out
 
 
-def counts(n: int, bits: int, group: int, run: int = 0) -> tuple[int, int]:
-    """Groups of [n] elements in runs, and bytes of their codes."""
-    return _Parts(n, bits, group, run).at(n)
+class Parts:
+    """[n] elements in runs, cut where groups begin into parts of `most` elements at most."""
 
-
-class _Parts:
-    """[n] elements in runs, cut where groups begin into parts for threads to take."""
-
-    def __init__(self, n: int, bits: int, group: int, run: int) -> None:
+    def __init__(self, n: int, bits: int, group: int, run: int, most: int = _CHUNK) -> None:
         self.n, self.bits, self.group, self.run = n, bits, group, run or max(n, 1)
-        # Of each run, or of all: whole runs, as many as are short enough together.
-        self._step = _CHUNK if self.run > _CHUNK else _CHUNK // self.run * self.run
-        self._of_run = -(-self.run // _CHUNK) if self.run > _CHUNK else 0
-        runs = n // self.run
-        self.count = runs * self._of_run or -(-n // self._step)
+        # Of each run, or whole runs, as many as are short enough together.
+        self._step = most if self.run > most else most // self.run * self.run
+        self._of_run = -(-self.run // most) if self.run > most else 0
+        self.count = n // self.run * self._of_run or -(-n // self._step)
 
     def part(self, number: int) -> tuple[int, int, int]:
         """Where it starts and stops, and how long the runs in it are."""
@@ -172,8 +175,8 @@ class _Parts:
             start = number * self._step
             return start, min(start + self._step, self.n), self.run
         outer, inner = divmod(number, self._of_run)
-        start = outer * self.run + inner * _CHUNK
-        stop = min(start + _CHUNK, (outer + 1) * self.run)
+        start = outer * self.run + inner * self._step
+        stop = min(start + self._step, (outer + 1) * self.run)
         return start, stop, stop - start
 
     def at(self, element: int) -> tuple[int, int]:
