@@ -134,9 +134,7 @@ class BoundedCodec(Codec):
         """The number of the next step, [1] int64; nothing else is remembered."""
         return [np.zeros(1, np.int64)]
 
-    def quantise(
-        self, values: npt.ArrayLike, *, step: int = 0
-    ) -> groups.Grids | lorenzo.Stream:
+    def quantise(self, values: npt.ArrayLike, *, step: int = 0) -> groups.Grids | lorenzo.Stream:
         """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
 
         All escapes are there, however many; nothing is clipped.

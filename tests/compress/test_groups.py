@@ -165,7 +165,9 @@ def test_buffers_that_do_not_belong_together_are_refused(core):
     core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0)
     for bits, group in ((3, 32), (8, 32), (4, 64), (4, 48), (4, 0)):
         with pytest.raises(ValueError, match="do not match"):
-            core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0)
+            core.pack_groups(
+                x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0
+            )
         with pytest.raises(ValueError, match="do not match"):
             core.unpack_groups(bases, steps, packed, x, "float32", 64, bits, group)
     with pytest.raises(ValueError, match="float64"):

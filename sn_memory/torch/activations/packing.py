@@ -168,18 +168,21 @@ def spread_mask(bits: torch.Tensor, values: torch.Tensor | float, out: torch.Ten
     Elements go as words: what goes is +0, NaN too, where a product would keep it.
     """
     wide = _WORDS[out.element_size()]
-    many = isinstance(values, torch.Tensor)
-    word = 0 if many else int(torch.tensor([values], dtype=out.dtype).view(wide))
+    source, word = None, 0
+    if isinstance(values, torch.Tensor):
+        source = values
+    else:
+        word = int(torch.tensor([values], dtype=out.dtype).view(wide))
     if out.device.type == "cpu":
-        source = as_numpy(values) if isinstance(values, torch.Tensor) else None
         size = out.element_size()
-        core().spread_mask(bits.numpy(), source, size, word & (1 << 8 * size) - 1, as_numpy(out))
+        held = None if source is None else as_numpy(source)
+        core().spread_mask(bits.numpy(), held, size, word & (1 << 8 * size) - 1, as_numpy(out))
         return
     for start in range(0, out.numel(), _CHUNK):
         part = out[start : start + _CHUNK].view(wide)
         on = unpack_codes(bits[start // 8 :][: -(-part.numel() // 8)], part.numel(), 1)
-        held = values[start : start + _CHUNK].view(wide) if isinstance(values, torch.Tensor) else word
-        part.copy_(-on.view(torch.int8).to(wide) & held)
+        on = -on.view(torch.int8).to(wide)
+        part.copy_(on & (word if source is None else source[start : start + _CHUNK].view(wide)))
 
 
 def two_values(values: torch.Tensor) -> float | None:

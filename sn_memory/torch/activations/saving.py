@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ...activations import coverage, treatment
-from ...activations.saved import compressed_bytes
+from ...activations.saved import Kind, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
 from .packing import GROUP, two_values
@@ -454,7 +454,7 @@ class Pass:
             if call.packed:
                 group = call.memory.groups.setdefault(call.where, key)
                 self.controller.observe(
-                    key, n=call.elements, bits=bits, variance=None, linear=False, group=group
+                    key, n=call.elements, bits=bits, variance=None, kind="nonlinear", group=group
                 )
                 self.controller.observe_other(f"{key}/rows", nbytes=call.row_bytes)
             elif not call.left_alone and not call.memory.exact:
@@ -478,12 +478,12 @@ class Pass:
         value = two_values(flat(tensor)) if kind == "mask" else None
         if value is not None:
             return self._counted(Mask(flat(tensor), "not zero", value), key, memory)
-        if kind in ("linear", "nonlinear", "mask"):
-            return self._lossy(tensor, call, key, memory, linear=kind == "linear")
+        if kind in ("linear", "norm", "nonlinear", "mask"):
+            return self._lossy(tensor, call, key, memory, "nonlinear" if kind == "mask" else kind)
         kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
-    def _kind(self, tensor: torch.Tensor, call: Call) -> str:
+    def _kind(self, tensor: torch.Tensor, call: Call) -> Treatment | Literal["integers"]:
         """The treatment of a tensor: that of its op, unless it is of another type or size."""
         if tensor.numel() < MIN_ELEMENTS or not is_packable(tensor):
             return "exact"
@@ -500,16 +500,16 @@ class Pass:
         if kind == "exact" or not of_input_size(tensor, call):
             return "exact"
         if not is_dense(tensor):
-            return kind if kind == "linear" else "nonlinear"
+            return kind if kind in ("linear", "norm") else "nonlinear"
         # Attention's dropout is part of its op.
         return "mask" if call.name == ATTENTION else kind
 
     def _lossy(
-        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, *, linear: bool
+        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, kind: Kind
     ) -> Kept:
-        bits = self.controller.bits(key, linear=linear)
+        bits = self.controller.bits(key, kind=kind)
         tolerance, form = self.controller.tolerance(key), "fixed"
-        if self.compressor.form == "paper" and linear:
+        if self.compressor.form == "paper" and kind == "linear":
             exact = self.controller.theory == "exact"
             tolerance = self.controller.exact_tolerance(key) if exact else tolerance
             # Until the first refresh there is no tolerance, and the fixed form does without.
@@ -518,11 +518,11 @@ class Pass:
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
         if bits is None or tolerance < 2.0**-100:
             memory.exact = True
-            self.controller.observe(key, n=n, bits=None, variance=0.0, linear=linear, group=group)
+            self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
             return Exact(tensor)
         kept = memory.kept.get(where)
         dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
-        rows = None if linear else rows_of(call, dense)
+        rows = None if kind == "linear" else rows_of(call, dense)
         # Kept before for a reader who needs fewer bits, or no rows.
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
@@ -538,9 +538,9 @@ class Pass:
                 self.controller.observe_other(f"{key}/rows", nbytes=more)
         self.controller.observe(
             key, n=n, bits=kept.bits, variance=kept.variance, nonzero=kept.nonzero,
-            linear=linear, group=group,
+            kind=kind, group=group,
         )  # fmt: skip
-        if linear:
+        if kind == "linear":
             call.lossy.append(key)
         return kept
 

@@ -459,9 +459,7 @@ class SignRelu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, keep: Callable[..., Any], inplace: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, keep: Callable[..., Any], inplace: bool) -> torch.Tensor:
         """Return relu(x)."""
         y = x.relu_() if inplace else x.relu()
         if inplace:
