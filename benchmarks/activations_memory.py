@@ -6,9 +6,9 @@
 
 The nets of activations.py, and a transformer of eight layers; inputs of linear layers in 8 and in 4
 bits. ResNet-50 has 4 images of 224 x 224, GPT-2 four layers of its width, 768, 2 x 512 tokens, its
-vocabulary and its dropout; ResNet-50 also within an eighth of the plain bytes. Peaks are those of whole
-steps beyond parameters, buffers and input, counted storage by storage. Seconds are processor time
-on one thread, the best of several steps; at real shapes the median of steps in alternation.
+vocabulary and its dropout; ResNet-50 also within an eighth of the plain bytes. Peaks are those of
+whole steps beyond parameters, buffers and input, counted storage by storage. Seconds are processor
+time on one thread, the best of several steps; at real shapes the median of steps in alternation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _peaks import cells, make_rows
 from activations import BATCH, resnet
-from models import resnet as resnets
+from models.resnet import resnet as bottlenecks
 from models.transformers import Gpt2
 from nets import NETS, Transformer
 from tables import markdown
@@ -40,7 +40,7 @@ WIDTHS = (8, 4)
 # At real shapes, what they are given, and bits of inputs: GPT-2 needs fewer nowhere.
 LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], tuple[Any, ...]]] = {
     "resnet50": (
-        lambda: resnets.resnet(50),
+        lambda: bottlenecks(50),
         lambda: torch.randn(4, 3, 224, 224),
         (4, "eighth"),
     ),
@@ -67,7 +67,7 @@ def large_row(name: str, level: int | str, steps: int, device: str = "cpu") -> d
     with sn_memory.torch.compress_activations(net, bits=8) as compressed:
         loss().backward()
         plain_bytes = compressed.saved.plain_bytes
-    how = {"bits": level} if isinstance(level, int) else {"budget": plain_bytes / EIGHTH}
+    how = {"bits": level} if isinstance(level, int) else {"budget": int(plain_bytes / EIGHTH)}
     with sn_memory.torch.compress_activations(net, **how) as compressed:
         for _ in range(2):  # what runs again, and then bits, are chosen
             loss().backward()

@@ -319,9 +319,10 @@ class CompressedActivations:
 
         def magnitude(gradient: torch.Tensor) -> None:
             self._magnitudes[weight] = float(gradient.detach().float().abs().mean())
+            once.remove()  # a weight with a hook cannot be saved
 
-        self._watched.append(result.register_hook(arrived))
-        self._watched.append(weight.register_hook(magnitude))
+        once = weight.register_hook(magnitude)
+        self._watched += [result.register_hook(arrived), once]
 
     def refresh(self) -> None:
         """Choose bits now from what was gathered; otherwise the next forward pass does."""
