@@ -850,8 +850,10 @@ def test_attention_without_a_fused_kernel_runs_again_with_the_same_dropout(rate)
 
     def twice():
         torch.manual_seed(3)
-        first = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
-        return torch.autograd.grad(first.square().sum(), model.parts.weight)[0]
+        loss = model(x).square().sum()
+        if rate:  # torch's fused kernel has no second derivative
+            loss = torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        return torch.autograd.grad(loss, model.parts.weight)[0]
 
     expected = twice()
     with compress_activations(model, bits=8) as compressed:
