@@ -14,7 +14,16 @@ from typing import Literal
 
 from ..base.errors import AccuracyWarning
 from ..base.sizes import show_bytes
-from .saved import PAPER_CONSTANT, WIDTHS, Kind, Observed, Row, choose, error_tolerance, paper_sd
+from .saved import (
+    PAPER_CONSTANT,
+    WIDTHS,
+    LossyTreatment,
+    Observed,
+    Row,
+    choose,
+    error_tolerance,
+    paper_sd,
+)
 
 
 class Controller:
@@ -103,7 +112,7 @@ class Controller:
         """Whether statistics are wanted of this step; the first is 0."""
         return step % self.every == 0
 
-    def bits(self, key: str, *, kind: Kind = "linear") -> int | None:
+    def bits(self, key: str, *, kind: LossyTreatment = "linear") -> int | None:
         """Return the bits of a tensor; None: keep it as it is."""
         # Before anything was observed.
         first = self.nonlinear_bits
@@ -136,7 +145,7 @@ class Controller:
 
     def observe(
         self, key: str, *, n: int, bits: int | None, variance: float | None,
-        nonzero: float | None = 1.0, kind: Kind = "linear", group: str = "",
+        nonzero: float | None = 1.0, kind: LossyTreatment = "linear", group: str = "",
     ) -> None:  # fmt: skip
         """Take note of a compressed tensor; without its variance, what is known stays."""
         before = self._seen.rows.get(key, Row(key, n, bits, 0.0))

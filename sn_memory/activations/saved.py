@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from ..plan.plan import BudgetError
 
-Kind = Literal["linear", "norm", "nonlinear"]
+LossyTreatment = Literal["linear", "norm", "nonlinear"]
 """Of what is lossy, what the op's backward pass is to it: see Treatment."""
 Treatment = Literal["linear", "norm", "sign", "mask", "shape", "nonlinear", "exact"]
 """How what an op saved is kept.
@@ -226,7 +226,7 @@ class Row:
     overflows: int = 0
     measured_sd: float | None = None
     group: str = ""
-    kind: Kind = "linear"
+    kind: LossyTreatment = "linear"
 
     def predicted_sd(self, bits: int | None = None) -> float | None:
         """Return the deviation of the error of dW at these bits, or those it has.

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan": (("plan",), 2789, 1500),
     "plan/search": (("plan/search",), 1938, 1700),
     "plan/policies": (("plan/policies.py",), 233, 300),
-    "activations": (("activations",), 798, 800),
+    "activations": (("activations",), 807, 800),
     "apoptosis": (("apoptosis",), 3196, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3676, 1700),
     "torch: target device": (("torch/target",), 1336, 700),
@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 1944, 1200),
     "tensorflow": (("tensorflow",), 5996, 4200),
 }
-TOTAL = (45_514, 28_000)
+TOTAL = (45_523, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99).

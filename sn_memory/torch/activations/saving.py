@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ...activations import coverage, treatment
-from ...activations.saved import Kind, Treatment, compressed_bytes
+from ...activations.saved import LossyTreatment, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
 from .packing import GROUP, two_values
@@ -505,7 +505,7 @@ class Pass:
         return "mask" if call.name == ATTENTION else kind
 
     def _lossy(
-        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, kind: Kind
+        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, kind: LossyTreatment
     ) -> Kept:
         bits = self.controller.bits(key, kind=kind)
         tolerance, form = self.controller.tolerance(key), "fixed"
