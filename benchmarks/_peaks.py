@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accuracy import save
+from accuracy import load, save
 from machine import commit, machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +21,7 @@ def make_rows(
     quick: str,
     row_of: Callable[[str, Any, int], dict[str, Any]],
     table: Callable[[list[dict[str, Any]]], str],
+    others: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Read the command line, make a row for each net and level, save them, print the table.
 
@@ -28,19 +29,23 @@ def make_rows(
     file : name of the rows' file
     nets, levels : all; --quick takes the net `quick` and the first level
     row_of : of a net, a level, and how many steps are timed
+    others : nets that run only if `--nets` names them, with their levels
     """
+    others = others or {}
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="one net, few steps")
+    parser.add_argument("--nets", nargs="+", choices=[*nets, *others], help="these, or all small")
     args = parser.parse_args()
     path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
     about = {"commit": commit(), "machine": machine()}
+    chosen = args.nets or ([quick] if args.quick else list(nets))
     rows = [
         row_of(name, level, 2 if args.quick else 10) | about
-        for name in ([quick] if args.quick else nets)
-        for level in (levels[:1] if args.quick else levels)
+        for name in chosen
+        for level in others.get(name, levels)[: 1 if args.quick else None]
     ]
-    save(path, rows)
+    save(path, [row for row in load(path) if row["net"] not in chosen] + rows)
     print(f"{table(rows)}\n\nrows: {path}")
 
 

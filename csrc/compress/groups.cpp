@@ -101,12 +101,19 @@ inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
   return x ^ (x >> 14);
 }
 
+// Random numbers of 16 bits for `count` elements, two of a word, from the first half of word `pair`
+// on; `luck` has room for a whole number of words.
+SN_CLONES void draw(uint32_t pair, int32_t count, uint32_t key, uint32_t other, uint32_t* luck) {
+  for (int32_t i = 0; i < (count + 1) / 2; ++i)
+    luck[i] = random_word(pair + static_cast<uint32_t>(i), key, other);
+}
+
 // Rounds up to kRun elements. Where `whole`, every element lies on the grid; else `bad` marks those
 // that no code stands for, and the number of them is returned.
-template <bool whole>
+template <bool whole, bool look>
 __attribute__((always_inline)) inline int32_t quantise_run(
-    const float* values, int32_t count, const Place& place, float top, float bound, uint32_t at,
-    uint32_t key, uint32_t other, uint8_t* codes, uint8_t* bad, uint32_t& spread) {
+    const float* values, int32_t count, const Place& place, float top, float bound,
+    const uint16_t* luck, uint8_t* codes, uint8_t* bad, uint32_t* spread) {
   const float base = place.base, step = place.step;
   int32_t number = 0;
   uint32_t total = 0;
@@ -118,39 +125,42 @@ __attribute__((always_inline)) inline int32_t quantise_run(
     const float raw = (value - base) / step;
     float q = raw > 0 ? raw : 0;
     q = q < top ? q : top;
-    const int32_t below = static_cast<int32_t>(q);
-    const float part = q - static_cast<float>(below);
-    const uint32_t word = random_word(at + static_cast<uint32_t>(i), key, other) >> 8;
-    const int32_t code =
-        below + (static_cast<float>(static_cast<int32_t>(word)) < part * 16777216.0f);
-    const int32_t g = static_cast<int32_t>(part * 256.0f + 0.5f);
+    // A number below 256 plus one below 1 in 2**-16: a whole one stays what it is.
+    const auto code = static_cast<int32_t>(q + static_cast<float>(luck[i]) * 0x1p-16f);
     codes[i] = static_cast<uint8_t>(code);
-    if (whole) {
-      total += static_cast<uint32_t>(g * (256 - g));
-    } else {
+    bool good = true;
+    if (!whole) {
       const float error = (base + static_cast<float>(code) * step) - value;
       // Off the grid by more than what rounding does: its end would be within the bound, but biased.
       const bool on = (raw > -kEdge) & (raw < top + kEdge);
-      const bool good = fit & on & (std::fabs(error) < bound);
-      total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
+      good = fit & on & (std::fabs(error) < bound);
       number += !good;
       bad[i] = !good;
     }
+    if (look) {
+      const float part = q - static_cast<float>(static_cast<int32_t>(q));
+      const int32_t g = static_cast<int32_t>(part * 256.0f + 0.5f);
+      total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
+    }
   }
-  spread += total;
+  if (look) *spread += total;
   return number;
 }
 
 SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, float top,
-                           float bound, uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
-                           uint8_t* bad, uint32_t& spread) {
-  return quantise_run<false>(values, count, place, top, bound, at, key, other, codes, bad, spread);
+                           float bound, const uint16_t* luck, uint8_t* codes, uint8_t* bad,
+                           uint32_t* spread) {
+  return quantise_run<false, true>(values, count, place, top, bound, luck, codes, bad, spread);
+}
+
+SN_CLONES void quantise_seen(const float* values, int32_t count, const Place& place, float top,
+                             const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
+  quantise_run<true, true>(values, count, place, top, 0.0f, luck, codes, nullptr, spread);
 }
 
 SN_CLONES void quantise_whole(const float* values, int32_t count, const Place& place, float top,
-                              uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
-                              uint32_t& spread) {
-  quantise_run<true>(values, count, place, top, 0.0f, at, key, other, codes, nullptr, spread);
+                              const uint16_t* luck, uint8_t* codes) {
+  quantise_run<true, false>(values, count, place, top, 0.0f, luck, codes, nullptr, nullptr);
 }
 
 // Codes of one byte each, [count] and zeros up to a multiple of 8, to `bits` bits each.
@@ -247,16 +257,18 @@ const float* widened(const void* values, Floats kind, int64_t start, int64_t cou
 
 }  // namespace
 
-void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, const Grid& grid,
-                 float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
+void pack_groups(const void* values, Floats kind, int64_t count, int64_t run_length, int64_t first,
+                 const Grid& grid, float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
                  Escapes& escapes) {
   const int levels = (1 << grid.bits) - 1;
   const float top = static_cast<float>(levels), largest = from_bits(kUnfit);
   const float cap = from_bits(to_bits(std::min(grid.bound, largest)) & 0xFFFF0000u);
   uint8_t wide[kRun], bad[kRun];
+  uint32_t words[kRun / 2 + 1];
   float scratch[kRun];
-  for (int64_t start = 0, g = 0; start < count; start += grid.group, ++g) {
-    const int64_t size = std::min(grid.group, count - start);
+  int64_t size = 0;
+  for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
+    size = std::min(grid.group, run_length - start % run_length);
     Range range;
     const float* run = nullptr;
     for (int64_t i = 0; i < size; i += kRun) {
@@ -270,7 +282,9 @@ void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, 
     const Place place = choose(low, high, range.zeros > 0, levels, cap);
     bases[g] = place.base;
     steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
-    spread[g] = 0;
+    uint32_t unread = 0;
+    uint32_t* seen = spread ? spread + g : &unread;
+    *seen = 0;
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
     // Two points about zero hold one side only.
     const bool about_zero = range.zeros > 0 && low < 0 && high > 0;
@@ -279,19 +293,21 @@ void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, 
     for (int64_t i = 0; i < size; i += kRun) {
       const int64_t here = std::min(kRun, size - i), at = first + start + i;
       if (size > kRun) run = widened(values, kind, start + i, here, scratch);
-      const auto position = static_cast<uint32_t>(at);
       const auto number = static_cast<int32_t>(here);
-      const auto above = static_cast<uint32_t>(static_cast<uint64_t>(at) >> 32);
-      const uint32_t other = grid.other + above * 0x85EBCA6Bu;
+      const auto pair = static_cast<uint64_t>(at) >> 1;
+      const uint32_t other = grid.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
+      draw(static_cast<uint32_t>(pair), number + 1, grid.key, other, words);
+      const auto* luck = reinterpret_cast<const uint16_t*>(words) + (at & 1);
       int32_t lost = 0;
-      if (whole)
-        quantise_whole(run, number, place, top, position, grid.key, other,
-                       wide, spread[g]);
+      if (!whole)
+        lost = quantise(run, number, place, top, grid.bound, luck, wide, bad, seen);
+      else if (spread)
+        quantise_seen(run, number, place, top, luck, wide, seen);
       else
-        lost = quantise(run, number, place, top, grid.bound, position,
-                        grid.key, other, wide, bad, spread[g]);
+        quantise_whole(run, number, place, top, luck, wide);
       for (int64_t j = here; j % 8; ++j) wide[j] = 0;
-      squeeze(wide, here, grid.bits, codes + (start + i) * grid.bits / 8);
+      squeeze(wide, here, grid.bits, codes);
+      codes += (here * grid.bits + 7) / 8;
       for (int64_t j = 0; lost && j < here; ++j)
         if (bad[j]) {
           escapes.at.push_back(at + j);
@@ -302,15 +318,17 @@ void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, 
 }
 
 void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
-                   int bits, int64_t group, void* values, Floats kind) {
+                   int64_t run_length, int bits, int64_t group, void* values, Floats kind) {
   float scratch[kRun];
-  for (int64_t start = 0, g = 0; start < count; start += group, ++g) {
+  int64_t size = 0;
+  for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
     const Place place = {bases[g], from_bits(static_cast<uint32_t>(steps[g]) << 16)};
-    const int64_t size = std::min(group, count - start);
+    size = std::min(group, run_length - start % run_length);
     for (int64_t i = 0; i < size; i += kRun) {
       const int64_t here = std::min(kRun, size - i), at = start + i;
       float* out = kind == Floats::kSingle ? static_cast<float*>(values) + at : scratch;
-      spread_out(codes + at * bits / 8, here, bits, place, out);
+      spread_out(codes, here, bits, place, out);
+      codes += (here * bits + 7) / 8;
       if (kind == Floats::kHalf)
         narrow_half(out, here, static_cast<uint16_t*>(values) + at);
       else if (kind == Floats::kBrain)

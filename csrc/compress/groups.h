@@ -24,13 +24,15 @@ struct Escapes {
   int64_t zeros = 0;
 };
 
-// `count` elements, the first at position `first`, a multiple of the group's length. Per group:
-// bases, steps (the upper half of a float32) and spread, the sum of what g (256 - g) is with
-// g / 256 the way from one grid point to the next. Codes lie side by side, lowest bits first.
-void pack_groups(const void* values, Floats kind, int64_t count, int64_t first, const Grid& grid,
-                 float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes, Escapes& escapes);
+// `count` elements in runs of `run`, the first at position `first`. Groups begin anew with each run,
+// and its codes with a whole byte. Per group: bases, steps (the upper half of a float32) and spread,
+// the sum of what g (256 - g) is with g / 256 the way from one grid point to the next, unless it is
+// null. Codes lie side by side, lowest bits first.
+void pack_groups(const void* values, Floats kind, int64_t count, int64_t run, int64_t first,
+                 const Grid& grid, float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
+                 Escapes& escapes);
 
 void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
-                   int bits, int64_t group, void* values, Floats kind);
+                   int64_t run, int bits, int64_t group, void* values, Floats kind);
 
 }  // namespace sn

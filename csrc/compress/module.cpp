@@ -43,20 +43,21 @@ int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& lay
   return rows;
 }
 
-// Whether the buffers of `count` elements in groups belong together; if not, an exception is set.
-bool groups_match(int64_t count, int bits, int64_t group, const Buffer& bases, const Buffer& steps,
-                  const Buffer& codes) {
+// Whether the buffers of `count` elements in runs of groups belong together; if not, an exception is
+// set.
+bool groups_match(int64_t count, int64_t run, int bits, int64_t group, const Buffer& bases,
+                  const Buffer& steps, const Buffer& codes) {
   const bool legal = (bits == 1 || bits == 2 || bits == 4 || bits == 8) && group >= 32 &&
-                     group <= 65536 && (group & (group - 1)) == 0;
-  const int64_t groups = legal ? (count + group - 1) / group : -1;
+                     group <= 65536 && (group & (group - 1)) == 0 && run > 0 && count % run == 0;
+  const int64_t runs = legal ? count / run : -1, groups = runs * ((run + group - 1) / group);
   if (legal && bases.bytes() == 4 * groups && steps.bytes() == 2 * groups &&
-      codes.bytes() == (count * bits + 7) / 8)
+      codes.bytes() == runs * ((run * bits + 7) / 8))
     return true;
   PyErr_Format(PyExc_ValueError,
-               "%lld elements in groups of %lld and %d bits do not match %zd bytes of bases, %zd "
-               "of steps and %zd of codes",
-               static_cast<long long>(count), static_cast<long long>(group), bits, bases.bytes(),
-               steps.bytes(), codes.bytes());
+               "%lld elements in runs of %lld, groups of %lld and %d bits do not match %zd bytes of "
+               "bases, %zd of steps and %zd of codes",
+               static_cast<long long>(count), static_cast<long long>(run),
+               static_cast<long long>(group), bits, bases.bytes(), steps.bytes(), codes.bytes());
   return false;
 }
 
@@ -268,31 +269,34 @@ PyObject* through_half(PyObject*, PyObject* args) {
 
 PyObject* pack_groups(PyObject*, PyObject* args) {
   PyObject *values_arg, *bases_arg, *steps_arg, *spread_arg, *codes_arg;
-  long long first, group;
+  long long first, run, group;
   int bits;
   double bound;
   unsigned int key, other;
   const char* name;
   sn::Floats kind;
-  if (!PyArg_ParseTuple(args, "OsOOOOLiLdII", &values_arg, &name, &bases_arg, &steps_arg,
-                        &spread_arg, &codes_arg, &first, &bits, &group, &bound, &key, &other) ||
+  if (!PyArg_ParseTuple(args, "OsOOOOLLiLdII", &values_arg, &name, &bases_arg, &steps_arg,
+                        &spread_arg, &codes_arg, &first, &run, &bits, &group, &bound, &key,
+                        &other) ||
       !floats_of(name, kind))
     return nullptr;
   Buffer values, bases, steps, spread, codes;
+  const bool look = spread_arg != Py_None;
   if (!values.take(values_arg, false) || !bases.take(bases_arg, true) ||
-      !steps.take(steps_arg, true) || !spread.take(spread_arg, true) ||
+      !steps.take(steps_arg, true) || (look && !spread.take(spread_arg, true)) ||
       !codes.take(codes_arg, true))
     return nullptr;
   const int64_t count = values.bytes() / bytes_of(kind);
-  if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
-  if (spread.bytes() != bases.bytes())
+  if (!groups_match(count, run, bits, group, bases, steps, codes)) return nullptr;
+  if (look && spread.bytes() != bases.bytes())
     return PyErr_Format(PyExc_ValueError, "spread has %zd bytes, bases %zd", spread.bytes(),
                         bases.bytes());
   const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
   sn::Escapes escapes;
   if (!sn::unlocked([&] {
-        sn::pack_groups(values.as<const void>(), kind, count, first, grid, bases.as<float>(),
-                        steps.as<uint16_t>(), spread.as<uint32_t>(), codes.as<uint8_t>(), escapes);
+        sn::pack_groups(values.as<const void>(), kind, count, run, first, grid, bases.as<float>(),
+                        steps.as<uint16_t>(), look ? spread.as<uint32_t>() : nullptr, codes.as<uint8_t>(),
+                        escapes);
       }))
     return nullptr;
   const auto number = static_cast<Py_ssize_t>(escapes.at.size());
@@ -306,12 +310,12 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
 
 PyObject* unpack_groups(PyObject*, PyObject* args) {
   PyObject *bases_arg, *steps_arg, *codes_arg, *values_arg;
-  long long group;
+  long long run, group;
   int bits;
   const char* name;
   sn::Floats kind;
-  if (!PyArg_ParseTuple(args, "OOOOsiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &name,
-                        &bits, &group) ||
+  if (!PyArg_ParseTuple(args, "OOOOsLiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &name,
+                        &run, &bits, &group) ||
       !floats_of(name, kind))
     return nullptr;
   Buffer values, bases, steps, codes;
@@ -319,10 +323,10 @@ PyObject* unpack_groups(PyObject*, PyObject* args) {
       !steps.take(steps_arg, false) || !codes.take(codes_arg, false))
     return nullptr;
   const int64_t count = values.bytes() / bytes_of(kind);
-  if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
+  if (!groups_match(count, run, bits, group, bases, steps, codes)) return nullptr;
   Py_BEGIN_ALLOW_THREADS
   sn::unpack_groups(bases.as<const float>(), steps.as<const uint16_t>(),
-                    codes.as<const uint8_t>(), count, bits, group, values.as<void>(), kind);
+                    codes.as<const uint8_t>(), count, run, bits, group, values.as<void>(), kind);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }

@@ -14,5 +14,9 @@ PyObject* anneal_choice(PyObject*, PyObject* args);
 // What sn_memory/torch/model/guards.py calls.
 PyObject* contents(PyObject*, PyObject* list);
 PyObject* unchanged(PyObject*, PyObject* args);
+// What sn_memory/torch/activations/packing.py calls.
+PyObject* pack_mask(PyObject*, PyObject* args);
+PyObject* spread_mask(PyObject*, PyObject* args);
+PyObject* two_values(PyObject*, PyObject* args);
 
 }  // namespace sn

@@ -205,6 +205,9 @@ PyMethodDef methods[] = {
     {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.improve.anneal."},
     {"contents", sn::contents, METH_O, "What dictionaries of a list hold, for `unchanged`."},
     {"unchanged", sn::unchanged, METH_VARARGS, "Whether these hold the same objects still."},
+    {"pack_mask", sn::pack_mask, METH_VARARGS, "Where values meet a test, a bit each."},
+    {"spread_mask", sn::spread_mask, METH_VARARGS, "Values, or one, where a bit is set; else 0."},
+    {"two_values", sn::two_values, METH_VARARGS, "The one value there is beside zero; -1: others."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,

@@ -134,13 +134,10 @@ class BoundedCodec(Codec):
         """The number of the next step, [1] int64; nothing else is remembered."""
         return [np.zeros(1, np.int64)]
 
-    def quantise(
-        self, values: npt.ArrayLike, *, step: int = 0, into: codes.Bytes | None = None
-    ) -> groups.Grids | lorenzo.Stream:
+    def quantise(self, values: npt.ArrayLike, *, step: int = 0) -> groups.Grids | lorenzo.Stream:
         """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
 
-        All escapes are there, however many; nothing is clipped. In the fixed form bases, steps and
-        codes lie side by side in `into`, `grid_bytes(n)` long and aligned to 4, if it is given.
+        All escapes are there, however many; nothing is clipped.
         """
         if self.form == "paper":
             return lorenzo.pack(frame.as_floats(values), self._bound)
@@ -148,39 +145,7 @@ class BoundedCodec(Codec):
         narrow = isinstance(values, np.ndarray) and values.dtype in (np.float16, np.uint16)
         array = np.asarray(values) if narrow else frame.as_floats(values)
         key = groups.keys(self.seed, step)
-        parts = None if into is None else self.grids(into, array.size)
-        return groups.pack(array, self.bits, self.group, self._bound, key, self.threads, parts)
-
-    def grid_bytes(self, n: int) -> int:
-        """Bytes of bases, steps and codes of [n] (fixed); escapes come on top."""
-        return 6 * codes.bucket_count(n, self.group) + codes.packed_bytes(n, self.bits)
-
-    def grids(self, memory: codes.Bytes, n: int) -> tuple[Floats, groups.Steps, codes.Bytes]:
-        """Bases, steps and codes in memory that `quantise` was given (fixed)."""
-        ends = np.cumsum(
-            [4 * codes.bucket_count(n, self.group), 2 * codes.bucket_count(n, self.group)]
-        )
-        return (
-            memory[: ends[0]].view(np.float32),
-            memory[ends[0] : ends[1]].view(np.uint16),
-            memory[ends[1] : self.grid_bytes(n)],
-        )
-
-    def restore_grids(
-        self,
-        memory: codes.Bytes,
-        n: int,
-        at: npt.NDArray[np.int64],
-        values: Floats,
-        *,
-        out: groups.Values,
-    ) -> None:
-        """Fill `out`, [n], from memory that `quantise` was given, and escapes (fixed).
-
-        It is float32, float16, or uint16 for the bits of bfloat16.
-        """
-        groups.unpack(*self.grids(memory, n), n, self.bits, self.group, self.threads, out)
-        out[at] = groups.narrowed(values, out.dtype)
+        return groups.pack(array, self.bits, self.group, self._bound, key, self.threads)
 
     def restore(self, kept: groups.Grids | lorenzo.Stream, n: int) -> Floats:
         """The values, [n] float32, of what `quantise` gave."""

@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from .. import _native
 from . import codes
-from . import codes as buckets
-from . import codes as chance
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -67,28 +65,39 @@ def step_values(steps: Steps) -> Floats:
 
 
 def keys(seed: int, step: int) -> tuple[int, int]:
-    """Two words that stand for (seed, step) in the hash."""
-    first, second = chance.uniform_words(seed, step, 2)
-    return int(first), int(second)
+    """Two words that stand for (seed, step) in the hash; both from 0 to 2**64 - 1."""
+    key = seed & 0xFFFFFFFF, seed >> 32
+    return _word(2 * step, key), _word(2 * step + 1, key)
+
+
+def _word(at: int, key: tuple[int, int]) -> int:
+    """The word of one position; see `random_words`."""
+    x = at * 0x9E3779B9 + key[0] & 0xFFFFFFFF
+    x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
+    x = (x ^ x >> 11) + key[1] + (at >> 32) * 0x85EBCA6B & 0xFFFFFFFF
+    x = x * 0xAC4C1B51 & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
+    return x ^ x >> 14
 
 
 def pack(
     values: Values, bits: int, group: int, bound: float, key: tuple[int, int], threads: int = 1,
-    into: tuple[Floats, Steps, codes.Bytes] | None = None,
+    into: tuple[Floats, Steps, codes.Bytes] | None = None, run: int = 0, look: bool = True,
 ) -> Grids:  # fmt: skip
     """Round [n] floats to codes.
 
     bits : 1, 2, 4 or 8
     group : a power of two from 32 to 65536
     bound : above 2**-100; the error of every element is below it, or the element escapes
-    into : memory of the caller's for bases, steps and codes
+    into : memory of the caller's for bases, steps and codes, as long as `Parts.at` says
+    run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
+    look : whether the variance is wanted; without, packing is faster and `spread` empty
     """
-    n = values.size
-    ng = buckets.bucket_count(n, group)
+    parts = Parts(values.size, bits, group, run)
     if into is None:
-        width = codes.packed_bytes(n, bits)
+        ng, width = parts.at(values.size)
         into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
-    made = (into[0], into[1], np.empty(ng, np.uint32), into[2])
+    made = (into[0], into[1], np.empty(into[0].size if look else 0, np.uint32), into[2])
     contiguous: npt.NDArray[Any] = np.ascontiguousarray(values)
     kind = _kind(contiguous)
     core = _native.core()
@@ -96,22 +105,21 @@ def pack(
     def work(chunks: Iterator[int]) -> list[tuple[int, bytes, bytes, int]]:
         found = []
         for chunk in chunks:
-            start = chunk * _CHUNK
-            stop = min(start + _CHUNK, n)
-            here = slice(start // group, -(-stop // group))
-            parts: list[Any] = [part[here] for part in made[:3]]
-            parts.append(made[3][start * bits // 8 : -(-stop * bits // 8)])
+            start, stop, inner = parts.part(chunk)
+            here, bytes_ = parts.slices(start, stop)
+            spread = made[2][here] if look else None
+            target: list[Any] = [made[0][here], made[1][here], spread, made[3][bytes_]]
             if core is None:
-                run = _widened(contiguous[start:stop])
-                at, lost, zeros = _pack_twin(run, start, bits, group, bound, key, parts)
+                wide = _widened(contiguous[start:stop])
+                at, lost, zeros = _pack_twin(wide, start, inner, bits, group, bound, key, target)
             else:
                 at, lost, zeros = core.pack_groups(
-                    contiguous[start:stop], kind, *parts, start, bits, group, bound, *key
+                    contiguous[start:stop], kind, *target, start, inner, bits, group, bound, *key
                 )
             found.append((chunk, at, lost, zeros))
         return found
 
-    shares = _native.parallel(work, range(-(-n // _CHUNK)), threads)
+    shares = _native.parallel(work, range(parts.count), threads)
     found = sorted((part for share in shares for part in share), key=lambda part: part[0])
     at = np.frombuffer(b"".join(part[1] for part in found), np.int64)
     lost = np.frombuffer(b"".join(part[2] for part in found), np.float32)
@@ -120,56 +128,98 @@ def pack(
 
 def unpack(
     bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
-    threads: int = 1, out: Values | None = None,
+    threads: int = 1, out: Values | None = None, run: int = 0,
 ) -> Values:  # fmt: skip
     """The values of codes, [n], in `out` or float32; escapes are still to be put in."""
     out = np.empty(n, np.float32) if out is None else out
     kind = _kind(out)
     core = _native.core()
+    parts = Parts(n, bits, group, run)
 
     def work(chunks: Iterator[int]) -> None:
         for chunk in chunks:
-            start = chunk * _CHUNK
-            stop = min(start + _CHUNK, n)
-            here = slice(start // group, -(-stop // group))
-            part = packed[start * bits // 8 : -(-stop * bits // 8)]
+            start, stop, inner = parts.part(chunk)
+            here, bytes_ = parts.slices(start, stop)
             if core is None:
-                got = codes.unpack_codes(part, stop - start, bits).astype(np.float32)
-                base = buckets.bucket_spread(bases[here], got.size, group)
-                step = buckets.bucket_spread(step_values(steps[here]), got.size, group)
+                filled = -(-inner * bits // 8) * 8 // bits  # a run's codes and what fills its byte
+                got = codes.unpack_codes(packed[bytes_], (stop - start) // inner * filled, bits)
+                got = got.reshape(-1, filled)[:, :inner].ravel()
+                lengths = np.diff(_starts(got.size, inner, group), append=got.size)
+                base = np.repeat(bases[here], lengths)
+                step = np.repeat(step_values(steps[here]), lengths)
                 with np.errstate(all="ignore"):  # a damaged payload may hold anything
-                    out[start:stop] = narrowed(base + got * step, out.dtype)
+                    out[start:stop] = narrowed(base + got.astype(np.float32) * step, out.dtype)
             else:
                 core.unpack_groups(
-                    bases[here], steps[here], part, out[start:stop], kind, bits, group
-                )
+                    bases[here], steps[here], packed[bytes_], out[start:stop], kind, inner, bits,
+                    group,
+                )  # fmt: skip
 
-    _native.parallel(work, range(-(-n // _CHUNK)), threads)
+    _native.parallel(work, range(parts.count), threads)
     return out
 
 
+class Parts:
+    """[n] elements in runs, cut where groups begin into parts of `most` elements at most."""
+
+    def __init__(self, n: int, bits: int, group: int, run: int, most: int = _CHUNK) -> None:
+        self.n, self.bits, self.group, self.run = n, bits, group, run or max(n, 1)
+        # Of each run, or whole runs, as many as are short enough together.
+        self._step = most if self.run > most else most // self.run * self.run
+        self._of_run = -(-self.run // most) if self.run > most else 0
+        self.count = n // self.run * self._of_run or -(-n // self._step)
+
+    def part(self, number: int) -> tuple[int, int, int]:
+        """Where it starts and stops, and how long the runs in it are."""
+        if not self._of_run:
+            start = number * self._step
+            return start, min(start + self._step, self.n), self.run
+        outer, inner = divmod(number, self._of_run)
+        start = outer * self.run + inner * self._step
+        stop = min(start + self._step, (outer + 1) * self.run)
+        return start, stop, stop - start
+
+    def at(self, element: int) -> tuple[int, int]:
+        """Groups and bytes of codes before an element with which a group begins."""
+        runs, rest = divmod(element, self.run)
+        groups = runs * -(-self.run // self.group) + rest // self.group
+        return groups, runs * -(-self.run * self.bits // 8) + rest * self.bits // 8
+
+    def slices(self, start: int, stop: int) -> tuple[slice, slice]:
+        """Groups, and bytes of codes."""
+        (group, byte), (last, end) = self.at(start), self.at(stop)
+        return slice(group, last), slice(byte, end)
+
+
+def _starts(n: int, run: int, group: int) -> npt.NDArray[np.int64]:
+    """Where the groups of [n] elements in runs begin."""
+    return (np.arange(0, n, run)[:, None] + np.arange(0, run, group)).ravel()
+
+
 def _pack_twin(
-    values: Floats, first: int, bits: int, group: int, bound: float, key: tuple[int, int],
-    parts: list[Any],
+    values: Floats, first: int, run: int, bits: int, group: int, bound: float,
+    key: tuple[int, int], parts: list[Any],
 ) -> tuple[bytes, bytes, int]:  # fmt: skip
     """Pack in NumPy, the same bits; writes `parts`, returns escapes as bytes, and zeros."""
     n, top = values.size, np.float32(2**bits - 1)
+    starts = _starts(n, run, group)
+    lengths = np.diff(starts, append=n)
     words = values.view(np.int32)
     magnitude = words & 0x7FFFFFFF
     fit = magnitude < UNFIT
     cap = _half_down(min(bound, 2.0**120))
     keys_ = words ^ ((words >> 31) & 0x7FFFFFFF)
     info = np.iinfo(np.int32)
-    low = _extreme(np.where(fit, keys_, info.max), group, np.minimum, info.max)
-    high = _extreme(np.where(fit, keys_, info.min), group, np.maximum, info.min)
-    zero = _extreme(magnitude == 0, group, np.logical_or, False)
-    some = _extreme(fit, group, np.logical_or, False)
+    low = np.minimum.reduceat(np.where(fit, keys_, info.max), starts)
+    high = np.maximum.reduceat(np.where(fit, keys_, info.min), starts)
+    zero = np.logical_or.reduceat(magnitude == 0, starts)
+    some = np.logical_or.reduceat(fit, starts)
     base, step = choose(
         np.where(some, _floats(low), np.float32(0)),
         np.where(some, _floats(high), np.float32(0)),
         zero, 2**bits - 1, cap,
     )  # fmt: skip
-    bases, steps = buckets.bucket_spread(base, n, group), buckets.bucket_spread(step, n, group)
+    bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
         raw = (exact - bases) / steps
@@ -178,16 +228,18 @@ def _pack_twin(
     on = (raw > -_EDGE) & (raw < top + _EDGE)
     whole = q.astype(np.int32)
     part = q - whole.astype(np.float32)
-    luck = (random_words(first, n, key) >> 8).astype(np.float32)
-    code = whole + (luck < part * np.float32(2**24))
+    luck = random_halves(first, n, key).astype(np.float32) * np.float32(2.0**-16)
+    code = (q + luck).astype(np.int32)  # a whole number below 256 stays what it is
     error = (bases + code.astype(np.float32) * steps) - exact
     good = fit & on & (np.abs(error) < np.float32(bound))
     g = (part * np.float32(256) + np.float32(0.5)).astype(np.int32)
     spread = np.where(good, g * (256 - g), 0).astype(np.uint32)
     parts[0][:] = base
     parts[1][:] = step.view(np.uint32) >> 16
-    parts[2][:] = np.add.reduceat(spread, np.arange(0, n, group)) if n else 0
-    parts[3][:] = codes.pack_codes(code, bits)
+    if parts[2] is not None:
+        parts[2][:] = np.add.reduceat(spread, starts)
+    filled = np.pad(code.reshape(-1, run), ((0, 0), (0, -run % (8 // bits))))
+    parts[3][:] = codes.pack_codes(filled.ravel(), bits)
     at = np.flatnonzero(~good)
     zeros = int(np.count_nonzero(magnitude == 0))
     return (at + first).astype(np.int64).tobytes(), values[at].tobytes(), zeros
@@ -268,10 +320,11 @@ def random_words(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uin
     return np.asarray(x ^ (x >> 14), np.uint32)
 
 
-def _extreme(values: npt.NDArray[Any], group: int, of: np.ufunc, fill: Any) -> npt.NDArray[Any]:
-    if not values.size:
-        return values
-    return np.asarray(of.reduceat(values, np.arange(0, values.size, group)))
+def random_halves(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uint16]:
+    """[n] uint16, those of the positions from `first` on: two of a word, the lower half first."""
+    pair = first >> 1
+    words = random_words(pair, (first + n + 1 >> 1) - pair, key)
+    return words.astype("<u4").view("<u2")[first & 1 :][:n]
 
 
 def _floats(keys_: npt.NDArray[np.int32]) -> Floats:

@@ -14,7 +14,16 @@ from typing import Literal
 
 from ..base.errors import AccuracyWarning
 from ..base.sizes import show_bytes
-from .saved import PAPER_CONSTANT, WIDTHS, Observed, Row, choose, error_tolerance, paper_sd
+from .saved import (
+    PAPER_CONSTANT,
+    WIDTHS,
+    LossyTreatment,
+    Observed,
+    Row,
+    choose,
+    error_tolerance,
+    paper_sd,
+)
 
 
 class Controller:
@@ -28,15 +37,17 @@ class Controller:
     budget_bytes
         What saved tensors may take together.
     bits
-        For all inputs of linear ops alike; statistics are gathered for the report only.
+        For all inputs of linear ops and norms alike (2 at least for norms); statistics are gathered
+        for the report only.
     every
         Steps between two refreshes.
     start_bits
         Until the first.
     nonlinear_bits
-        Of tensors whose op is not linear in them.
+        Of tensors whose op is not linear in them; of what norms read, unless `bits` or a budget
+        asks for fewer.
     least_nonlinear_bits
-        What a budget may take of these. Below 8 comes an AccuracyWarning.
+        What a budget may take of these, norms aside. Below 8 comes an AccuracyWarning.
     theory
         "exact", or "paper": its formula and constant, for comparison. It gives a tolerance, which
         becomes the widest step of the grid.
@@ -101,11 +112,15 @@ class Controller:
         """Whether statistics are wanted of this step; the first is 0."""
         return step % self.every == 0
 
-    def bits(self, key: str, *, linear: bool = True) -> int | None:
+    def bits(self, key: str, *, kind: LossyTreatment = "linear") -> int | None:
         """Return the bits of a tensor; None: keep it as it is."""
         # Before anything was observed.
-        first = self.start_bits if self.fixed_bits is None else self.fixed_bits
-        return self._bits.get(key, first if linear else self.nonlinear_bits)
+        first = self.nonlinear_bits
+        if kind == "linear":
+            first = self.start_bits if self.fixed_bits is None else self.fixed_bits
+        elif kind == "norm" and self.fixed_bits is not None:
+            first = min(first, max(self.fixed_bits, 2))
+        return self._bits.get(key, first)
 
     def tolerance(self, key: str) -> float:
         """Return the widest step its grid may have: infinite, but for the paper's theory."""
@@ -130,12 +145,12 @@ class Controller:
 
     def observe(
         self, key: str, *, n: int, bits: int | None, variance: float | None,
-        nonzero: float | None = 1.0, linear: bool = True, group: str = "",
+        nonzero: float | None = 1.0, kind: LossyTreatment = "linear", group: str = "",
     ) -> None:  # fmt: skip
         """Take note of a compressed tensor; without its variance, what is known stays."""
         before = self._seen.rows.get(key, Row(key, n, bits, 0.0))
         self._seen.rows[key] = replace(
-            before, n=n, bits=bits, linear=linear, group=group or key,
+            before, n=n, bits=bits, kind=kind, group=group or key,
             # Carried over to the bits it has now, which may not be those it was measured at.
             variance=before.variance_at(bits) if variance is None else variance,
             nonzero=before.nonzero if nonzero is None else nonzero,
@@ -180,7 +195,7 @@ class Controller:
         """Choose again from what was observed. Tensors kept exactly after overflows stay so."""
         if self.error is not None:
             for row in self._seen.free:
-                if row.linear and row.gradient_energy is not None:
+                if row.kind == "linear" and row.gradient_energy is not None:
                     self._bits[row.key] = self._for_error(row, self.error)
         elif self.budget_bytes is not None and self._seen.free:
             self._for_budget(self.budget_bytes)
@@ -206,10 +221,10 @@ class Controller:
         # Once: a choice is made again every few hundred steps.
         if choice.nonlinear and choice.nonlinear_bits < self.nonlinear_bits and not self._warned:
             self._warned = True
-            wanted = self._seen.held(2, self.nonlinear_bits)
+            wanted = self._seen.held(2, 2, self.nonlinear_bits)
             warnings.warn(
                 f"the budget of {show_bytes(budget_bytes)} leaves {choice.nonlinear_bits} bits for "
-                f"what norms, attention and the like read, {choice.nonlinear} tensors of "
+                f"what GELU, attention and the like read, {choice.nonlinear} tensors of "
                 f"{choice.tensors}. On a small transformer 4 bits cost a point of accuracy and 2 "
                 f"broke training. Raise the budget above {show_bytes(wanted)}, or let modules run "
                 "again: plan(model, sample, budget).",
@@ -220,7 +235,7 @@ class Controller:
     @property
     def total_bytes(self) -> int:
         """What is kept of all tensors seen, at the bits chosen now."""
-        bits = {row.key: self.bits(row.key, linear=row.linear) for row in self.rows()}
+        bits = {row.key: self.bits(row.key, kind=row.kind) for row in self.rows()}
         return self._seen.held_at(bits)
 
     def rows(self) -> list[Row]:
@@ -234,7 +249,7 @@ class Controller:
         ]
         for row in self._seen.rows.values():
             sd, measured = row.predicted_sd(), row.measured_sd
-            bits = self.bits(row.key, linear=row.linear)
+            bits = self.bits(row.key, kind=row.kind)
             shown = "exact" if bits is None else bits
             lines.append(
                 f"{row.key:40} {row.n:10,} {shown:>5} "

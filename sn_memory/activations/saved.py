@@ -2,9 +2,9 @@
 
 Several saved tensors may lie in one memory, which is counted once. Under a budget, inputs of linear
 ops get bits from 1 up, where a bit helps most. The error of a tensor falls with each width by more
-than its bytes grow, so the greedy order is the best one, but for the last step taken. If it is
-allowed, what is not linear gives way, to 4 and 2 bits, all alike, until at least 2 bits are left
-for the linear ones.
+than its bytes grow, so the greedy order is the best one, but for the last step taken. What norms
+read gives way, to 4 and 2 bits, all alike, until at least 2 bits are left for the linear ones;
+then, if it is allowed, what is not linear.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import Final, Literal
 
 from ..plan.plan import BudgetError
 
-Treatment = Literal["linear", "sign", "mask", "shape", "nonlinear", "exact"]
+LossyTreatment = Literal["linear", "norm", "nonlinear"]
+"""Of what is lossy, what the op's backward pass is to it: see Treatment."""
+Treatment = Literal["linear", "norm", "sign", "mask", "shape", "nonlinear", "exact"]
 """How what an op saved is kept.
 
 linear      lossy and unbiased, at the bits the controller chooses
+norm        the same, with grids of each row's own, and 2 bits or more: in x, normalized by the mean
+            and deviation that are kept, dx = g - mean(g) - x mean(g x) is linear but for one part
+            in the length of a row, where an element's error meets itself
 sign        whether it is above zero: 1 bit
 mask        which of two values: 1 bit, if it does hold two, else as "nonlinear"
 shape       nothing but its shape and type
@@ -43,9 +48,10 @@ _TABLE: Final[dict[Treatment, frozenset[str]]] = {
             "einsum",
         )
     ),
+    "norm": frozenset(("layer_norm", "batch_norm", "group_norm", "instance_norm")),
     "sign": frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_")),
     "mask": frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d")),
-    "shape": frozenset(("max_pool1d", "max_pool2d", "max_pool3d")),
+    "shape": frozenset(("max_pool1d", "max_pool2d", "max_pool3d", "nll_loss")),
     # What follows from comparing values, or is an exponent; and what is not written yet when it is
     # saved (RReLU's noise, of torch's ops alone), so that the tensor itself has to be kept.
     "exact": frozenset(
@@ -202,8 +208,8 @@ class Row:
         Of the gradient's error, where it was measured.
     group
         Name of the memory it lies in, where others have it too.
-    linear
-        Whether its op is linear in it.
+    kind
+        What its op is in it.
     """
 
     key: str
@@ -220,7 +226,7 @@ class Row:
     overflows: int = 0
     measured_sd: float | None = None
     group: str = ""
-    linear: bool = True
+    kind: LossyTreatment = "linear"
 
     def predicted_sd(self, bits: int | None = None) -> float | None:
         """Return the deviation of the error of dW at these bits, or those it has.
@@ -292,18 +298,18 @@ class Observed:
     def free(self) -> list[Row]:
         return [row for row in self.rows.values() if self.is_free(row)]
 
-    def groups(self) -> tuple[Groups, Groups]:
-        """Groups of rows that are compressed: those linear in all their rows, and the rest."""
+    def groups(self) -> tuple[Groups, Groups, Groups]:
+        """Groups of rows that are compressed: linear in all their rows, read by norms, the rest."""
         memories: Groups = {}
         for row in self.free:
             memories.setdefault(row.group, []).append(row)
-        linear: Groups = {}
-        rest: Groups = {}
+        found: tuple[Groups, Groups, Groups] = {}, {}, {}
         for group, rows in memories.items():
-            (linear if all(row.linear for row in rows) else rest)[group] = rows
-        return linear, rest
+            kinds = {row.kind for row in rows}
+            found[2 if "nonlinear" in kinds else int("norm" in kinds)][group] = rows
+        return found
 
-    def held(self, linear_bits: int, nonlinear_bits: int) -> int:
+    def held(self, linear_bits: int, norm_bits: int, nonlinear_bits: int) -> int:
         """Bytes kept at these bits."""
         # By memory: rows of one group lie in the same bytes.
         exact = {
@@ -311,10 +317,10 @@ class Observed:
             for row in self.rows.values()
             if not self.is_free(row)
         }
-        linear, rest = self.groups()
+        each = linear_bits, norm_bits, nonlinear_bits
         compressed = (
             compressed_bytes(rows[0].n, bits)
-            for groups, bits in ((linear, linear_bits), (rest, nonlinear_bits))
+            for groups, bits in zip(self.groups(), each, strict=True)
             for rows in groups.values()
         )
         return sum(self.others.values()) + sum(exact.values()) + sum(compressed)
@@ -365,12 +371,15 @@ def choose(
     BudgetError
         With the bytes at the fewest bits.
     """
-    widths = [width for width in reversed(WIDTHS) if width <= nonlinear_bits]
-    for width in (width for width in widths if width >= max(2, least_nonlinear_bits)):
-        if seen.held(2, width) <= budget_bytes:
+    widths = [width for width in (8, 4, 2) if width <= nonlinear_bits] or [nonlinear_bits]
+    # Norms give way first.
+    ways = [(norm, widths[0]) for norm in widths]
+    ways += [(norm, width) for width in widths[1:] for norm in widths if norm <= width]
+    for norm, width in (way for way in ways if way[1] >= min(least_nonlinear_bits, widths[0])):
+        if seen.held(2, norm, width) <= budget_bytes:
             break
-    linear, rest = seen.groups()
-    least = seen.held(1, width)
+    linear, norms, rest = seen.groups()
+    least = seen.held(1, norm, width)
     if least > budget_bytes:
         raise BudgetError(
             f"saved tensors take {least} bytes at the fewest bits; expected "
@@ -382,8 +391,9 @@ def choose(
             op=max(seen.rows.values(), key=lambda row: row.n).key,
         )
     bits = {row.key: width for rows in rest.values() for row in rows}
+    bits |= {row.key: norm for rows in norms.values() for row in rows}
     bits |= _shared_out(linear, budget_bytes - least)
-    return Choice(bits, width, len(rest), len(rest) + len(linear))
+    return Choice(bits, width, len(rest), len(rest) + len(norms) + len(linear))
 
 
 def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91: activations, 92: regions), and was once where
+new capability alone, whose decision says so (91, 102: activations, 92: regions), and was once where
 comprehensions took the names of what they run over.
 """
 
@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan": (("plan",), 2789, 1500),
     "plan/search": (("plan/search",), 1938, 1700),
     "plan/policies": (("plan/policies.py",), 233, 300),
-    "activations": (("activations",), 782, 800),
+    "activations": (("activations",), 807, 800),
     "apoptosis": (("apoptosis",), 3196, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3676, 1700),
     "torch: target device": (("torch/target",), 1336, 700),
@@ -34,11 +34,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1309, 750),
     "torch: regions": (("torch/regions",), 2311, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
-    "torch: activations": (("torch/activations",), 1839, 1200),
+    "torch: activations": (("torch/activations",), 1944, 1200),
     "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (45_539, 28_000)
-MOST_FILES = (172, 170)
+TOTAL = (45_669, 28_000)
+MOST_FILES = (173, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100).
 COMPRESS_LINES = (26_808, 19_500)

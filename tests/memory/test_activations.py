@@ -93,10 +93,10 @@ def test_nothing_is_chosen_without_statistics_or_a_yardstick():
     controller = Controller(error=0.01, start_bits=4)
     controller.observe("a", n=100, bits=4, variance=0.0)
     seen(controller, "b", variance=1e-3, yardstick=0.0)
-    controller.observe("c", n=100, bits=8, variance=1e-9, linear=False)
+    controller.observe("c", n=100, bits=8, variance=1e-9, kind="nonlinear")
     controller.refresh()
     assert [controller.bits("a"), controller.bits("b")] == [4, 8]
-    assert controller.bits("c", linear=False) == 8
+    assert controller.bits("c", kind="nonlinear") == 8
     assert [controller.due(step) for step in (0, 1, 200)] == [True, False, True]
 
 
@@ -124,23 +124,23 @@ def test_a_budget_goes_where_a_bit_helps_most():
 
 
 def told(bits):
-    return pytest.warns(AccuracyWarning, match=f"leaves {bits} bits for what norms")
+    return pytest.warns(AccuracyWarning, match=f"leaves {bits} bits for what GELU")
 
 
 def test_what_is_not_linear_gives_way_first():
     for budget, width in ((13_500, 8), (9_000, 4), (6_000, 2)):
         controller = Controller(budget_bytes=budget, least_nonlinear_bits=2)
         seen(controller, "linear")
-        controller.observe("norm", n=10_000, bits=8, variance=1e-6, linear=False)
+        controller.observe("norm", n=10_000, bits=8, variance=1e-6, kind="nonlinear")
         with warnings.catch_warnings() if width == 8 else told(width):
             controller.refresh()
         controller.refresh()  # said once
-        assert controller.bits("norm", linear=False) == width, budget
+        assert controller.bits("norm", kind="nonlinear") == width, budget
         assert controller.bits("linear") >= 2
         assert controller.total_bytes <= budget
     controller = Controller(budget_bytes=3000, least_nonlinear_bits=2)
     seen(controller, "linear")
-    controller.observe("norm", n=10_000, bits=8, variance=1e-6, linear=False)
+    controller.observe("norm", n=10_000, bits=8, variance=1e-6, kind="nonlinear")
     with pytest.raises(BudgetError, match="fewest bits") as caught:
         controller.refresh()
     assert caught.value.peak_bytes > caught.value.budget_bytes == 3000
@@ -151,7 +151,7 @@ def transformer(budget, **settings):
     controller = Controller(budget_bytes=budget, **settings)
     for block in ("a", "b"):
         for op, n in (("norm1/layer_norm/0", 10_000), ("attention/sdpa/0", 30_000)):
-            controller.observe(f"{block}.{op}", n=n, bits=8, variance=1e-6, linear=False)
+            controller.observe(f"{block}.{op}", n=n, bits=8, variance=1e-6, kind="nonlinear")
         seen(controller, f"{block}.dense1/linear/0", n=10_000, variance=1e-6)
         seen(controller, f"{block}.dense2/linear/0", n=40_000, variance=1e-6)
         controller.observe_other(f"{block}.relu/relu/0", nbytes=5000)

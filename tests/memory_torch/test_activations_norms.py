@@ -189,3 +189,32 @@ def test_inputs_of_norms_and_linear_layers_alike_have_the_predicted_variance():
         row = next(row for row in compressed.controller.rows() if "linear" in row.key)
         assert row.measured_sd == pytest.approx(row.predicted_sd(), rel=0.2)
         assert compressed.controller.total_bytes == compressed.saved.compressed_bytes
+
+
+@pytest.mark.parametrize("kind", ["layer", "batch", "group"])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_few_bits_bias_no_gradient_of_a_norm(kind, bits):
+    """The mean of many errors is as small as errors without a bias leave it.
+
+    What flows back is off by an element's error over the root of its row's length, as it is the
+    mean over the row of gradient times error that is wrong: at 4 bits by 0.2 / sqrt(192).
+    """
+    torch.manual_seed(0)
+    norm, tokens = NORMS[kind](), kind == "layer"
+    x = torch.randn(48, 8, 48) if tokens else torch.randn(8, 48, 7, 7)
+    model, x, repeats = Scaled(norm), x.requires_grad_(), 100
+    direction = torch.randn(x.shape)
+
+    def gradients():
+        return torch.autograd.grad(model(x), [x, norm.weight], direction)
+
+    plain = gradients()
+    with compress_activations(model, bits=bits):
+        found = [gradients() for _ in range(repeats)]
+    for number, exact in enumerate(plain):
+        errors = torch.stack([each[number] - exact for each in found])
+        # The mean's squares are a chi-square of many numbers: near one repeats-th of the errors'.
+        ratio = float(errors.mean(0).square().sum() / errors.square().sum() * repeats**2)
+        assert 0.5 < ratio < 1.5
+        size = float((errors.square().sum() / repeats).sqrt() / exact.norm())
+        assert size < (0.05 if number == 0 else 0.5) * (8 if bits == 2 else 1)

@@ -25,8 +25,9 @@ from .saving import Call, Input, Pass, Saved, coverage_of, storages_of, weight_o
 from .treatments import Compressor
 
 # Times the bytes of its input that a module has to save before it runs again: what it saves beside
-# its input, a norm's statistics say, is no reason.
+# its input, a norm's statistics say, is no reason. Of attention, a fused kernel's result is none.
 _WORTH: Final = 1.25
+_ATTENTION_WORTH: Final = 1.5
 
 
 def compress_activations(
@@ -149,6 +150,7 @@ class CompressedActivations:
         self.rerun: list[str] = []
         self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
         self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
+        self._attention: dict[str, float] = {}  # calls of it that run again: see Pass
         self._effects: list[SideEffects] = []  # of those that run just now
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
@@ -193,7 +195,7 @@ class CompressedActivations:
         watch = self._watch if self.controller.due(self._step) else None
         self._step += 1
         there = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
-        self.current = Pass(self.compressor, storages_of(there), watch)
+        self.current = Pass(self.compressor, storages_of(there), watch, self._attention)
         self.current.__enter__()
 
     def _warn_uncompressed(self) -> None:
@@ -240,19 +242,29 @@ class CompressedActivations:
             if name not in self._inputs or name in first.decided:
                 continue
             inputs = self._inputs[name]
-            elements = sum(call.elements for call in inputs)
-            least = compressed_bytes(elements, self.controller.nonlinear_bits)
-            least += sum(call.row_bytes for call in inputs)
-            if first.bytes_of.get(name, 0) <= _WORTH * least:
+            if first.bytes_of.get(name, 0) <= _WORTH * self._least(inputs):
                 continue
-            plain = first.plain_of.get(name, 0) / elements
+            plain = first.plain_of.get(name, 0) / sum(call.elements for call in inputs)
             ours = partial(self._again, module, module.forward, plain)
             self._forwards.append((module, vars(module).get("forward"), ours))
             module.forward = ours
             self.rerun.append(name)
             self.controller.forget(name or "model")
-            first.foresee(name, inputs)
+            places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
+            keys = (f"{name or 'model'}/input{place}/0" for place in places)
+            first.foresee(dict(zip(keys, inputs, strict=True)))
+        for place, (held, plain, inputs) in first.attended.items():
+            if held > _ATTENTION_WORTH * self._least(inputs):
+                self._attention[place] = plain
+                self.rerun.append(place)
+                self.controller.forget(place)
+                first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
         self._inputs = {}
+
+    def _least(self, inputs: list[Input]) -> int:
+        """Bytes of inputs that are kept compressed."""
+        elements, rows = (sum(getattr(it, of) for it in inputs) for of in ("elements", "row_bytes"))
+        return compressed_bytes(elements, self.controller.nonlinear_bits) + int(rows)
 
     def _again(
         self,
@@ -307,9 +319,10 @@ class CompressedActivations:
 
         def magnitude(gradient: torch.Tensor) -> None:
             self._magnitudes[weight] = float(gradient.detach().float().abs().mean())
+            once.remove()  # a weight with a hook cannot be saved
 
-        self._watched.append(result.register_hook(arrived))
-        self._watched.append(weight.register_hook(magnitude))
+        once = weight.register_hook(magnitude)
+        self._watched += [result.register_hook(arrived), once]
 
     def refresh(self) -> None:
         """Choose bits now from what was gathered; otherwise the next forward pass does."""

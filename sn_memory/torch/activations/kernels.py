@@ -16,13 +16,17 @@ _ROWS = 16  # groups of a program: 4,096 elements, of which four warps have 32 a
 
 @triton.jit
 def _pack(  # type: ignore[no-untyped-def]
-    values, bases, steps, codes, spread, n, key, other, BITS: tl.constexpr, ROWS: tl.constexpr
-):
+    values, bases, steps, codes, spread, groups, run, key, other,
+    BITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     PER: tl.constexpr = 8 // BITS
     TOP: tl.constexpr = 2.0**BITS - 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * 256 + tl.arange(0, 256)[None, :]
-    valid = at < n
+    # Of a run: how many groups it has, which one it is, where in it the group begins.
+    each = (run + 255) // 256
+    number, start = row // each, row % each * 256
+    at = (number * run + start)[:, None] + tl.arange(0, 256)[None, :]
+    valid = (start[:, None] + tl.arange(0, 256)[None, :] < run) & (row[:, None] < groups)
     x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
     fits = tl.abs(x) < 1.329227995784916e36  # 2**120; not so for NaN
     lost = tl.max(tl.where(valid & (fits == 0), 1, 0), axis=1)
@@ -53,44 +57,50 @@ def _pack(  # type: ignore[no-untyped-def]
     wide_step = tl.broadcast_to(step[:, None], (ROWS, 256))
     scaled = tl.div_rn(x - base[:, None], wide_step)
     scaled = tl.minimum(tl.maximum(scaled, 0.0), TOP)
-    floor = scaled.to(tl.int32)
-    part = scaled - floor.to(tl.float32)
+    part = scaled - tl.floor(scaled)
     # The rounds of triple32, a hash of 32 bits by C. Wellons, with two words of the key mixed in.
-    word = at.to(tl.uint32) * 0x9E3779B9 + key
+    pair = at >> 1
+    word = pair.to(tl.uint32) * 0x9E3779B9 + key
     word = word ^ (word >> 17)
     word = word * 0xED5AD4BB
     word = word ^ (word >> 11)
-    word = word + other + (at >> 32).to(tl.uint32) * 0x85EBCA6B
+    word = word + other + (pair >> 32).to(tl.uint32) * 0x85EBCA6B
     word = word * 0xAC4C1B51
     word = word ^ (word >> 15)
     word = word * 0x31848BAB
     word = word ^ (word >> 14)
-    # 24 bits, as many as a float32 holds exactly.
-    up = (word >> 8).to(tl.float32) < part * 16777216.0
-    code = tl.where(valid, floor + tl.where(up, 1, 0), 0)
+    luck = (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF
+    code = (scaled + luck.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2**-16
+    code = tl.where(valid, code, 0)
     error = tl.sum(tl.where(valid, part * (1 - part), 0.0), axis=1)
 
-    some = row * 256 < n
+    some = row < groups
     tl.store(bases + row, tl.where(lost == 1, float("nan"), base), mask=some)
     tl.store(steps + row, step.to(tl.bfloat16), mask=some)
     tl.store(spread + row, error, mask=some)
     shifted = tl.reshape(code, (ROWS, 256 // PER, PER)) << (tl.arange(0, PER) * BITS)[None, None, :]
-    byte = row[:, None] * (256 // PER) + tl.arange(0, 256 // PER)[None, :]
-    tl.store(codes + byte, tl.sum(shifted, axis=2).to(tl.uint8), mask=byte * PER < n)
+    place = start[:, None] + (tl.arange(0, 256 // PER) * PER)[None, :]
+    byte = (number * ((run + PER - 1) // PER))[:, None] + place // PER
+    tl.store(codes + byte, tl.sum(shifted, axis=2).to(tl.uint8), mask=(place < run) & some[:, None])
 
 
 @triton.jit
 def _unpack(  # type: ignore[no-untyped-def]
-    bases, steps, codes, values, n, BITS: tl.constexpr, SIZE: tl.constexpr
+    bases, steps, codes, values, groups, run, BITS: tl.constexpr, ROWS: tl.constexpr
 ):
     PER: tl.constexpr = 8 // BITS
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    valid = at < n
-    byte = tl.load(codes + at // PER, mask=valid, other=0).to(tl.int32)
-    code = (byte >> ((at % PER) * BITS).to(tl.int32)) & (2**BITS - 1)
-    base = tl.load(bases + at // 256, mask=valid, other=0.0)
-    step = tl.load(steps + at // 256, mask=valid, other=0.0).to(tl.float32)
-    value = base + code.to(tl.float32) * step
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    each = (run + 255) // 256
+    number, start = row // each, row % each * 256
+    place = start[:, None] + tl.arange(0, 256)[None, :]
+    valid = (place < run) & (row[:, None] < groups)
+    byte = (number * ((run + PER - 1) // PER))[:, None] + place // PER
+    held = tl.load(codes + byte, mask=valid, other=0).to(tl.int32)
+    code = (held >> ((place % PER) * BITS).to(tl.int32)) & (2**BITS - 1)
+    base = tl.load(bases + row, mask=row < groups, other=0.0)
+    step = tl.load(steps + row, mask=row < groups, other=0.0).to(tl.float32)
+    value = base[:, None] + code.to(tl.float32) * step[:, None]
+    at = (number * run)[:, None] + place
     tl.store(values + at, value.to(values.dtype.element_ty), mask=valid)
 
 
@@ -98,30 +108,34 @@ def pack(
     values: torch.Tensor,
     bits: int,
     key: tuple[int, int],
+    run: int,
     bases: torch.Tensor,
     steps: torch.Tensor,
     codes: torch.Tensor,
     spread: torch.Tensor,
 ) -> None:
-    """Fill bases, steps, codes and spread of [n] values: see `packing.pack`."""
-    n = values.numel()
-    if n:
-        grid = (triton.cdiv(n, 256 * _ROWS),)
-        _pack[grid](
-            values, bases, steps, codes, spread, n, *_words(key), BITS=bits, ROWS=_ROWS,
+    """Fill bases, steps, codes and spread of [n] values in runs: see `packing.pack`."""
+    groups = bases.numel()
+    if groups:
+        _pack[(triton.cdiv(groups, _ROWS),)](
+            values, bases, steps, codes, spread, groups, run, *_words(key), BITS=bits, ROWS=_ROWS,
             enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def unpack(
-    bases: torch.Tensor, steps: torch.Tensor, codes: torch.Tensor, bits: int, values: torch.Tensor
+    bases: torch.Tensor,
+    steps: torch.Tensor,
+    codes: torch.Tensor,
+    bits: int,
+    run: int,
+    values: torch.Tensor,
 ) -> None:
     """Fill [n] values from codes: see `packing.unpack`."""
-    n = values.numel()
-    if n:
-        grid = (triton.cdiv(n, 256 * _ROWS),)
-        _unpack[grid](
-            bases, steps, codes, values, n, BITS=bits, SIZE=256 * _ROWS, enable_fp_fusion=False
+    groups = bases.numel()
+    if groups:
+        _unpack[(triton.cdiv(groups, _ROWS),)](
+            bases, steps, codes, values, groups, run, BITS=bits, ROWS=_ROWS, enable_fp_fusion=False
         )
 
 

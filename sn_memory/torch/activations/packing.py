@@ -2,7 +2,8 @@
 
 The same grids, random numbers and codes as the host's C++ (sn_compress/ops/groups.py,
 whose NumPy form is the oracle): groups of 256 elements with a lowest point and a step, rounded up
-with the probability of the distance. Random numbers are a hash of key and position, so nothing is
+with the probability of the distance. Groups begin anew with each run, so that none lies in two
+rows. Random numbers are a hash of key and position, so nothing is
 kept of them, and a step draws the same ones on every machine. Two things are other than on the
 host, as a list of escaped elements would make the device wait for its length: a group with an
 element that is not finite comes back as NaN, and with 1 bit a group of both signs has no zero on
@@ -16,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
+from sn_compress.ops import groups
+
+from ...base.errors import core
 from ..model.modes import warn
 
 GROUP: Final = 256
@@ -61,7 +65,7 @@ class Packed:
         return (self.steps.double().square() * self.spread.double()).nansum() / max(n, 1)
 
 
-def pack(values: torch.Tensor, bits: int, key: tuple[int, int]) -> Packed:
+def pack(values: torch.Tensor, bits: int, key: tuple[int, int], run: int = 0) -> Packed:
     """Round values at random to codes.
 
     Parameters
@@ -72,42 +76,45 @@ def pack(values: torch.Tensor, bits: int, key: tuple[int, int]) -> Packed:
         1, 2, 4 or 8.
     key
         Two words of 32 bits that stand for seed and tensor.
+    run
+        Elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n.
     """
     n, device = values.numel(), values.device
-    groups = -(-n // GROUP)
+    parts = groups.Parts(n, bits, GROUP, run, _CHUNK)
+    count, width = parts.at(n)
     packed = Packed(
-        torch.empty(groups, dtype=torch.float32, device=device),
-        torch.empty(groups, dtype=torch.bfloat16, device=device),
-        torch.empty(-(-n * bits // 8), dtype=torch.uint8, device=device),
-        torch.empty(groups, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.bfloat16, device=device),
+        torch.empty(width, dtype=torch.uint8, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
     )
     if (fused := kernels(device)) is not None:
-        fused.pack(values, bits, key, packed.bases, packed.steps, packed.codes, packed.spread)
+        fused.pack(values, bits, key, parts.run, *vars(packed).values())
         return packed
-    for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        rows = slice(start // GROUP, -(-stop // GROUP))
-        base, step, codes, spread = _pack(values[start:stop], start, bits, key)
+    for start, stop, inner in map(parts.part, range(parts.count)):
+        rows, held = parts.slices(start, stop)
+        base, step, codes, spread = _pack(values[start:stop].view(-1, inner), start, bits, key)
         packed.bases[rows], packed.steps[rows], packed.spread[rows] = base, step, spread
-        packed.codes[start * bits // 8 : -(-stop * bits // 8)] = codes
+        packed.codes[held] = codes
     return packed
 
 
-def unpack(packed: Packed, n: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack(packed: Packed, n: int, bits: int, dtype: torch.dtype, run: int = 0) -> torch.Tensor:
     """Return the values of codes, [n] of a type."""
     device = packed.codes.device
     values = torch.empty(n, dtype=dtype, device=device)
+    parts = groups.Parts(n, bits, GROUP, run, _CHUNK)
     if (fused := kernels(device)) is not None:
-        fused.unpack(packed.bases, packed.steps, packed.codes, bits, values)
+        fused.unpack(packed.bases, packed.steps, packed.codes, bits, parts.run, values)
         return values
-    for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        rows = slice(start // GROUP, -(-stop // GROUP))
-        held = packed.codes[start * bits // 8 : -(-stop * bits // 8)]
-        codes = unpack_codes(held, stop - start, bits)
-        codes = torch.nn.functional.pad(codes, (0, -codes.numel() % GROUP)).view(-1, GROUP)
+    for start, stop, inner in map(parts.part, range(parts.count)):
+        rows, held = parts.slices(start, stop)
+        runs = (stop - start) // inner
+        filled = inner + -inner % (8 // bits)  # a run's codes and what fills its last byte
+        codes = unpack_codes(packed.codes[held], runs * filled, bits).view(runs, filled)
+        codes = _filled(codes[:, :inner], GROUP).view(-1, GROUP)
         value = packed.bases[rows, None] + codes.float() * packed.steps[rows, None].float()
-        values[start:stop] = value.view(-1)[: stop - start]
+        values[start:stop].view(runs, inner).copy_(value.view(runs, -1)[:, :inner])
     return values
 
 
@@ -122,7 +129,7 @@ def kernels(device: torch.device) -> Any:
         # Compiled once before anything depends on it: a machine may have Triton and no compiler.
         probe = torch.zeros(GROUP, device=device)
         out = (probe[:1].clone(), probe[:1].bfloat16(), probe.byte(), probe[:1].clone())
-        fused.pack(probe, 8, (0, 0), *out)
+        fused.pack(probe, 8, (0, 0), GROUP, *out)
     except Exception as error:  # noqa: BLE001 - Triton's and its compilers' have no common base
         warn(
             f"activations on {device} are packed by array code, some ten times slower than by "
@@ -132,55 +139,68 @@ def kernels(device: torch.device) -> Any:
     return fused
 
 
-def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Return [n] booleans as [ceil(n / 8)] uint8, lowest bit first."""
-    if mask.device.type != "cpu":
-        return pack_codes(mask.view(torch.uint8), 1)
-    packed = np.packbits(mask.numpy(), bitorder="little")
-    # In memory that torch has handed out, as all that is counted.
-    return torch.empty(packed.size, dtype=torch.uint8).copy_(torch.from_numpy(packed))
+Test = Literal["not below zero", "above zero", "not zero"]
+"""What a bit of a mask says of an element; NaN is not below zero."""
+_TESTS: Final[dict[Test, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "not below zero": lambda values: ~(values <= 0),
+    "above zero": lambda values: values > 0,
+    "not zero": lambda values: values != 0,
+}
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def part_size(device: torch.device) -> int:
-    """Elements that masks are made of at a time, a multiple of 8.
-
-    Temporaries of all at once were the peak of a small net's step. On a device a launch costs what
-    the host needs for a part.
-    """
-    return 1 << 14 if device.type == "cpu" else _CHUNK
-
-
-def pack_where(values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return where [n] values meet a test as [ceil(n / 8)] uint8, lowest bit first."""
-    n = values.numel()
+def pack_mask(values: torch.Tensor, test: Test) -> torch.Tensor:
+    """Return where [n] floats or booleans meet a test as [ceil(n / 8)] uint8, lowest bit first."""
+    n, number = values.numel(), list(_TESTS).index(test)
     bits = torch.empty(-(-n // 8), dtype=torch.uint8, device=values.device)
-    size = part_size(values.device)
-    for start in range(0, n, size):
-        part = pack_bits(test(values[start : start + size]))
+    if values.device.type == "cpu":
+        core().pack_mask(as_numpy(values), str(values.dtype)[6:], number, bits.numpy())
+        return bits
+    for start in range(0, n, _CHUNK):
+        part = pack_codes(_TESTS[test](values[start : start + _CHUNK]).view(torch.uint8), 1)
         bits[start // 8 : start // 8 + part.numel()] = part
     return bits
 
 
-def spread_bits(packed: torch.Tensor, n: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return [n] of a type: a value where a bit is set, and 0."""
-    values = torch.empty(n, dtype=dtype, device=packed.device)
-    size = part_size(packed.device)
-    for start in range(0, n, size):
-        part = values[start : start + size]
-        torch.mul(
-            unpack_bits(packed[start // 8 :][: -(-part.numel() // 8)], part.numel()),
-            value,
-            out=part,
-        )
-    return values
+def spread_mask(bits: torch.Tensor, values: torch.Tensor | float, out: torch.Tensor) -> None:
+    """Fill [n] with values, [n] of the same type or one for all, where a bit is set, and zeros.
+
+    Elements go as words: what goes is +0, NaN too, where a product would keep it.
+    """
+    wide = _WORDS[out.element_size()]
+    source, word = None, 0
+    if isinstance(values, torch.Tensor):
+        source = values
+    else:
+        word = int(torch.tensor([values], dtype=out.dtype).view(wide))
+    if out.device.type == "cpu":
+        size = out.element_size()
+        held = None if source is None else as_numpy(source)
+        core().spread_mask(bits.numpy(), held, size, word & (1 << 8 * size) - 1, as_numpy(out))
+        return
+    for start in range(0, out.numel(), _CHUNK):
+        part = out[start : start + _CHUNK].view(wide)
+        on = unpack_codes(bits[start // 8 :][: -(-part.numel() // 8)], part.numel(), 1)
+        on = -on.view(torch.int8).to(wide)
+        part.copy_(on & (word if source is None else source[start : start + _CHUNK].view(wide)))
 
 
-def unpack_bits(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return [n] booleans."""
-    if packed.device.type != "cpu":
-        return unpack_codes(packed, n, 1).view(torch.bool)
-    wide = np.unpackbits(packed.numpy(), count=n, bitorder="little")
-    return torch.from_numpy(wide.view(np.bool_))
+def two_values(values: torch.Tensor) -> float | None:
+    """Return c if all [n] values are 0 or c, else None."""
+    if values.device.type == "cpu":
+        word = core().two_values(as_numpy(values), str(values.dtype)[6:])
+        kind = np.uint32 if values.element_size() == 4 else np.uint16
+        held = torch.from_numpy(np.array([max(word, 0)], kind)).view(values.dtype)
+        return None if word < 0 or bool(held.isnan()) else float(held)
+    # This waits for the device; there, dropout saves a mask of booleans and does not come here.
+    low, high = (float(value) for value in values.aminmax()) if values.numel() else (0.0, 0.0)
+    top = low if high == 0 else high
+    return top if bool(((values == 0) | (values == top)).all()) else None
+
+
+def as_numpy(run: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of the host as NumPy sees it: bfloat16, which it has no type for, as its bits."""
+    return np.asarray((run.view(torch.uint16) if run.dtype == torch.bfloat16 else run).numpy())
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -199,28 +219,31 @@ def unpack_codes(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)[:n]
 
 
+def _filled(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """[runs, n] with zeros after each run, up to a multiple of elements."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % multiple)).contiguous()
+
+
 def _pack(
     values: torch.Tensor, first: int, bits: int, key: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bases, steps, codes and spread of up to `_CHUNK` values, the first at position `first`."""
-    n, top = values.numel(), float((1 << bits) - 1)
-    padding = -n % GROUP
-    # What the last group is filled up with changes neither its extremes nor whether it has a zero.
-    x = torch.cat([values.float(), values[-1:].float().expand(padding)]).view(-1, GROUP)
+    """Bases, steps, codes and spread of up to `_CHUNK` values in runs, [runs, length]."""
+    n, top = values.shape[1], float((1 << bits) - 1)
+    # What a run's last group is filled up with changes neither its extremes nor if it has a zero.
+    x = torch.cat([values.float(), values[:, -1:].float().expand(-1, -n % GROUP)], 1)
+    x = x.view(-1, GROUP)
     fits = x.abs() < UNFIT
     x = torch.where(fits, x, 0.0)
     base, step = _grid(x.amin(1), x.amax(1), (x == 0).any(1), top)
     scaled = ((x - base[:, None]) / step[:, None]).clamp(0.0, top)
-    below = scaled.to(torch.int32)
-    part = scaled - below
-    luck = _words(first, x.numel(), key, values.device).view(-1, GROUP)
-    codes = below + (((luck >> 8) & 0xFFFFFF).float() < part * 2.0**24).to(torch.int32)
+    luck = _halves(first, values.numel(), key, values.device).view(values.shape)
+    # A whole number below 256 plus one below 1 in 2**-16 stays what it is.
+    codes = (scaled + _filled(luck, GROUP).view(-1, GROUP).float() * 2.0**-16).to(torch.uint8)
+    part = scaled - scaled.floor()
     spread = part * (1 - part)
-    if padding:
-        codes[-1, GROUP - padding :] = 0
-        spread[-1, GROUP - padding :] = 0
+    spread.view(values.shape[0], -1)[:, n:] = 0
     base = torch.where(fits.all(1), base, torch.nan)
-    packed = pack_codes(codes.view(-1)[:n].to(torch.uint8), bits)
+    packed = pack_codes(_filled(codes.view(values.shape[0], -1)[:, :n], 8 // bits).view(-1), bits)
     return base, step.to(torch.bfloat16), packed, spread.sum(1)
 
 
@@ -246,12 +269,13 @@ def _grid(
     return torch.where(lattice, -below * step, low), step
 
 
-def _words(first: int, n: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """[n] random words of 32 bits as int32, of the positions from `first` on."""
+def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """[n] random numbers of 16 bits as int32, of the positions from `first` on: two of a word."""
     # int32 wraps around as uint32 does, which torch has no arithmetic for; shifts are masked.
-    other = _signed(key[1] + (first >> 32) * 0x85EBCA6B)
-    x = torch.arange(n, dtype=torch.int32, device=device) + _signed(first)
-    x = x * _signed(0x9E3779B9) + _signed(key[0])
+    pair = first >> 1
+    other = _signed(key[1] + (pair >> 32) * 0x85EBCA6B)
+    x = torch.arange((first + n + 1 >> 1) - pair, dtype=torch.int32, device=device)
+    x = (x + _signed(pair)) * _signed(0x9E3779B9) + _signed(key[0])
     x ^= (x >> 17) & 0x7FFF
     x *= _signed(0xED5AD4BB)
     x ^= (x >> 11) & 0x1FFFFF
@@ -259,7 +283,8 @@ def _words(first: int, n: int, key: tuple[int, int], device: torch.device) -> to
     x *= _signed(0xAC4C1B51)
     x ^= (x >> 15) & 0x1FFFF
     x *= _signed(0x31848BAB)
-    return x ^ ((x >> 14) & 0x3FFFF)
+    x ^= (x >> 14) & 0x3FFFF
+    return torch.stack([x & 0xFFFF, (x >> 16) & 0xFFFF], 1).view(-1)[first & 1 :][:n]
 
 
 def _signed(word: int) -> int:

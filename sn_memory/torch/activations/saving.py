@@ -13,33 +13,38 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from ...activations import coverage, treatment
+from ...activations.saved import LossyTreatment, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
+from .packing import GROUP, two_values
 from .treatments import (
     Compressor,
     Exact,
     Kept,
     Layout,
     Lossy,
+    Mask,
     SignRelu,
     Window,
     flat,
+    grid_bytes,
     is_dense,
-    two_values,
-    within_groups,
+    is_packable,
+    run_in_row,
 )
 
 MIN_ELEMENTS = 1024
 """Smaller tensors are left alone."""
 _PACKED = (torch.float32, torch.float16, torch.bfloat16)
-_WITHOUT_KERNEL = (torch.float64,)
+ATTENTION = "scaled_dot_product_attention"
 # Ops by which values decide what runs next, which element is meant, or how many there are.
 _DECIDES = frozenset(
     (
@@ -60,6 +65,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slots: int = 0
+    plain_bytes: int = 0
+    held_bytes: int = 0
     lossy: list[str] = field(default_factory=list)
 
     def given(self, *names: str) -> dict[str, Any]:
@@ -84,28 +91,35 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
     return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
 
 
-def rectified(call: Call) -> torch.Tensor | None:
-    """What a ReLU is given whose backward pass can read bits; None of any other call."""
-    if call.name != "relu":
+def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
+    """What a ReLU is given whose backward pass can read bits, and if it is changed in place.
+
+    None of any other call.
+    """
+    if call.name not in ("relu", "relu_"):
         return None
     given = call.given("input", "inplace")
     x: Any = given.get("input")
+    inplace = call.name == "relu_" or bool(given.get("inplace"))
     # Of other types of tensors, autograd functions know nothing.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    if given.get("inplace") or not plain or not (x.requires_grad and torch.is_grad_enabled()):
+    if not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
-    fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype.is_floating_point
-    return x if fits and x.dtype not in _WITHOUT_KERNEL else None
+    if inplace and (x.is_leaf or x._is_view()):  # autograd has rules of its own for these
+        return None
+    fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype in _PACKED
+    return (x, inplace) if fits else None
 
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
     """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
-    if call.name == "linear" or call.name.startswith("conv"):
+    # Of norms, statistics may be as many as weights.
+    if call.name == "linear" or call.name.startswith("conv") or call.name.endswith("_norm"):
         first = next(iter(_tensors((call.args, call.kwargs))), None)
         return first is not None and tensor.numel() == first.numel()
     inputs = list(_tensors((call.args, call.kwargs)))
     sizes = {argument.numel() for argument in inputs}
-    if call.name == "scaled_dot_product_attention" and len(inputs) > 1:
+    if call.name == ATTENTION and len(inputs) > 1:
         # Where no fused kernel runs: a number for each query and key.
         query, key = inputs[:2]
         sizes.add(query.numel() // query.shape[-1] * key.shape[-2])
@@ -190,7 +204,8 @@ def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
             axes = axes[-1:]
         case _:
             return None
-    return None if within_groups(view, axes) else (view, axes)
+    # Where each group lies in one row anyway, there is nothing to do.
+    return None if run_in_row(view, axes) % GROUP == 0 else (view, axes)
 
 
 def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -258,6 +273,8 @@ class Pass:
     compressor : compresses
     left_alone : storages that are there anyway: of the model, and of what it was given
     watch : called with each call that saved something lossy, and its result
+    attention : plain bytes for each element that calls of attention are given, by the place of
+        those that run again; `attended` has held bytes, these and the inputs of the others
 
     path : of modules, the innermost last
     """
@@ -267,7 +284,10 @@ class Pass:
         compressor: Compressor,
         left_alone: frozenset[int],
         watch: Callable[[Call, Any], None] | None = None,
+        attention: dict[str, float] | None = None,
     ) -> None:
+        self.attention = attention or {}
+        self.attended: dict[str, tuple[int, float, list[Input]]] = {}
         self.compressor, self.controller = compressor, compressor.controller
         self.path: list[str] = []
         self._left_alone = left_alone
@@ -314,8 +334,13 @@ class Pass:
             return func(*args, **kwargs)
         call = self._call = Call(name, self._place(name), args, kwargs)
         try:
-            x = rectified(call) if self.is_innermost() else None
-            result = func(*args, **kwargs) if x is None else SignRelu.apply(x, self._sign)
+            given = rectified(call) if self.is_innermost() else None
+            if given is not None:
+                result = SignRelu.apply(given[0], self._sign, given[1])
+            elif call.name == ATTENTION and self.is_innermost():
+                result = self._attend(func, call)
+            else:
+                result = func(*args, **kwargs)
             if self.watch is not None and call.lossy:
                 self.watch(call, result)
         finally:
@@ -356,15 +381,19 @@ class Pass:
     def _delivered(
         self, tensor: torch.Tensor, call: Call, keep: Callable[[str, _Memory], Kept]
     ) -> tuple[Kept, Layout]:
-        key, layout = f"{call.place}/{call.slots}", Layout.of(tensor)
+        key, layout = f"{call.place}/{call.slots}", Layout.dense(tensor)
         call.slots += 1
         memory = self._memory(tensor.untyped_storage())
         if not memory.saved and self._input is None:
             memory.saved = True
             path = self.path[-1] if self.path else ""
             self.plain_of[path] = self.plain_of.get(path, 0) + memory.nbytes
+            call.plain_bytes += memory.nbytes
         self._elements += layout.numel
-        return keep(key, memory), layout
+        before = memory.compressed_bytes + memory.nbytes * memory.exact
+        kept = keep(key, memory)
+        call.held_bytes += memory.compressed_bytes + memory.nbytes * memory.exact - before
+        return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
         """The record of a storage; an address that is used anew gets a new one."""
@@ -392,27 +421,40 @@ class Pass:
             self.bytes_of[self.path[-1]] = self.bytes_of.get(self.path[-1], 0) + nbytes
 
     @contextmanager
-    def saving_input(self, plain_bytes: float) -> Iterator[None]:
-        """Keep what is saved directly in here as the input of a module that runs again.
+    def saving_input(self, plain_bytes: float, call: Call | None = None) -> Iterator[None]:
+        """Keep what is saved directly in here as the input of a module, or call, that runs again.
 
-        `plain_bytes` are those that autograd would hold of what the module saves otherwise.
+        `plain_bytes` are those that autograd would hold of what it saves otherwise.
         """
         self._again_bytes += plain_bytes
-        self._input = Call("input", self._place("input"), (), {})
+        self._input = call or Call("input", self._place("input"), (), {})
         try:
             yield
         finally:
             self._input = None
 
-    def foresee(self, path: str, inputs: list[Input]) -> None:
-        """Tell the controller what the inputs of a module will take when it runs again."""
+    def _attend(self, func: Any, call: Call) -> Any:
+        """Run attention: again in the backward pass, where it keeps more than it is given."""
+        given = call.given("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        parts = [given.pop(name) for name in ("query", "key", "value")]
+        size = sum(part.numel() for part in parts)
+        if call.place in self.attention and any(part.requires_grad for part in parts):
+            with self.saving_input(self.attention[call.place] * size, call):
+                return checkpoint(func, *parts, use_reentrant=False, **given)
+        result = func(*call.args, **call.kwargs)
+        self.attended[call.place] = call.held_bytes, call.plain_bytes / size, [
+            self.input_of(part) for part in parts
+        ]  # fmt: skip
+        return result
+
+    def foresee(self, inputs: dict[str, Input]) -> None:
+        """Tell the controller what inputs will take when what they are given to runs again."""
         bits = self.controller.nonlinear_bits
-        for count, call in enumerate(inputs, 1):
-            key = f"{path or 'model'}/input" + (f":{count}" if count > 1 else "") + "/0"
+        for key, call in inputs.items():
             if call.packed:
                 group = call.memory.groups.setdefault(call.where, key)
                 self.controller.observe(
-                    key, n=call.elements, bits=bits, variance=None, linear=False, group=group
+                    key, n=call.elements, bits=bits, variance=None, kind="nonlinear", group=group
                 )
                 self.controller.observe_other(f"{key}/rows", nbytes=call.row_bytes)
             elif not call.left_alone and not call.memory.exact:
@@ -424,24 +466,28 @@ class Pass:
         storage = x.untyped_storage()
         left_alone = storage._cdata in self._left_alone
         packed = not left_alone and x.dtype in _PACKED and x.numel() >= MIN_ELEMENTS
-        memory = self._memory(storage)
-        packed &= is_dense(x)
-        rows = rows_of(Call("input", "", (), {}), x) if packed else None
-        # A lowest value and a range of four bytes for each.
-        row_bytes = 8 * x.numel() // x.shape[-1] if rows else 0
-        return Input(x.numel(), row_bytes, _where(x), memory, left_alone, packed)
+        memory, n = self._memory(storage), x.numel()
+        packed &= is_packable(x)
+        rows = rows_of(Call("input", "", (), {}), x) if packed and is_dense(x) else None
+        row_bytes = n // x.shape[-1] * grid_bytes(x.shape[-1]) - grid_bytes(n) if rows else 0
+        return Input(n, row_bytes, _where(x), memory, left_alone, packed)
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
         """Compress a tensor."""
         kind = self._kind(tensor, call)
-        if kind in ("linear", "nonlinear"):
-            return self._lossy(tensor, call, key, memory, linear=kind == "linear")
+        value = two_values(flat(tensor)) if kind == "mask" else None
+        if value is not None:
+            return self._counted(Mask(flat(tensor), "not zero", value), key, memory)
+        if kind in ("linear", "norm", "nonlinear", "mask"):
+            return self._lossy(tensor, call, key, memory, "nonlinear" if kind == "mask" else kind)
         kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
-    def _kind(self, tensor: torch.Tensor, call: Call) -> str:
+    def _kind(self, tensor: torch.Tensor, call: Call) -> Treatment | Literal["integers"]:
         """The treatment of a tensor: that of its op, unless it is of another type or size."""
-        if tensor.numel() < MIN_ELEMENTS or not is_dense(tensor):
+        if tensor.numel() < MIN_ELEMENTS or not is_packable(tensor):
+            return "exact"
+        if not is_dense(tensor) and tensor.dtype not in _PACKED:
             return "exact"
         if not tensor.dtype.is_floating_point:
             return "integers"
@@ -453,45 +499,48 @@ class Pass:
         kind = treatment(call.name) if call.name else "exact"
         if kind == "exact" or not of_input_size(tensor, call):
             return "exact"
+        if not is_dense(tensor):
+            return kind if kind in ("linear", "norm") else "nonlinear"
         # Attention's dropout is part of its op.
-        if kind == "mask" or call.name == "scaled_dot_product_attention":
-            return "nonlinear" if two_values(flat(tensor)) is None else "mask"
-        return kind
+        return "mask" if call.name == ATTENTION else kind
 
     def _lossy(
-        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, *, linear: bool
+        self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, kind: LossyTreatment
     ) -> Kept:
-        bits = self.controller.bits(key, linear=linear)
+        bits = self.controller.bits(key, kind=kind)
         tolerance, form = self.controller.tolerance(key), "fixed"
-        if self.compressor.form == "paper" and linear:
+        if self.compressor.form == "paper" and kind == "linear":
             exact = self.controller.theory == "exact"
             tolerance = self.controller.exact_tolerance(key) if exact else tolerance
             # Until the first refresh there is no tolerance, and the fixed form does without.
             form = "paper" if 2.0**-100 <= tolerance <= 2.0**100 else "fixed"
-        n, group = tensor.numel(), memory.groups.setdefault(_where(tensor), key)
+        where = _where(tensor)
+        n, group = tensor.numel(), memory.groups.setdefault(where, key)
         if bits is None or tolerance < 2.0**-100:
             memory.exact = True
-            self.controller.observe(key, n=n, bits=None, variance=0.0, linear=linear, group=group)
+            self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
             return Exact(tensor)
-        kept = memory.kept.get(_where(tensor))
-        rows = None if linear else rows_of(call, tensor)
+        kept = memory.kept.get(where)
+        dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
+        rows = None if kind == "linear" else rows_of(call, dense)
         # Kept before for a reader who needs fewer bits, or no rows.
-        if kept is None or kept.bits < bits or (rows is not None and not kept.row_bytes):
+        if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
-            kept = self.compressor.rounded(tensor, bits, tolerance, form, look=look, rows=rows)
+            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=rows)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
                 return Exact(tensor)
-            memory.kept[_where(tensor)] = kept
+            memory.kept[where] = kept
             self._hold(memory, kept.nbytes)
-            if kept.row_bytes:
-                self.controller.observe_other(f"{key}/rows", nbytes=kept.row_bytes)
+            if kept.by_rows:
+                more = kept.nbytes - compressed_bytes(n, bits)
+                self.controller.observe_other(f"{key}/rows", nbytes=more)
         self.controller.observe(
             key, n=n, bits=kept.bits, variance=kept.variance, nonzero=kept.nonzero,
-            linear=linear, group=group,
+            kind=kind, group=group,
         )  # fmt: skip
-        if linear:
+        if kind == "linear":
             call.lossy.append(key)
         return kept
 
@@ -502,4 +551,5 @@ def _decompress(saved: tuple[Kept, Layout]) -> torch.Tensor:
 
 
 def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.numel(), version_of(tensor), tensor.dtype
+    order = () if is_dense(tensor) else (tensor.shape, tensor.stride())
+    return tensor.storage_offset(), tensor.numel(), version_of(tensor), tensor.dtype, order

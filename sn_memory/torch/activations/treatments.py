@@ -1,7 +1,7 @@
 """Saved tensors in fewer bytes, and back: how each treatment of the policy is carried out.
 
 What is kept lies in tensors on the device of what it stands for, allocated by torch, so that it is
-counted as any other storage. On the host C++ and NumPy do the work, elsewhere packing.py; only the
+counted as any other storage. On the host C++ does the work, elsewhere packing.py; only the
 paper's form, which codes symbols of different lengths, is copied to the host.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +27,7 @@ ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
 _AT_ONCE = 2**14  # elements
 _ROWS_AT_ONCE = 2**18  # the same, where each part is packed by itself
+_LEAST_RUN = 64  # elements of a row side by side that are worth a grid, which takes 6 bytes
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ class Layout:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @classmethod
+    def dense(cls, tensor: torch.Tensor) -> Layout:
+        """Of a part of a memory, that of a copy without gaps."""
+        packed = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+        return cls(tuple(tensor.shape), packed.stride(), tensor.dtype, tensor.device)
 
     @property
     def numel(self) -> int:
@@ -63,16 +69,19 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def is_packable(tensor: torch.Tensor) -> bool:
+    """Whether a copy without gaps is no larger than the memory it is a part of."""
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def grid_bytes(n: int) -> int:
+    """Bytes of the grids of [n] elements."""
+    return 6 * -(-n // packing.GROUP)
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a dense tensor in the order of its memory, [n], without a copy."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _as_numpy(run: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor of the host as NumPy sees it: bfloat16, which it has no type for, as its bits."""
-    if run.dtype == torch.bfloat16:
-        return np.asarray(run.view(torch.uint16).numpy())
-    return np.asarray(run.numpy())
 
 
 class Kept(Protocol):
@@ -114,20 +123,23 @@ class Shape:
 class Mask:
     """One of two values per element, 0 where [n] values fail a test: 1 bit."""
 
-    def __init__(
-        self, values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor], value: float
-    ) -> None:
-        self.buffer, self.value = packing.pack_where(values, test), value
+    def __init__(self, values: torch.Tensor, test: packing.Test, value: float) -> None:
+        self.buffer, self.value = packing.pack_mask(values, test), value
         self.nbytes = self.buffer.numel()
 
     def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a gradient with zeros where the mask is not set."""
-        return masked(gradient, self.buffer, layout)
+        values = torch.empty_strided(
+            layout.shape, layout.stride, dtype=gradient.dtype, device=gradient.device
+        )
+        fits = gradient.stride() == layout.stride
+        source = flat(gradient if fits else values.copy_(gradient))
+        packing.spread_mask(self.buffer, source, flat(values))
+        return values
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        if layout.dtype == torch.bool:
-            return layout.restore(packing.unpack_bits(self.buffer, layout.numel))
-        values = packing.spread_bits(self.buffer, layout.numel, self.value, layout.dtype)
+        values = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+        packing.spread_mask(self.buffer, self.value, values)
         return layout.restore(values)
 
 
@@ -217,15 +229,15 @@ class Lossy(Kept, Protocol):
     ----------
     variance, nonzero
         Mean variance of the rounding, and the fraction of elements that are not zero; None where
-        nobody looks, as on a device they are waited for.
+        nobody looks.
     fits
         Whether few enough elements escaped.
-    row_bytes
-        Of `nbytes`, those that no choice of bits changes.
+    by_rows
+        Whether no grid lies in two rows.
     """
 
     bits: int
-    row_bytes: int
+    by_rows: bool
     fits: bool
     variance: float | None
     nonzero: float | None
@@ -234,34 +246,53 @@ class Lossy(Kept, Protocol):
 class OnHost:
     """[n] values of the host in groups on grids, and those that escape."""
 
-    row_bytes = 0
+    by_rows = False
 
-    def __init__(self, values: torch.Tensor, codec: Any, step: int) -> None:
+    def __init__(
+        self, values: torch.Tensor, bits: int, bound: float, key: tuple[int, int], threads: int,
+        run: int, *, look: bool,
+    ) -> None:  # fmt: skip
         n = values.numel()
-        self._codec, self.bits = codec, codec.bits
-        self._memory = torch.empty(codec.grid_bytes(n), dtype=torch.uint8)
-        kept = codec.quantise(_as_numpy(values), step=step, into=self._memory.numpy())
-        self._at, self._values = torch.tensor(kept.at), torch.tensor(kept.values)
-        self.variance = kept.variance(n)
-        self.nonzero = 1 - float(kept.zeros) / max(n, 1)
+        self.bits, self._run, self._threads = bits, run, threads
+        self._groups, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
+        self._memory = torch.empty(6 * self._groups + width, dtype=torch.uint8)
+        kept = groups.pack(
+            packing.as_numpy(values), bits, packing.GROUP, bound, key, threads, self._grids(), run,
+            look,
+        )  # fmt: skip
+        self._lost = (torch.tensor(kept.at), torch.tensor(kept.values)) if kept.at.size else None
+        self.variance = kept.variance(n) if look else None
+        self.nonzero = 1 - float(kept.zeros) / max(n, 1) if look else None
         self.fits = kept.at.size <= max(1.0, n * ESCAPE_LIMIT)
-        self.nbytes = self._memory.nbytes + self._at.nbytes + self._values.nbytes
+        self.nbytes = self._memory.nbytes + kept.at.nbytes + kept.values.nbytes
+
+    def _grids(self) -> tuple[Any, Any, Any]:
+        """Bases, steps and codes: parts of one memory."""
+        memory, ends = self._memory.numpy(), (4 * self._groups, 6 * self._groups)
+        bases, steps = memory[: ends[0]], memory[ends[0] : ends[1]]
+        return bases.view(np.float32), steps.view(np.uint16), memory[ends[1] :]
 
     def restore(self, layout: Layout) -> torch.Tensor:
         out = torch.empty(layout.numel, dtype=layout.dtype)
-        at, values = self._at.numpy(), self._values.numpy()
-        self._codec.restore_grids(self._memory.numpy(), out.numel(), at, values, out=_as_numpy(out))
+        groups.unpack(
+            *self._grids(), layout.numel, self.bits, packing.GROUP, self._threads,
+            packing.as_numpy(out), self._run,
+        )  # fmt: skip
+        if self._lost is not None:
+            out[self._lost[0]] = self._lost[1].to(layout.dtype)
         return layout.restore(out)
 
 
 class OnDevice:
     """[n] values packed where they are; see packing.py."""
 
-    fits, row_bytes = True, 0
+    fits, by_rows = True, False
 
-    def __init__(self, values: torch.Tensor, bits: int, key: tuple[int, int], *, look: bool):
-        self.bits, n = bits, values.numel()
-        packed = packing.pack(values, bits, key)
+    def __init__(
+        self, values: torch.Tensor, bits: int, key: tuple[int, int], run: int, *, look: bool
+    ) -> None:
+        self.bits, self._run, n = bits, run, values.numel()
+        packed = packing.pack(values, bits, key, run)
         self.variance = float(packed.variance(n)) if look else None
         self.nonzero = float((values != 0).float().mean()) if look else None
         # The spread is for the variance alone; a slice without a copy would hold all of it.
@@ -269,58 +300,52 @@ class OnDevice:
         self.nbytes = packed.nbytes
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        return layout.restore(packing.unpack(self._packed, layout.numel, self.bits, layout.dtype))
+        values = packing.unpack(self._packed, layout.numel, self.bits, layout.dtype, self._run)
+        return layout.restore(values)
 
 
-class Rows:
-    """Values in units of the range of what each is normalized with: a token, a channel, a group.
-
-    A norm divides by its row's own spread, and a softmax's gradient is relative to its row. Where
-    rows of far apart sizes share a group of 256, on one grid, the small ones would be lost: a
-    ViT's class token, a hundredth of the patches beside it, alone has a gradient.
+class Turned:
+    """Values of which no long run lies in one row: packed with each row's elements side by side.
 
     view : [...] the tensor, its axes perhaps split
     axes : those over which its rows extend
-    pack : keeps [n] values
+    pack : keeps [n] values in runs of a length
     """
 
+    by_rows = True
+
     def __init__(
-        self, view: torch.Tensor, axes: tuple[int, ...], pack: Callable[[torch.Tensor], Lossy]
+        self,
+        view: torch.Tensor,
+        axes: tuple[int, ...],
+        pack: Callable[[torch.Tensor, int], Lossy],
     ) -> None:
-        lowest, highest = (f(axes, keepdim=True).float() for f in (view.amin, view.amax))
-        span = (highest - lowest).clamp(min=torch.finfo(torch.float32).tiny)
-        # A row with NaN, Inf or a range beyond float32 is packed as it is: the codec knows these.
-        fits = span < packing.UNFIT
         order = in_memory(view)
-        self._lowest = torch.where(fits, lowest, 0.0).permute(order)
-        self._span = torch.where(fits, span, 1.0).permute(order)
-        self._shape = view.permute(order).shape
+        # Of the axes in the order of memory, those of a row come last.
+        self._turn = sorted(range(len(order)), key=lambda place: order[place] in axes)
+        inner = sum(axis in axes for axis in order)
+        ordered = view.detach().permute(order)
+        self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
         for part in _parts(self._shape, view.device, _ROWS_AT_ONCE):
-            values = view.detach().permute(order)[part] - _cut(self._lowest, part)
-            self._kept.append((part, pack(values.div_(_cut(self._span, part)).view(-1))))
+            turned = ordered[part].permute(self._turn)
+            run = math.prod(turned.shape[turned.dim() - inner :])
+            self._kept.append((part, pack(turned.reshape(-1), run)))
         kept = [each for _, each in self._kept]
         self.bits, self.fits = kept[0].bits, all(each.fits for each in kept)
-        self.row_bytes = self._lowest.nbytes + self._span.nbytes
-        self.nbytes = sum(each.nbytes for each in kept) + self.row_bytes
-        # As if steps, which are near 1 over the levels in all rows, had nothing to do with ranges.
+        self.nbytes = sum(each.nbytes for each in kept)
         known = [each.variance for each in kept if each.variance is not None]
-        square = float(self._span.square().mean()) if known else 0.0
-        self.variance = square * sum(known) / len(known) if known else None
+        self.variance = sum(known) / len(known) if known else None
         self.nonzero = 1.0 if known else None
 
     def restore(self, layout: Layout) -> torch.Tensor:
         out = torch.empty(self._shape, dtype=layout.dtype, device=layout.device)
         for part, kept in self._kept:
-            shape = out[part].shape
-            n = Layout(tuple(shape), out[part].stride(), torch.float32, layout.device)
-            values = kept.restore(n).mul_(_cut(self._span, part))
-            torch.add(values, _cut(self._lowest, part), out=out[part])
+            turned = out[part].permute(self._turn)
+            shape = tuple(turned.shape)
+            strides = torch.empty(shape, device="meta").stride()
+            turned.copy_(kept.restore(Layout(shape, strides, layout.dtype, layout.device)))
         return layout.restore(out.view(-1))
-
-
-def _cut(rows: torch.Tensor, part: slice) -> torch.Tensor:
-    return rows if rows.shape[0] == 1 else rows[part]
 
 
 def in_memory(tensor: torch.Tensor) -> list[int]:
@@ -329,24 +354,24 @@ def in_memory(tensor: torch.Tensor) -> list[int]:
     return sorted(axes, key=lambda axis: (tensor.shape[axis] == 1, -tensor.stride(axis)))
 
 
-def within_groups(view: torch.Tensor, axes: tuple[int, ...]) -> bool:
-    """Whether no group of 256 elements lies in two rows, so that its grid is that of one."""
+def run_in_row(view: torch.Tensor, axes: tuple[int, ...]) -> int:
+    """Return how many elements that follow each other in memory lie in one row."""
     run = 1
     for axis in reversed(in_memory(view)):
         if axis not in axes and view.shape[axis] > 1:
             break
         run *= view.shape[axis]
-    return run % packing.GROUP == 0
+    return run
 
 
 class Coded:
     """The paper's form: rounded to nearest, predicted, entropy-coded."""
 
-    row_bytes = 0
+    by_rows = False
 
-    def __init__(self, values: torch.Tensor, codec: Any) -> None:
+    def __init__(self, values: torch.Tensor, bits: int, codec: Any) -> None:
         run = values.float().cpu().numpy()
-        self._codec, self.bits = codec, codec.bits
+        self._codec, self.bits = codec, bits
         kept = codec.quantise(run)
         self.nonzero = float(np.count_nonzero(run)) / max(run.size, 1)
         self.fits = kept.at.size <= max(1.0, run.size * ESCAPE_LIMIT)
@@ -359,24 +384,6 @@ class Coded:
         kind, coded = self._kept
         kept = kind(coded.numpy().tobytes(), self._at.numpy(), self._values.numpy())
         return layout.restore(torch.from_numpy(self._codec.restore(kept, layout.numel)))
-
-
-def two_values(values: torch.Tensor) -> float | None:
-    """Return c if all values are 0 or c, else None."""
-    # On a device this waits; there, dropout saves a mask of booleans and does not come here.
-    low, high = (float(value) for value in values.aminmax()) if values.numel() else (0.0, 0.0)
-    top = low if high == 0 else high
-    return top if bool(((values == 0) | (values == top)).all()) else None
-
-
-@lru_cache(maxsize=256)
-def codec(bits: int, tolerance: float, form: str, seed: int, threads: int) -> Any:
-    """Return the codec of these settings."""
-    if form == "paper":
-        return named_codec("bounded", bound=tolerance, form="paper", measure=False)
-    return named_codec(
-        "bounded", bound=tolerance, bits=bits, seed=seed, threads=threads, measure=False
-    )
 
 
 @dataclass
@@ -398,25 +405,34 @@ class Compressor:
         look : whether statistics are wanted
         rows : a view of the tensor, and the axes of it over which it is normalized
         """
-        if rows is not None:
-            return Rows(*rows, lambda run: self.packed(run, bits, tolerance, "fixed", look=look))
-        return self.packed(flat(tensor), bits, tolerance, form, look=look)
+        if rows is None:
+            return self._packed(flat(tensor), 0, bits, tolerance, form, look=look)
+        run = run_in_row(*rows)
+        if run >= _LEAST_RUN or run == math.prod(rows[0].shape[axis] for axis in rows[1]):
+            kept = self._packed(flat(tensor), run, bits, tolerance, "fixed", look=look)
+            kept.by_rows = True
+            return kept
+        return Turned(
+            *rows, lambda part, run: self._packed(part, run, bits, tolerance, "fixed", look=look)
+        )
 
-    def packed(
-        self, values: torch.Tensor, bits: int, tolerance: float, form: str, *, look: bool
+    def _packed(
+        self, values: torch.Tensor, run: int, bits: int, tolerance: float, form: str, *, look: bool
     ) -> Lossy:
-        """Return [n] values in these bits."""
+        """Return [n] values in runs in these bits."""
         step = self.drawn
         self.drawn += 1
         if form == "paper":
-            return Coded(values, codec(bits, tolerance, form, self.seed, self.threads))
+            codec = named_codec("bounded", bound=tolerance, form="paper", measure=False)
+            return Coded(values, bits, codec)
+        key = groups.keys(self.seed, step)
         if values.device.type == "cpu":
-            return OnHost(values, codec(bits, tolerance, form, self.seed, self.threads), step)
-        return OnDevice(values, bits, groups.keys(self.seed, step), look=look)
+            return OnHost(values, bits, tolerance, key, self.threads, run, look=look)
+        return OnDevice(values, bits, key, run, look=look)
 
     def sign(self, tensor: torch.Tensor) -> Mask:
         """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
-        return Mask(flat(tensor), lambda values: ~(values <= 0), 1.0)
+        return Mask(flat(tensor), "not below zero", 1.0)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
         """Return what is kept of a tensor of which nothing is lost."""
@@ -424,17 +440,14 @@ class Compressor:
             return Exact(tensor)
         if kind == "shape":
             return Shape()
-        if kind == "integers":
-            if tensor.dtype == torch.bool:
-                return Mask(flat(tensor), lambda values: values, 1.0)
-            if window is not None and window.bits and tensor.dtype == torch.int64:
-                return Places(tensor, window)
-            narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
-            return Narrow(tensor.detach()) if narrow else Exact(tensor)
-        values = flat(tensor)
         if kind == "sign":
-            return Mask(values, lambda part: part > 0, 1.0)
-        return Mask(values, lambda part: part != 0, two_values(values) or 0.0)
+            return Mask(flat(tensor), "above zero", 1.0)
+        if tensor.dtype == torch.bool:
+            return Mask(flat(tensor), "not zero", 1.0)
+        if window is not None and window.bits and tensor.dtype == torch.int64:
+            return Places(tensor, window)
+        narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
+        return Narrow(tensor.detach()) if narrow else Exact(tensor)
 
 
 class SignRelu(torch.autograd.Function):
@@ -446,17 +459,19 @@ class SignRelu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: Callable[..., Any]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, keep: Callable[..., Any], inplace: bool) -> torch.Tensor:
         """Return relu(x)."""
-        y = x.relu()
+        y = x.relu_() if inplace else x.relu()
+        if inplace:
+            ctx.mark_dirty(x)
         ctx.kept = keep(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient where a bit is set, and 0 elsewhere."""
         kept, layout = ctx.kept
-        return _Masked.apply(gradient, kept, layout), None
+        return _Masked.apply(gradient, kept, layout), None, None
 
 
 class _Masked(torch.autograd.Function):
@@ -470,23 +485,3 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _Masked.apply(gradient, *ctx.kept), None, None
-
-
-def masked(gradient: torch.Tensor, bits: torch.Tensor, layout: Any) -> torch.Tensor:
-    """Return a gradient with zeros where a bit is not set.
-
-    bits : [n / 8] uint8, in the order of the memory of `layout`
-    """
-    values = torch.empty_strided(
-        layout.shape, layout.stride, dtype=gradient.dtype, device=gradient.device
-    )
-    values.copy_(gradient)
-    run = values.as_strided((layout.numel,), (1,))
-    # As integers: what goes is +0, NaN too, where a product would keep it.
-    whole = run.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[run.element_size()])
-    size = packing.part_size(run.device)
-    for start in range(0, layout.numel, size):
-        part = whole[start : start + size]
-        on = packing.unpack_bits(bits[start // 8 :][: -(-part.numel() // 8)], part.numel())
-        part &= -on.view(torch.int8).to(part.dtype)
-    return values
