@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -108,20 +109,46 @@ def test_rounding_is_unbiased_and_its_variance_is_told(bits):
     assert float((total.abs() / deviation)[often].max()) < 6
 
 
-def test_bits_and_codes_come_back():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_come_back(dtype):
     for n in SIZES[:-1]:
-        mask = torch.rand(n) > 0.5
-        packed = packing.pack_bits(mask)
-        assert torch.equal(packing.unpack_bits(packed, n), mask)
-        assert torch.equal(
-            packing.pack_codes(mask.view(torch.uint8), 1), packed
-        )  # what a device does
-        assert torch.equal(packing.unpack_codes(packed, n, 1).bool(), mask)
-        for bits in (2, 4):
+        values = torch.randn(n).to(dtype)
+        values[::3] = 0
+        values[1::7] = math.nan
+        values[2::7] = -0.0
+        for test, met in packing.TESTS.items():
+            mask = met(values)
+            packed = packing.pack_mask(values, test)
+            # On the host C++ packs; on a device, these codes are the bits.
+            assert torch.equal(packing.pack_codes(mask.view(torch.uint8), 1), packed)
+            assert torch.equal(packing.unpack_codes(packed, n, 1).bool(), mask)
+            for given in (2.0, torch.full((n,), math.nan, dtype=dtype)):
+                spread = torch.empty(n, dtype=dtype)
+                packing.spread_mask(packed, given, spread)
+                wanted = torch.where(mask, torch.as_tensor(given, dtype=dtype), 0)
+                assert torch.equal(spread.nan_to_num(7), wanted.nan_to_num(7))
+
+
+def test_codes_come_back():
+    for n in SIZES[:-1]:
+        for bits in (1, 2, 4):
             codes = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
-            assert torch.equal(
-                packing.unpack_codes(packing.pack_codes(codes, bits), n, bits), codes
-            )
+            packed = packing.pack_codes(codes, bits)
+            assert torch.equal(packing.unpack_codes(packed, n, bits), codes)
+
+
+@pytest.mark.parametrize(
+    ("values", "other"),
+    [
+        ([0.0, 2.5, 0.0], 2.5),
+        ([2.5], 2.5),
+        ([0.0], 0.0),
+        ([1.0, 2.0], None),
+        ([0.0, math.nan], None),
+    ],
+)
+def test_two_values(values, other):
+    assert packing.two_values(torch.tensor(values)) == other
 
 
 @pytest.mark.skipif(not TRITON.exists(), reason="Triton is not installed: make setup")
@@ -134,21 +161,28 @@ def test_kernels_in_the_interpreter_have_the_bits_of_array_code():
     assert result.stdout.strip().endswith("compared")
 
 
+def cases() -> Iterator[tuple[int, str, torch.dtype, int, int]]:
+    """Sizes, values, types, bits and runs; not each with each, as the interpreter is slow."""
+    halves = (torch.float16, torch.bfloat16)
+    for n in SIZES[:-1]:
+        for name in vectors(n):
+            yield from ((n, name, torch.float32, bits, 0) for bits in groups.WIDTHS)
+            yield from ((n, name, dtype, 4, 0) for dtype in halves)
+        for place, run in enumerate(runs_of(n)[1:]):
+            yield n, "holes", (torch.float32, *halves)[place % 3], groups.WIDTHS[place % 3], run
+    yield SIZES[-1], "lost", torch.float32, 2, 0
+    yield SIZES[-1], "holes", torch.bfloat16, 8, 0
+
+
 def compare_kernels() -> None:
     """Compare the kernels with array code on every kind of values."""
     sys.path.append(str(TRITON))
     from sn_memory.torch.activations import kernels
 
     count = 0
-    for n in SIZES:
-        for name, x in vectors(n).items():
-            if n > 2000 and name not in ("holes", "lost"):
-                continue
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                for bits in groups.WIDTHS if n < 2000 else (2,):
-                    for run in runs_of(n) if name == "holes" else (0,):
-                        compare(kernels, x.to(dtype), bits, run, (n, name, bits, run))
-                        count += 1
+    for n, name, dtype, bits, run in cases():
+        compare(kernels, vectors(n)[name].to(dtype), bits, run, (n, name, dtype, bits, run))
+        count += 1
     print(count, "compared")
 
 

@@ -139,10 +139,10 @@ def kernels(device: torch.device) -> Any:
     return fused
 
 
-Test = Literal["not below zero", "above zero", "not zero"]
-"""What a bit of a mask says of an element; NaN is not below zero."""
-_TESTS: Final[dict[Test, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "not below zero": lambda values: ~(values <= 0),
+Test = Literal["above zero or NaN", "above zero", "not zero"]
+"""What a bit of a mask says of an element."""
+TESTS: Final[dict[Test, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "above zero or NaN": lambda values: ~(values <= 0),
     "above zero": lambda values: values > 0,
     "not zero": lambda values: values != 0,
 }
@@ -151,13 +151,13 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def pack_mask(values: torch.Tensor, test: Test) -> torch.Tensor:
     """Return where [n] floats or booleans meet a test as [ceil(n / 8)] uint8, lowest bit first."""
-    n, number = values.numel(), list(_TESTS).index(test)
+    n, number = values.numel(), list(TESTS).index(test)
     bits = torch.empty(-(-n // 8), dtype=torch.uint8, device=values.device)
     if values.device.type == "cpu":
         core().pack_mask(as_numpy(values), str(values.dtype)[6:], number, bits.numpy())
         return bits
     for start in range(0, n, _CHUNK):
-        part = pack_codes(_TESTS[test](values[start : start + _CHUNK]).view(torch.uint8), 1)
+        part = pack_codes(TESTS[test](values[start : start + _CHUNK]).view(torch.uint8), 1)
         bits[start // 8 : start // 8 + part.numel()] = part
     return bits
 

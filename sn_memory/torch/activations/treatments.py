@@ -432,7 +432,7 @@ class Compressor:
 
     def sign(self, tensor: torch.Tensor) -> Mask:
         """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
-        return Mask(flat(tensor), "not below zero", 1.0)
+        return Mask(flat(tensor), "above zero or NaN", 1.0)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
         """Return what is kept of a tensor of which nothing is lost."""
