@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,7 @@ class Run:
 
 
 class Rounded:
-    """A codec that only pretends: values come back as `nearest` or `fp8` would have left them."""
-
-    form, bound = "fixed", math.inf
+    """What only pretends to compress: values come back as `nearest` or `fp8` would leave them."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -122,9 +121,9 @@ class Rounded:
 class RoundedTensor:
     """What stands for treatments.OnHost; only its bytes are those of a compressed tensor."""
 
-    fits, row_bytes = True, 0
+    fits, by_rows = True, False
 
-    def __init__(self, values: torch.Tensor, codec: Rounded, step: int) -> None:
+    def __init__(self, codec: Rounded, values: torch.Tensor, *_: Any, look: bool) -> None:
         run = values.numpy()
         self.kept, self.bits = codec.lossy(run), codec.bits
         self.variance = float(np.square(self.kept - run).mean())
@@ -201,10 +200,9 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     plain_bytes = saved_bytes(net, images[:BATCH])
     model = planned(net, images[:BATCH]) if run.method == "recompute" else net
     simulated = run.method == "fp8" or run.method.startswith("nearest")
-    before = treatments.OnHost, treatments.codec
+    before = treatments.OnHost
     if simulated:
-        treatments.OnHost = RoundedTensor
-        treatments.codec = lambda *_: Rounded(run.method)
+        treatments.OnHost = partial(RoundedTensor, Rounded(run.method))
     losses, seconds = [], []
     try:
         with compressing(run, net, optimizer, plain_bytes) as compressed:
@@ -223,7 +221,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss.item())
             held, peak = measured(model, images[:BATCH], labels[:BATCH])
     finally:
-        treatments.OnHost, treatments.codec = before
+        treatments.OnHost = before
     ratio = compressed.saved.ratio if compressed is not None else 1.0
     net.eval()
     test_images, test_labels = seen(run.net, data["t10k"])
