@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 ROOT = Path(__file__).resolve().parents[2]
 # What cannot be told without values: masks drawn by NumPy.
 REFUSED = {"wav2vec2"}
-# Tiny ones whose kernels' scratch, by the upper rule that stands where no op is run, is much of all.
+# Tiny ones, where kernels' scratch, by an upper rule as no op is run, is much of all.
 SCRATCH = {"ViT", "Mamba", "LSTM"}
 
 
