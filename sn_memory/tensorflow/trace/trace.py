@@ -27,9 +27,9 @@ from .capture import (
     flat,
     values_at_call,
     values_of_step,
+    with_sample_shapes,
 )
 from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
-from .sample_shapes import with_sample_shapes
 from .to_graph import Costs, GraphBinding, to_graph, updates_first
 
 OPTIMIZER = "optimizer state"
