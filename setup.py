@@ -89,7 +89,8 @@ def extension(name: str, folder: Path) -> list[Extension]:
         Extension(
             name,
             sources=files,
-            depends=sources("*.h", folder) + sources("*.hpp", folder),
+            # csrc/memory reads headers of csrc/compress, too.
+            depends=sources("*.h", folder) + sources("*.h"),
             language="c++",
             optional=True,
             extra_compile_args=COMPILE,

@@ -181,13 +181,7 @@ SN_CLONES void squeeze(const uint8_t* codes, int64_t count, int bits, uint8_t* o
       out[i] = static_cast<uint8_t>(w | w >> 6 | w >> 12 | w >> 18);
     }
   } else {
-    for (int64_t i = 0; i < bytes; ++i) {
-      uint64_t w;
-      std::memcpy(&w, codes + 8 * i, 8);
-      w |= w >> 7;
-      w |= w >> 14;
-      out[i] = static_cast<uint8_t>(w | w >> 28);
-    }
+    for (int64_t i = 0; i < bytes; ++i) out[i] = squeezed(codes + 8 * i);
   }
 }
 
@@ -215,13 +209,7 @@ SN_CLONES void spread_out(const uint8_t* codes, int64_t count, int bits, const P
         std::memcpy(wide + 4 * i, &w, 4);
       }
     } else {
-      for (int64_t i = 0; i < bytes; ++i) {
-        uint64_t w = codes[i];
-        w = (w | w << 28) & 0x0000000F0000000Full;
-        w = (w | w << 14) & 0x0003000300030003ull;
-        w = (w | w << 7) & 0x0101010101010101ull;
-        std::memcpy(wide + 8 * i, &w, 8);
-      }
+      for (int64_t i = 0; i < bytes; ++i) spread(codes[i], wide + 8 * i);
     }
     for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(wide[i]) * step;
   }

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../compress/bits.h"
+#include "../compress/door.h"
 #include "../compress/lanes.h"
 #include "bindings.h"
 
@@ -16,28 +18,10 @@ namespace {
 
 constexpr int64_t kRun = 1024;  // elements worked on at a time: scratch stays in the cache
 
-class Bytes {
- public:
-  ~Bytes() {
-    if (view_.obj) PyBuffer_Release(&view_);
-  }
-  bool take(PyObject* object, bool writable) {
-    return PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
-  }
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(view_.buf);
-  }
-  int64_t count() const { return view_.len; }
-
- private:
-  Py_buffer view_ = {};
-};
-
 // Words that stand for floats: below this magnitude they are numbers or infinite, above NaN.
 enum class Words { kSingle, kHalf, kBrain, kByte };
-// What is asked of an element. NaN is not below.
-enum class Test { kNotBelow, kAbove, kSet };
+// What is asked of an element; in the order of TESTS in packing.py.
+enum class Test { kAboveOrNan, kAbove, kSet };
 
 template <typename Word, Test test>
 __attribute__((always_inline)) inline void look(const Word* values, int64_t count, Word infinite,
@@ -59,14 +43,14 @@ __attribute__((always_inline)) inline void look(const Word* values, int64_t coun
 SN_CLONES void look_wide(const uint32_t* values, int64_t count, Test test, uint8_t* found) {
   if (test == Test::kSet) look<uint32_t, Test::kSet>(values, count, 0x7F800000u, found);
   else if (test == Test::kAbove) look<uint32_t, Test::kAbove>(values, count, 0x7F800000u, found);
-  else look<uint32_t, Test::kNotBelow>(values, count, 0x7F800000u, found);
+  else look<uint32_t, Test::kAboveOrNan>(values, count, 0x7F800000u, found);
 }
 
 SN_CLONES void look_narrow(const uint16_t* values, int64_t count, uint16_t infinite, Test test,
                            uint8_t* found) {
   if (test == Test::kSet) look<uint16_t, Test::kSet>(values, count, infinite, found);
   else if (test == Test::kAbove) look<uint16_t, Test::kAbove>(values, count, infinite, found);
-  else look<uint16_t, Test::kNotBelow>(values, count, infinite, found);
+  else look<uint16_t, Test::kAboveOrNan>(values, count, infinite, found);
 }
 
 SN_CLONES void look_byte(const uint8_t* values, int64_t count, uint8_t* found) {
@@ -75,23 +59,11 @@ SN_CLONES void look_byte(const uint8_t* values, int64_t count, uint8_t* found) {
 
 // Bytes of 0 and 1, up to a multiple of 8 of them, to bits; the lowest first.
 SN_CLONES void squeeze(const uint8_t* found, int64_t bytes, uint8_t* out) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t w;
-    std::memcpy(&w, found + 8 * i, 8);
-    w |= w >> 7;
-    w |= w >> 14;
-    out[i] = static_cast<uint8_t>(w | w >> 28);
-  }
+  for (int64_t i = 0; i < bytes; ++i) out[i] = squeezed(found + 8 * i);
 }
 
-SN_CLONES void spread(const uint8_t* bits, int64_t bytes, uint8_t* out) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t w = bits[i];
-    w = (w | w << 28) & 0x0000000F0000000Full;
-    w = (w | w << 14) & 0x0003000300030003ull;
-    w = (w | w << 7) & 0x0101010101010101ull;
-    std::memcpy(out + 8 * i, &w, 8);
-  }
+SN_CLONES void spread_all(const uint8_t* bits, int64_t bytes, uint8_t* out) {
+  for (int64_t i = 0; i < bytes; ++i) spread(bits[i], out + 8 * i);
 }
 
 template <typename Word>
@@ -164,10 +136,10 @@ bool kind_of(const char* name, Words& kind, int64_t& width) {
   return false;
 }
 
-bool suits(int64_t count, const Bytes& bits) {
-  if (bits.count() == (count + 7) / 8) return true;
+bool suits(int64_t count, const Buffer& bits) {
+  if (bits.bytes() == (count + 7) / 8) return true;
   PyErr_Format(PyExc_ValueError, "%lld elements do not match %lld bytes of bits",
-               static_cast<long long>(count), static_cast<long long>(bits.count()));
+               static_cast<long long>(count), static_cast<long long>(bits.bytes()));
   return false;
 }
 
@@ -182,9 +154,9 @@ PyObject* pack_mask(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OsiO", &values_arg, &name, &asked, &bits_arg) ||
       !kind_of(name, kind, width))
     return nullptr;
-  Bytes values, bits;
+  Buffer values, bits;
   if (!values.take(values_arg, false) || !bits.take(bits_arg, true)) return nullptr;
-  const int64_t count = values.count() / width;
+  const int64_t count = values.bytes() / width;
   if (!suits(count, bits)) return nullptr;
   if (asked < 0 || asked > 2)
     return PyErr_Format(PyExc_ValueError, "test %d; expected 0, 1 or 2", asked);
@@ -215,24 +187,24 @@ PyObject* spread_mask(PyObject*, PyObject* args) {
     return nullptr;
   if (width != 1 && width != 2 && width != 4 && width != 8)
     return PyErr_Format(PyExc_ValueError, "elements of %d bytes; expected 1, 2, 4 or 8", width);
-  Bytes bits, values, out;
+  Buffer bits, values, out;
   const bool constant = values_arg == Py_None;
   if (!bits.take(bits_arg, false) || !out.take(out_arg, true) ||
       (!constant && !values.take(values_arg, false)))
     return nullptr;
-  const int64_t count = out.count() / width;
+  const int64_t count = out.bytes() / width;
   if (!suits(count, bits)) return nullptr;
-  if (!constant && values.count() != out.count())
+  if (!constant && values.bytes() != out.bytes())
     return PyErr_Format(PyExc_ValueError, "%lld bytes of values do not match %lld of results",
-                        static_cast<long long>(values.count()),
-                        static_cast<long long>(out.count()));
+                        static_cast<long long>(values.bytes()),
+                        static_cast<long long>(out.bytes()));
   Py_BEGIN_ALLOW_THREADS
   uint8_t on[kRun];
   const uint8_t* from = constant ? nullptr : values.as<const uint8_t>();
   uint8_t* to = out.as<uint8_t>();
   for (int64_t i = 0; i < count; i += kRun) {
     const int64_t here = std::min(kRun, count - i);
-    spread(bits.as<const uint8_t>() + i / 8, (here + 7) / 8, on);
+    spread_all(bits.as<const uint8_t>() + i / 8, (here + 7) / 8, on);
     const uint8_t* source = constant ? nullptr : from + i * width;
     uint8_t* target = to + i * width;
     if (width == 8)
@@ -258,13 +230,13 @@ PyObject* two_values(PyObject*, PyObject* args) {
   int64_t width, found = 0;
   if (!PyArg_ParseTuple(args, "Os", &values_arg, &name) || !kind_of(name, kind, width))
     return nullptr;
-  Bytes values;
+  Buffer values;
   if (!values.take(values_arg, false)) return nullptr;
   Py_BEGIN_ALLOW_THREADS
   if (width == 4)
-    found = second_value(values.as<const uint32_t>(), values.count() / 4, others4);
+    found = second_value(values.as<const uint32_t>(), values.bytes() / 4, others4);
   else if (width == 2)
-    found = second_value(values.as<const uint16_t>(), values.count() / 2, others2);
+    found = second_value(values.as<const uint16_t>(), values.bytes() / 2, others2);
   Py_END_ALLOW_THREADS
   return PyLong_FromLongLong(found);
 }
