@@ -105,6 +105,18 @@ class Captured:
         return ancestors
 
     @property
+    def effects(self) -> list[int]:
+        """The nodes that change something outside of their results."""
+        return [at for at, node in enumerate(self.nodes) if kernels.has_effect(node.op)]
+
+    @property
+    def needed(self) -> set[int]:
+        """The nodes that results or effects come from; the others are left out."""
+        effects = self.effects
+        read = [value for at in effects for value in self.nodes[at].inputs]
+        return self.ancestors([*self.outputs, *read]) | set(effects)
+
+    @property
     def producer(self) -> dict[int, int]:
         """The node that makes each value; captured and given values have none."""
         return {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
@@ -226,7 +238,7 @@ def capture_model(
     return captured, seen
 
 
-def values_at_call(model: Any, sample: tuple[Any, ...]) -> list[Any] | None:
+def values_at_call(model: Any, sample: Any) -> list[Any] | None:
     """Return the tensors that a model's `call` gets of a sample; None where that has no values."""
     if not _has_values(sample):
         return None
@@ -246,12 +258,12 @@ class _CalledError(Exception):
     """What a model was called with is known."""
 
 
-def values_of_step(sample: tuple[Any, ...]) -> list[Any] | None:
+def values_of_step(sample: Any) -> list[Any] | None:
     """Return the tensors among a step's arguments; None where they have no values."""
     return argument_tensors(as_tensors(sample)) if _has_values(sample) else None
 
 
-def _has_values(sample: tuple[Any, ...]) -> bool:
+def _has_values(sample: Any) -> bool:
     return not any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample))
 
 
@@ -444,27 +456,26 @@ def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | N
 
     given : returns tensors for the arguments, or None, where the sample has no values
     """
-    wanted = [
-        value
-        for node in captured.nodes
-        for value in node.outputs
-        if captured.tensors[value].dtype not in (tf.resource, tf.variant, tf.string)
-        and kernels.nbytes(captured.tensors[value]) is None
-    ]
+    # What comes of an effect (other ranks, Python functions) is unknown, and not counted either.
+    known = {*captured.arguments, *captured.captures}
+    wanted = []
+    for at in sorted(captured.needed.difference(captured.effects)):
+        node = captured.nodes[at]
+        if known.issuperset(node.inputs):
+            known.update(node.outputs)
+            wanted += [value for value in node.outputs if _is_open(captured.tensors[value])]
     tensors = given() if wanted else None
     if tensors is None:
         return captured
-    ancestors = captured.ancestors(wanted)
 
     @tf.function(autograph=False)
     def shapes(*tensors: Any) -> dict[str, Any]:
         values = dict(zip(captured.arguments, tensors, strict=True)) | captured.captures
-        for at in sorted(ancestors):
+        for at in sorted(captured.ancestors(wanted)):
             node = captured.nodes[at]
-            if not kernels.has_effect(node.op) and all(value in values for value in node.inputs):
-                made = put(node, [values[value] for value in node.inputs], []).outputs
-                values.update(zip(node.outputs, made, strict=True))
-        return {str(value): tf.shape(values[value]) for value in wanted if value in values}
+            made = put(node, [values[value] for value in node.inputs], []).outputs
+            values.update(zip(node.outputs, made, strict=True))
+        return {str(value): tf.shape(values[value]) for value in wanted}
 
     try:
         found = shapes(*tensors)
@@ -476,6 +487,12 @@ def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | N
     return replace(
         captured, shapes={int(at): tuple(it.numpy().tolist()) for at, it in found.items()}
     )
+
+
+def _is_open(tensor: Any) -> bool:
+    """Whether a trace leaves the bytes of a plain tensor open."""
+    plain = tensor.dtype not in (tf.resource, tf.variant, tf.string)
+    return plain and kernels.nbytes(tensor) is None
 
 
 def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:

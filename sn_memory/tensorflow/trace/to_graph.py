@@ -57,13 +57,11 @@ class Buffers:
     def __init__(self, captured: Captured, *, inside: bool = False) -> None:
         self.captured, self.inside = captured, inside
         self.producer = captured.producer
-        effects = [at for at, node in enumerate(captured.nodes) if kernels.has_effect(node.op)]
-        read = [value for at in effects for value in captured.nodes[at].inputs]
-        self.needed = captured.ancestors([*captured.outputs, *read]) | set(effects)
+        self.needed = captured.needed
         self.uncounted: list[str] = []
         self.folded = self._folded()
         self.changes: dict[int, list[int]] = {}
-        for at in effects:
+        for at in captured.effects:
             for value in captured.nodes[at].inputs:
                 if value in captured.variables:
                     self.changes.setdefault(value, []).append(at)

@@ -1,4 +1,4 @@
-"""trace: a training step of a model, or a step function, as a graph; nothing is run.
+"""trace: a training step of a model, or a step function, as a graph; no step is taken.
 
 Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
 capture.py, how that becomes a graph in to_graph.py, where costs come from in op_seconds.py.
@@ -90,7 +90,8 @@ def trace(
         wanted, the update: then all of that is planned.
     sample
         Its input: a tensor, array or tf.TensorSpec, or a tuple of them as positional arguments;
-        other structures (dicts, lists) are one argument. Only shapes and types matter.
+        other structures (dicts, lists) are one argument. Only shapes and types matter, and where
+        shapes inside depend on values, these: the ops before them run once.
     profile
         Measure seconds and workspace of each op once per signature; kept in a file in the user's
         cache folder. Otherwise, a roofline and no workspaces.
@@ -119,17 +120,16 @@ def trace(
     ['matmul', 'biasadd', 'relu', 'matmul', 'biasadd']
     """
     args = call_arguments(sample)
-    values = sample if isinstance(sample, tuple) else (sample,)
     if isinstance(model, keras.Model):
         captured, structure, name = *capture_model(model, args), model.name
-        given = partial(values_at_call, model, values)
+        given = partial(values_at_call, model, sample)
     else:
         concrete, log = capture_step(model, args)
         # In the trace of a step function all updates wait for all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
-        given = partial(values_of_step, values)
+        given = partial(values_of_step, sample)
     captured = with_sample_shapes(captured, given)
     place = main_device()
     profile = profile and (not isinstance(device, str) or is_here(device))
