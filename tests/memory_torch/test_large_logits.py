@@ -224,7 +224,10 @@ def test_its_scratch_is_no_less_than_what_it_takes(dtype, policy, bias, rows):
     target(*args)
     taken = measured_bytes(lambda: target(*args), CPU)
     by_rule = chunked_scratch(target, args, CPU)
-    assert taken <= by_rule <= taken * (1.3 if wide == dtype else 2)
+    # In half types the rule counts the weight and its gradient copied in float32. Whether a kernel
+    # makes them is the processor's: float16 is multiplied as it is on some that have AVX2 only.
+    copies = 0 if wide == dtype else 2 * weight.numel() * wide.itemsize
+    assert taken <= by_rule <= 1.3 * taken + copies
 
 
 def test_its_arithmetic_counts_and_a_gpu_has_its_own_scratch():
