@@ -295,18 +295,13 @@ class _Asked:
         return self._rests[batch]
 
     def on_host(self, host_bytes_per_s: float) -> OnHost:
-        traced = list(self._steps(None))
+        traced, rate = list(self._steps(None)), host_bytes_per_s
         return OnHost(
-            self.optimizer,
-            traced,
-            room_bytes=self.room,
-            planner=self.search,
-            host_bytes_per_s=host_bytes_per_s,
+            self.optimizer, traced, room_bytes=self.room, planner=self.search, host_bytes_per_s=rate
         )
 
     def _traced(self) -> Batches:
-        graphs = [(batch, traced.graph) for batch, _, traced in self._steps(self.optimizer)]
-        return Batches(*graphs)
+        return Batches(*((batch, it.graph) for batch, _, it in self._steps(self.optimizer)))
 
     def _steps(self, optimizer: Any) -> Iterator[tuple[int, torch.nn.Module, Trace]]:
         """Trace the step at two batches, with this optimizer's state."""

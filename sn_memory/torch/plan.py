@@ -62,6 +62,9 @@ BACKENDS = ("auto", "graph", "regions", "compile", "modules")
 _REMOVED = {
     "accumulate": "Leave it out: the first step that finds gradients is planned for them, within"
     " the budget; with strict=True it raises where no plan keeps that",
+    "bits": "Compress activations by sn_memory.torch.compress_activations(model, bits=8)",
+    "compiler": "Leave it out: backend='compile' compiles with Inductor, and backend='graph' runs"
+    " the recorded ops without a compiler",
     "loss_chunks": "Let the model's forward return torch.nn.functional.linear_cross_entropy(hidden,"
     " head.weight, labels, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256))",
     "overlap": "Leave it out: where torch.distributed or Horovod is initialised with several ranks,"

@@ -160,7 +160,10 @@ def test_timing_ops_and_searching_share_the_limit(monkeypatch):
 
 REMOVED = {
     "accumulate": "the first step that finds gradients is planned for them",
+    "bits": r"compress_activations\(model, bits=8\)",
+    "compiler": "backend='graph' runs the recorded ops without a compiler",
     "deterministic": r"sn_memory\.settings\.deterministic = True",
+    "loss_chunks": "linear_cross_entropy",
     "overlap": "initialised with several ranks",
     "progress": r"sn_memory\.settings\.progress = False",
     "trial": "tried on its sample",
