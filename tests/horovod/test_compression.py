@@ -13,6 +13,7 @@ import pytest
 import sn_compress.settings as typed
 from sn_compress import (
     AutoCompression,
+    CastCompression,
     CompressError,
     FFTCodec,
     FFTCompression,
@@ -23,7 +24,7 @@ from sn_compress.compression import settings_of
 from sn_compress.report import PayloadStats, Traffic
 from sn_compress.schedule import Constant, Warmup
 
-ALL = (FFTCompression, LowRankCompression, AutoCompression)
+ALL = (FFTCompression, LowRankCompression, CastCompression, AutoCompression)
 
 
 def test_using_makes_a_configured_class_and_leaves_the_bare_one_alone():
