@@ -209,9 +209,7 @@ def _in_torch(values: Floats) -> Array:
 def _cast_by_owners(dtype: DType, values: Array) -> None:
     """A whole exchange of casts, in which all ranks have the same values."""
     gradient = Gradient(None, tuple(values.shape), values)
-    bucket = CastBucket(
-        Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False
-    )  # fmt: skip
+    bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
     means = bucket.own(bucket.begin())
     bucket.end(namespace(means).concat([means] * _RANKS))
 

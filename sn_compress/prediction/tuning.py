@@ -226,7 +226,9 @@ class Tuner:
         link = self._measure_link()
         rates = self._agree(self._rates or measure_rates(self.settings, repeat=1, say=_log.debug))
         layers = [self._layers[name] for name in sorted(self._layers)]
-        ways: list[Method] = [self.settings.exchange, *(["cast"] if self._casts else [])]
+        ways: list[Method] = [self.settings.exchange]
+        if self._casts:
+            ways.append("cast")
 
         def routes(method: Method) -> list[Route]:
             return routes_of(method, layers, ranks=self.ranks, settings=self.settings, rates=rates)

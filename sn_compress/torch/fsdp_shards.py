@@ -297,8 +297,11 @@ def compress_shards(
     shards = CompressedShards(min_elements)
     for module in own:
         if gradients is not None:
-            floats = isinstance(gradients, str)
-            codec = FloatCodec(gradients) if floats else BlockCodec(gradients)
+            codec: BlockCodec | FloatCodec
+            if gradients == "bf16" or gradients == "fp8":
+                codec = FloatCodec(gradients)
+            else:
+                codec = BlockCodec(gradients)
             module.set_custom_reduce_scatter(_ReduceScatter(shards, codec))
         if parameters is not None:
             module.set_custom_all_gather(_AllGather(shards))
