@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .codecs.registry import codec as codec
     from .codecs.registry import presets as presets
     from .compression import AutoCompression as AutoCompression
+    from .compression import CastCompression as CastCompression
     from .compression import FFTCompression as FFTCompression
     from .compression import LowRankCompression as LowRankCompression
     from .engine.feedback import ErrorFeedback as ErrorFeedback
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AutoCompression": ".compression",
+    "CastCompression": ".compression",
     "Codec": ".codecs.base",
     "CompressError": ".errors",
     "ErrorFeedback": ".engine.feedback",

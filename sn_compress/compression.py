@@ -1,6 +1,6 @@
 """What is given to an unpatched Horovod, and to the hooks of DDP and FSDP2, as compression.
 
-Three classes, each bare or by `.using(...)`: what the name says travels. Horovod's seam is two
+Four classes, each bare or by `.using(...)`: what the name says travels. Horovod's seam is two
 functions, `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)`, called on whatever
 object is passed. What is returned gets all-reduced, and nothing says which parameter it belongs
 to. So `compress` sends what it makes by collectives of its own and gives Horovod one zero to
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Self, Unpack, cast
 
 from .errors import CompressError, MissingExtra
-from .settings import AutoSettings, FFTSettings, LowRankSettings, Settings
+from .settings import AutoSettings, CastSettings, FFTSettings, LowRankSettings, Settings
 
 _RIMS = {
     "torch": ".torch.horovod",
@@ -42,7 +42,7 @@ class _Shown(type):
 
 
 class Compression(metaclass=_Shown):
-    """What FFTCompression, LowRankCompression and AutoCompression have in common.
+    """What FFTCompression, LowRankCompression, CastCompression and AutoCompression have in common.
 
     Each is passed as a class, bare or configured by `using`, and never called:
     `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
@@ -52,8 +52,8 @@ class Compression(metaclass=_Shown):
     (unless sparse_as_dense), float64 and integer tensors. What cannot be done is refused: Adasum,
     reducescatter, operations other than Average and Sum.
 
-    Settings of all three
-    ---------------------
+    Settings of all
+    ---------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
     min_elements : tensors below this size are not compressed (default 1024); vectors, such as
@@ -105,10 +105,10 @@ class Compression(metaclass=_Shown):
     def report(cls, optimizer: Any) -> dict[str, float]:
         """What this rank sent for an optimizer so far.
 
-        low_rank, rows, frequencies, whole, plain: tensors by the way they travel, "whole" in digits
-        of 16 bits; steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
-        payload_bytes (this rank's contribution, uncompressed tensors included), both per step;
-        ratio, and ratio_after_warmup, of the steps in which something was compressed;
+        low_rank, rows, frequencies, whole, cast, plain: tensors by the way they travel, "whole" in
+        digits of 16 bits; steps; tensors, elements (compressed ones); dense_bytes (float32, all
+        tensors), payload_bytes (this rank's contribution, uncompressed tensors included), both per
+        step; ratio, and ratio_after_warmup, of the steps in which something was compressed;
         relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
         Of torch also codec_s and exchange_s, seconds a step that this rank's threads spent in the
         codec and waiting for other ranks; the backward pass may hide more of an exchange, and on a
@@ -236,11 +236,35 @@ class LowRankCompression(Compression):
         return cls.with_settings(cls.settings.changed(**settings))
 
 
+class CastCompression(Compression):
+    """All of each gradient in 16 or 8 bits, added up in float32.
+
+    Each rank casts its gradients and sends every other one the part that this one adds up; the
+    means, rounded once, are gathered. As many bytes as in an all-reduce of such floats, which
+    rounds once for each rank. NaN and Inf come through, and in "fp8" make NaN of the 256 elements
+    around them. hvd.join() is refused, as with FFTCompression.
+
+    Settings beside those of Compression
+    ------------------------------------
+    dtype : "bf16" (the default), with the range of float32; "fp16", with three more bits of
+        precision, up to 65504; "fp8", e4m3 with a scale for every 256 elements, off by up to a
+        sixteenth. Only what "fp8" has rounded off is remembered: feedback and decay are its own
+    """
+
+    settings: ClassVar[Settings] = Settings(compression="CastCompression")
+
+    @classmethod
+    def using(cls, **settings: Unpack[CastSettings]) -> type[Self]:
+        """A configured class, to be passed wherever the bare one can."""
+        return cls.with_settings(cls.settings.changed(**settings))
+
+
 class AutoCompression(Compression):
     """LowRankCompression where it pays, by measurement; else plain.
 
     A convolution may also travel by directions of single frequencies of its kernels, where these
-    catch more of its gradient in as many bytes.
+    catch more of its gradient in as many bytes. In torch's DistributedDataParallel casts to bf16,
+    as of CastCompression, are weighed, too, and taken where they are faster than both.
 
     Link and codec are measured in the first steps, a model chooses for all tensors together, and
     unless a step is then faster by the clock, all goes on plain; docs/cost.md says how. In
@@ -279,7 +303,8 @@ def settings_of(compression: Any, where: str) -> Settings:
             return found
     raise CompressError(
         f"{where} got {_kind(compression)} as compression; expected FFTCompression, "
-        "LowRankCompression or AutoCompression, the class itself or what its using(...) returned"
+        "LowRankCompression, CastCompression or AutoCompression, the class itself or what its "
+        "using(...) returned"
     )
 
 

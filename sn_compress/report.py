@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .codecs.base import Payload
 
 _log = logging.getLogger(__name__)
-WAYS = ("low_rank", "rows", "frequencies", "whole", "plain")
+WAYS = ("low_rank", "rows", "frequencies", "whole", "cast", "plain")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class PayloadStats:
     saturated: int
     energy: float | None
     error: float | None
+    way: str = "frequencies"  # of WAYS
 
     @classmethod
     def of(cls, payloads: Sequence[Payload]) -> PayloadStats:
@@ -164,7 +165,7 @@ class Traffic:
     def payload(self, name: str | None, elements: int, told: PayloadStats) -> bool:
         """Count the payloads of a tensor; True when values saturated first."""
         self._count(name, elements, told.nbytes, compressed=True)
-        self._ways[name or ""] = "frequencies"
+        self._ways[name or ""] = told.way
         if told.energy is not None and told.error is not None:
             self._energy += told.energy
             self._error += told.error

@@ -20,7 +20,10 @@ from .errors import CompressError
 from .saved import count, reading
 from .schedule import Constant, Schedule, stays
 
-CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
+CompressionName = Literal[
+    "FFTCompression", "LowRankCompression", "CastCompression", "AutoCompression"
+]
+Exchange = Literal["gather", "shared", "cast"]
 
 
 class _OfAll(TypedDict, total=False):
@@ -59,6 +62,12 @@ class LowRankSettings(_OfAll, total=False):
     overlap: bool
 
 
+class CastSettings(_OfAll, total=False):
+    """Keywords of CastCompression.using."""
+
+    dtype: Literal["fp16", "bf16", "fp8"]
+
+
 class AutoSettings(LowRankSettings, total=False):
     """Keywords of AutoCompression.using."""
 
@@ -66,6 +75,7 @@ class AutoSettings(LowRankSettings, total=False):
 _KEYWORDS: dict[CompressionName, type] = {
     "FFTCompression": FFTSettings,
     "LowRankCompression": LowRankSettings,
+    "CastCompression": CastSettings,
     "AutoCompression": AutoSettings,
 }
 
@@ -74,7 +84,7 @@ _KEYWORDS: dict[CompressionName, type] = {
 class Settings:
     """What a compression is set to; which of these are its own, its TypedDict above says.
 
-    One record for all three classes, as a model of costs asks about each with the others' defaults.
+    One record for all classes, as a model of costs asks about each with the others' defaults.
     """
 
     compression: CompressionName = "FFTCompression"
@@ -97,14 +107,16 @@ class Settings:
     warmup: int = 10
     every: int = 2000
     overlap: bool = False
+    dtype: Literal["fp16", "bf16", "fp8"] = "bf16"
     check_every: int = 100
     wait_s: float = WAIT_S
     hierarchy: Literal["auto"] | None = "auto"
 
     @property
-    def exchange(self) -> Literal["gather", "shared"]:
-        """How it travels: payloads all-gathered, or words that an all-reduce sums."""
-        return "gather" if self.compression == "FFTCompression" else "shared"
+    def exchange(self) -> Exchange:
+        """How it travels: payloads all-gathered, words that an all-reduce sums, or casts."""
+        own: dict[str, Exchange] = {"FFTCompression": "gather", "CastCompression": "cast"}
+        return own.get(self.compression, "shared")
 
     @property
     def tune(self) -> bool:
@@ -132,12 +144,23 @@ class Settings:
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
             )
+        if lost := [it for it in ("feedback", "decay") if it in changes and settings._is_exact]:
+            raise CompressError(
+                f"CastCompression: {lost[0]}={changes[lost[0]]!r} has no effect with "
+                f"dtype={settings.dtype!r}, of which nothing is remembered. Leave it out, or use "
+                "dtype='fp8'."
+            )
         if settings.check_every < 0 or not settings.wait_s > 0:
             raise CompressError(
                 f"check_every={settings.check_every!r}, wait_s={settings.wait_s!r}; expected steps "
                 "from 0 (never) up, and seconds above 0"
             )
         return settings
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether what is sent is so near to the gradient that the rest is not worth a memory."""
+        return self.exchange == "cast" and self.dtype != "fp8"
 
     def _has_spans(self) -> bool:
         """Whether blocks of this transform can be cut into FFTs of so many elements."""

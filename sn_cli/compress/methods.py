@@ -31,7 +31,7 @@ def _methods(options: argparse.Namespace) -> Answer:
     )
     here = backends()
     lines = "\n".join(f"{device}: {what}" for device, what in here.items())
-    classes = "FFTCompression, LowRankCompression, AutoCompression"
+    classes = "FFTCompression, LowRankCompression, CastCompression, AutoCompression"
     return Answer(
         f"for optimizers: {classes}\nfor arrays, by sn_compress.codec(name, preset=..., ...):\n"
         f"{text}\n{lines}",

@@ -133,6 +133,7 @@ CODECS: dict[str, Entry] = {
     ),
     "fp16": Entry(".cast", "CastCodec", {"dtype": "fp16"}),
     "bf16": Entry(".cast", "CastCodec", {"dtype": "bf16"}),
+    "fp8": Entry(".cast", "CastCodec", {"dtype": "fp8"}),
 }
 """Name -> Entry; a new codec is one file and one line here."""
 

@@ -15,14 +15,15 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .. import __version__
 from ..allreduce.exchange import AllReduceExchange
-from ..arrays import Array, asarray_like, is_used, namespace, numpy_view
-from ..codecs.base import Floats
+from ..arrays import Array, asarray_like, is_used, namespace, numpy_view, on_host
+from ..codecs import registry
+from ..codecs.base import Codec, Floats
 from ..collective import Collective, Gradient, Rounds, Routing, StepTimer
 from ..consistency import Fingerprint, ParameterCheck, Total, agree, all_equal, digest_words
 from ..ops import products
@@ -32,6 +33,9 @@ from . import payloads
 from .feedback import ErrorFeedback
 from .payloads import shares_of
 from .transaction import Outcomes, Transaction
+
+if TYPE_CHECKING:
+    from .casts import CastBucket
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +110,10 @@ class Engine:
         self.settings = settings
         self.theta = ThetaInTime(settings, threads)
         self.codec = settings.codec(threads)  # of the step under way
-        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
+        remembers: Codec = self.codec
+        if settings.exchange == "cast":
+            remembers = registry.codec(settings.dtype)  # a step's bytes are `casts`' matter
+        self.feedback = ErrorFeedback(remembers, decay=settings.decay)
         self.traffic, self.seconds = Traffic(), StepTimer()
         self.shared = AllReduceExchange(
             **settings.shared, traffic=self.traffic, seconds=self.seconds, find_unused=find_unused,
@@ -122,6 +129,7 @@ class Engine:
             (self.feedback, self.shared), outcomes=outcomes, scaler=scaler
         )
         self._seen: set[str | None] = set()  # in this step
+        self._casts_all = settings.exchange == "cast"  # that are worth it; the tuner may say so
 
     def watch(self, scaler: Any) -> None:
         """Follow a loss scaler from here on."""
@@ -265,7 +273,8 @@ class Engine:
         return self.shared.takes(name, gradient.shape)
 
     def _is_dense(self, name: str, shape: Sequence[int]) -> bool:
-        return self.settings.exchange == "shared" and self.shared.dense(name, shape)
+        shared = self.settings.exchange == "shared" and not self._casts_all
+        return shared and self.shared.dense(name, shape)
 
     def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
         """Whether the tuner has gradients travel plain; what was not sent yet goes along.
@@ -280,7 +289,9 @@ class Engine:
             self.tuner = self._make_tuner(
                 self.settings, ranks=ranks, total=total, plain=self._stock
             )
-        if self.tuner.method(name, gradient.shape) != "plain":
+        way = self.tuner.method(name, gradient.shape)
+        self._casts_all = way == "cast"
+        if way != "plain":
             return False
         self.shared.stop(name)
         if self.shared.remembers(name) and is_used(values):
@@ -305,6 +316,8 @@ class Engine:
 
         All ranks take the same gradients through their rounds, in the same order.
         """
+        if self._casts_all:
+            return self._scattered(self._casts(gradients, ranks, rank))
         if self.settings.exchange == "shared":
             return self.shared.rounds(gradients, ranks=ranks, rank=rank)
         codec, shares = self.codec, None
@@ -331,14 +344,23 @@ class Engine:
             if arrival := payloads.decode(codec, gathered, gradients, ranks=ranks):
                 self.transaction.checks.append(arrival)
 
-    def _scattered(self, bucket: payloads.Bucket) -> Rounds:
-        shares = bucket.shares
+    def _casts(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> CastBucket:
+        from ..ops.casts import Cast  # what a run does without, it does not load
+        from .casts import CastBucket
+
+        dtype, looks = self.settings.dtype, self._find_unused or on_host(gradients[0].values)
+        return CastBucket(
+            Cast(dtype), gradients, ranks=ranks, rank=rank, looks=looks and self._drops_unused,
+            feedback=self.feedback if self.settings.feedback and dtype == "fp8" else None,
+        )  # fmt: skip
+
+    def _scattered(self, bucket: payloads.Bucket | CastBucket) -> Rounds:
         with self.seconds.coding():
             words = bucket.begin()
-        (came,) = yield [Collective("alltoall", words, shares.parts_bytes)]
+        (came,) = yield [Collective("alltoall", words, bucket.parts_bytes)]
         with self.seconds.coding():
             words = bucket.own(came)
-        (came,) = yield [Collective("gather", words, shares.means_bytes)]
+        (came,) = yield [Collective("gather", words, bucket.means_bytes)]
         with self.seconds.coding():
             bucket.end(came)
             self._tell(bucket.gradients, bucket.told())

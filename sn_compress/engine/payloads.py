@@ -409,7 +409,7 @@ class Bucket:
 
     Attributes
     ----------
-    shares : who owns which pieces
+    parts_bytes, means_bytes : of each owner, what each of the others sends it, and what it makes
     sent : what was made so far
     arrivals : what is to be asked of a device later
     """
@@ -423,7 +423,8 @@ class Bucket:
         encode: Callable[..., Sent],
     ) -> None:
         self.gradients, self.sent, self.arrivals = gradients, list[Sent](), list[DeferredCheck]()
-        self.shares, self._rank, self._ranks = shares, rank, len(shares.pieces)
+        self._shares, self._rank, self._ranks = shares, rank, len(shares.pieces)
+        self.parts_bytes, self.means_bytes = shares.parts_bytes, shares.means_bytes
         self._error: PayloadError | None = None
         self._mine, self._others = shares.pieces[rank], shares.others(rank)
         self._memories = None
@@ -436,7 +437,7 @@ class Bucket:
         """What the other ranks are to have of their pieces, [bytes] uint8, in order of rank."""
         if not self._others:  # a rank that is alone
             return self._nothing()
-        return self._encoded(self.shares.parts, [self._view(other) for other in self._others])
+        return self._encoded(self._shares.parts, [self._view(other) for other in self._others])
 
     def own(self, came: Array) -> Array:
         """The means of this rank's pieces, encoded, [bytes] uint8.
@@ -448,10 +449,10 @@ class Bucket:
         means = [self._room(piece, came) for piece in self._mine]
         if self._ranks > 1:
             try:
-                self._read(self.shares.parts, came, means, self._ranks - 1)
+                self._read(self._shares.parts, came, means, self._ranks - 1)
             except PayloadError as error:
                 self._error = error
-                return self._nothing(self.shares.means_bytes[self._rank]) | _DAMAGED
+                return self._nothing(self.means_bytes[self._rank]) | _DAMAGED
         for mean, piece in zip(means, self._mine, strict=True):
             xp = namespace(mean.values)
             mean.values[...] *= (self._ranks - 1) / self._ranks
@@ -460,7 +461,7 @@ class Bucket:
             mean.values[...] += own
         # The memory is of this rank's gradient, of which the mean has a ranks-th.
         self._scale(means, 1 / self._ranks)
-        made = self._encoded(self.shares.means, means)
+        made = self._encoded(self._shares.means, means)
         self._scale(means, self._ranks)
         return made
 
@@ -471,11 +472,11 @@ class Bucket:
         """
         if self._error is not None:
             raise self._error
-        every = [self._view(it) for own in self.shares.pieces for it in own]
+        every = [self._view(it) for own in self._shares.pieces for it in own]
         try:
-            self._read(self.shares.means, came, every, 1)
+            self._read(self._shares.means, came, every, 1)
         except PayloadError as error:
-            for rank, own in enumerate(split(came, self.shares.means_bytes)):
+            for rank, own in enumerate(split(came, self.means_bytes)):
                 if own.shape[0] and bool(namespace(came).all(own == _DAMAGED)):
                     raise PayloadError(
                         f"rank {rank} received a corrupt payload; see its traceback. Retry from "

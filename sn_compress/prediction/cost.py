@@ -134,7 +134,7 @@ MODELS = {
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; those of ours are as large
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
-Method = Literal["plain", "fp16", "shared", "gather"]
+Method = Literal["plain", "fp16", "shared", "gather", "cast"]
 Collective = Literal["allreduce", "allgather", "alltoall"]
 Rounds = tuple[tuple[Collective, int], ...]
 

@@ -16,6 +16,7 @@ second or two and not the minutes of a training step on each method.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,13 @@ from ..allreduce.allocate import MOST, EnergyCurve, allocate, budget, words_of
 from ..allreduce.methods.dense import Whole
 from ..allreduce.methods.low_rank import LowRank
 from ..allreduce.state import TensorState, exchange
+from ..arrays import Array, namespace
 from ..codecs.base import Floats, aligned_bytes
+from ..collective import Gradient
+from ..engine.casts import CastBucket
 from ..engine.payloads import Shares, shares_of
 from ..errors import CompressError
+from ..ops.casts import Cast, DType
 from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
@@ -59,6 +64,8 @@ class Rates:
     pass_s, column_s : shared: whatever the rank, and for each column of the factors
     whole_s : shared: a tensor without factors, there and back
     cast_s : fp16, there and back; taken as two copies
+    owners_s : cast: rounded by each rank, added up where it is owned, read by all; of torch's CPU
+        where torch is loaded
     bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
         it, and copies the mean out
     gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
@@ -71,6 +78,7 @@ class Rates:
     column_s: float = 0.0
     whole_s: float = 0.0
     cast_s: float = 0.0
+    owners_s: float = 0.0
     bucket_s: float = 0.0
     gather_tensor_s: float = 0.0
     shared_tensor_s: float = 0.0
@@ -143,6 +151,7 @@ def measure_rates(
         whole_s=per_element(partial(_exchange, [halved], [values])),
         # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
         cast_s=2 * per_element(values.copy),
+        owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
         bucket_s=_PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
         gather_tensor_s=gather_tensor,
         shared_tensor_s=shared_tensor,
@@ -189,6 +198,20 @@ def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
         rounds.send(words * _RANKS)
     except StopIteration:
         return
+
+
+def _in_torch(values: Floats) -> Array:
+    """A copy, of torch where that is loaded: gradients are, and it casts faster than NumPy."""
+    torch = sys.modules.get("torch")
+    return values.copy() if torch is None else torch.from_numpy(values.copy())
+
+
+def _cast_by_owners(dtype: DType, values: Array) -> None:
+    """A whole exchange of casts, in which all ranks have the same values."""
+    gradient = Gradient(None, tuple(values.shape), values)
+    bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
+    means = bucket.own(bucket.begin())
+    bucket.end(namespace(means).concat([means] * _RANKS))
 
 
 LIMIT = 0.5  # points: what loses more is named
@@ -381,6 +404,8 @@ def routes_of(
         ]
     if method == "shared":
         return _shared(layers, ranks, settings, rates)
+    if method == "cast":
+        return [_cast(tensor, ranks, settings, rates) for tensor in layers]
     if method != "gather":
         raise CompressError(f"method={method!r}; expected one of {', '.join(METHODS)}")
     return _payloads(layers, ranks, settings, rates)
@@ -395,6 +420,20 @@ def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[floa
     """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
+
+
+def _cast(tensor: Layer, ranks: int, settings: Settings, rates: Rates) -> Route:
+    """By way of the elements' owners, as `engine/casts.py` has it."""
+    if not settings.compresses(tensor.shape):
+        return _plain(tensor, rates)
+    cast, n = Cast(settings.dtype), tensor.elements
+    size = cast.nbytes(cast.padded(n))
+    rounds: Rounds = (
+        ("alltoall", ceil(size * (ranks - 1) / ranks)),
+        ("allgather", ceil(size / ranks)),
+    )
+    times = _in_bucket(tensor, rates, 0.0, [n * rates.owners_s / 3] * 3)
+    return Route("cast", rounds, times, n)
 
 
 def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:

@@ -6,7 +6,8 @@ seconds is never quite right. So the tuner asks the model first and the clock la
 1. *plain*: steps travel as with stock Horovod and are timed; then the link is measured by two
    all-reduces, and the codec on this process.
 2. *choose*: the cost model compares a step with all tensors plain and one in which all that are
-   worth it are compressed. If it sees nothing to gain, all stay plain, and that is the end.
+   worth it are compressed, or are cast to bf16. If it sees nothing to gain, all stay plain, and
+   that is the end.
 3. *trial*: as many compressed steps are timed. If their median is not below that of the plain steps
    by `margin`, all tensors go back to plain for good.
 
@@ -83,10 +84,12 @@ class Tuner:
     rates : None measures the codec
     clock : seconds; a test gives its own
     plain : what plain steps are called in the log
+    casts : whether the rim can do what casts need, an all-to-all and a gather
 
     Attributes
     ----------
-    choice : how the gradients of the step under way travel, "plain" or the settings' exchange
+    choice : how the gradients of the step under way travel, "plain", "cast" or the settings'
+        exchange
     decision : what was decided, None before
     """
 
@@ -102,6 +105,7 @@ class Tuner:
         rates: Rates | None = None,
         clock: Callable[[], float] = time.perf_counter,
         plain: str = "Horovod",
+        casts: bool = False,
     ) -> None:
         if min(ranks, steps, skip) < 1 or not 0 <= margin < 1:
             raise CompressError(
@@ -113,7 +117,7 @@ class Tuner:
         self.decision: Decision | None = None
         self._total, self._rates = total, rates
         self._steps, self._skip, self._margin = steps, skip, margin
-        self._clock, self._plain = clock, plain
+        self._clock, self._plain, self._casts = clock, plain, casts
         self._layers: dict[str, Layer] = {}
         self._seen: set[str] = set()
         self._phase, self._in_phase = "plain", 0
@@ -192,9 +196,10 @@ class Tuner:
             self.choice = "plain"
         else:
             _log.info(
-                "%d of %d tensors are compressed: %.1f ms a step, %.1f ms plain; %s",
+                "%d of %d tensors are %s: %.1f ms a step, %.1f ms plain; %s",
                 self.decision.compressed,
                 len(self._layers),
+                "cast to bf16" if self.choice == "cast" else "compressed",
                 1e3 * median,
                 1e3 * self._plain_s,
                 self._why(),
@@ -221,7 +226,9 @@ class Tuner:
         link = self._measure_link()
         rates = self._agree(self._rates or measure_rates(self.settings, repeat=1, say=_log.debug))
         layers = [self._layers[name] for name in sorted(self._layers)]
-        compressed = self.settings.exchange
+        ways: list[Method] = [self.settings.exchange]
+        if self._casts:
+            ways.append("cast")
 
         def routes(method: Method) -> list[Route]:
             return routes_of(method, layers, ranks=self.ranks, settings=self.settings, rates=rates)
@@ -229,12 +236,12 @@ class Tuner:
         def seconds(of: Sequence[Route]) -> float:
             return step(of, ranks=self.ranks, link=link).seconds
 
-        own = routes(compressed)
-        plain_s, compressed_s = seconds(routes("plain")), seconds(own)
+        plain_s = seconds(routes("plain"))
+        compressed_s, way = min((seconds(routes(way)), way) for way in ways)
         pays = compressed_s <= (1 - self._margin) * plain_s
         # A route that falls back on plain says so itself.
-        count = sum(route.method != "plain" for route in own)
-        method = compressed if pays and count else "plain"
+        count = sum(route.method != "plain" for route in routes(way))
+        method = way if pays and count else "plain"
         return Decision(method, count, link, rates, plain_s, compressed_s)
 
     def _measure_link(self) -> Link:

@@ -177,7 +177,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.asked.add(key)
             if self.settings.exchange == "shared":
                 self.engine.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
-            elif unlike_in_nodes(process_set, decoding_digest(self.codec), self.count_beside):
+            elif self.settings.exchange == "gather" and unlike_in_nodes(
+                process_set, decoding_digest(self.codec), self.count_beside
+            ):
                 self._unlike = True
                 _log.warning(
                     "ranks decode frequencies to different bits in TensorFlow's graphs; payloads "
@@ -277,7 +279,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         """
         if elastic() or not (buckets or choice) or tf.executing_eagerly():
             return None
-        if self.settings.exchange == "gather" and not self._has_nodes(buckets):
+        if self.settings.exchange != "shared" and not self._has_nodes(buckets):
             return None
         functions = functions_of(sys._getframe(1))
         if choice is not None:
@@ -336,9 +338,13 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         return self.engine.theta.steady_steps()
 
     def _has_nodes(self, buckets: Sequence[Mapping[str, int]]) -> bool:
-        """Whether payloads can be nodes of a graph: with these settings, and alike on all ranks."""
+        """Whether payloads can be nodes of a graph: with these settings, and alike on all ranks.
+
+        Casts cannot: the engine makes them.
+        """
         sizes = [n for bucket in buckets for n in bucket.values()]
-        return not self._unlike and serves(self.codec, sizes)
+        of_graph = self.settings.exchange == "gather" and not self._unlike
+        return of_graph and serves(self.codec, sizes)
 
     def _bucket(self, tensors: Mapping[str, int], *, undoable: bool) -> GraphBucket:
         engine, settings = self.engine, self.settings

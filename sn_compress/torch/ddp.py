@@ -76,7 +76,7 @@ class CompressionState:
 
     Parameters
     ----------
-    compression : FFTCompression or LowRankCompression, bare or by `using`. How long to wait for
+    compression : of sn_compress, as LowRankCompression, bare or by `using`. How long to wait for
         other ranks is the process group's matter: wait_s is refused
     process_group : the group that DDP has, which None takes, too: with the first gradient, so where
         a state is loaded before, or saved, and DDP has a group of its own, it has to be said
@@ -111,8 +111,9 @@ class CompressionState:
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(
-            self.settings, torch.get_num_threads(), stock="DDP", tuner=new_tuner, scaler=scaler,
-            outcomes=self.outcomes, find_unused=find_unused_parameters,
+            self.settings, torch.get_num_threads(), stock="DDP", scaler=scaler,
+            tuner=partial(new_tuner, casts=True), outcomes=self.outcomes,
+            find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
         self.collectives.waiting = engine.seconds.waiting
@@ -436,7 +437,7 @@ def compression_hook(
     else:
         state.waiting.append((future, flat, state.parts(bucket)))
     large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
-    if state.waiting and (large or last or state.settings.exchange == "gather"):
+    if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []
         flats = [(flat, parts) for _, flat, parts in group]
         state.pending.append(state.rounds(flats, [future for future, _, _ in group]))

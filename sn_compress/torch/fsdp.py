@@ -43,7 +43,7 @@ def compress_replicas(
     """Average the gradients of all FSDP2 modules in `model` over the replicas, compressed.
 
     model : after fully_shard, over one dimension of the mesh
-    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
+    compression : of sn_compress, as LowRankCompression, bare or by `using`
     replicas : mesh["replicate"], or the process group of the ranks with the same shards as this one
     scaler : as CompressionState has it
     Returns the state: for `report`, `state_dict` and `load_state_dict`. Its names are those of

@@ -1,4 +1,4 @@
-"""FSDP2's own collectives in fewer bytes: gradients in blocks of 4 or 8 bits, parameters of 8.
+"""FSDP2's own collectives in fewer bytes: gradients in 4, 8 or 16 bits, parameters in blocks of 8.
 
     shards = compress_shards(model)                 # after the last fully_shard
     shards.report()                                 # bytes sent, and what torch would have sent
@@ -6,7 +6,7 @@
 FSDP2 gathers a module's parameters before it runs, and scatters sums of its gradients behind it;
 with torch 2.13 both can be replaced (`set_custom_all_gather`, `set_custom_reduce_scatter`). Blocks
 of values have a scale each, their largest magnitude, as in ZeRO++ (Wang et al. 2023, arXiv
-2306.10209, sections 3.1 and 3.3).
+2306.10209, sections 3.1 and 3.3). Gradients may also be floats, bf16 or fp8 (`ops/casts.py`).
 
 *Gradients* are handed to the rank that owns the shard, in one all-to-all, and summed there in
 float32, the owner's own as they are. They are rounded at random, so that the expected gradient is
@@ -30,12 +30,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import CompressError
+from ..ops.casts import Cast
 from .fsdp import param_group
 from .process_group import all_gather, reduce_scatter
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = {4: 64, 8: 256}  # elements of a scale: 4.5 and 8.125 bits an element with it
 _LEVELS = {4: 7, 8: 127}  # on each side of zero
+_MANTISSA = {"bf16": 7, "fp8": 3}  # bits, of 23
 _KEY = 0x9E3779B97F4A7C15  # odd, so that steps and ranks have seeds of their own
 
 
@@ -93,11 +95,44 @@ class BlockCodec:
         return values.view(words.shape[0], values.shape[1] * size)[:, :n]
 
 
+@dataclass(frozen=True)
+class FloatCodec:
+    """Rows of floats as smaller floats, see `ops.casts`; called as a BlockCodec is.
+
+    dtype : "bf16" or "fp8"
+    """
+
+    dtype: Literal["bf16", "fp8"]
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of a row of n elements."""
+        cast = Cast(self.dtype)
+        return cast.nbytes(cast.padded(n))
+
+    def encode(self, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """[r, n] of floats as [r, nbytes(n)] uint8, rounded at random; Inf is NaN in fp8."""
+        cast, (count, n) = Cast(self.dtype), rows.shape
+        padded = nn.functional.pad(rows.float(), (0, cast.padded(n) - n))
+        # Noise below the bits that stay, and a cut: up as often as what is cut is of a step. A
+        # scale is a power of two, so that these are also the bits that stay of a block of fp8.
+        step = 1 << 23 - _MANTISSA[self.dtype]
+        noise = torch.randint(
+            step, padded.shape, generator=generator, device=rows.device, dtype=torch.int32
+        )
+        cut = ((padded.view(torch.int32) + noise) & -step).view(torch.float32)
+        values = torch.where(padded.isfinite(), cut, padded)
+        return cast.encode(values.view(-1)).view(count, self.nbytes(n))
+
+    def decode(self, words: torch.Tensor, n: int) -> torch.Tensor:
+        """What `encode` made as [r, n] float32."""
+        return Cast(self.dtype).decode(words.reshape(-1)).view(words.shape[0], -1)[:, :n].float()
+
+
 class _Comm:
     """What FSDP2 calls in the place of a collective of its own."""
 
-    def __init__(self, shards: CompressedShards, bits: Literal[4, 8]) -> None:
-        self._shards, self._codec = shards, BlockCodec(bits)
+    def __init__(self, shards: CompressedShards) -> None:
+        self._shards = shards
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -107,6 +142,10 @@ class _Comm:
 
 
 class _ReduceScatter(_Comm):
+    def __init__(self, shards: CompressedShards, codec: BlockCodec | FloatCodec) -> None:
+        super().__init__(shards)
+        self._codec = codec
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -141,6 +180,8 @@ class _ReduceScatter(_Comm):
 
 
 class _AllGather(_Comm):
+    _codec = BlockCodec(8)
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -218,14 +259,14 @@ class CompressedShards:
 def compress_shards(
     model: nn.Module,
     *,
-    gradients: Literal[4, 8] | None = 4,
+    gradients: Literal[4, 8, "bf16", "fp8"] | None = 4,
     parameters: Literal[8] | None = 8,
     min_elements: int = 1024,
 ) -> CompressedShards:
     """Let all FSDP2 modules of a model reduce gradients and gather parameters in fewer bytes.
 
     model : after the last fully_shard
-    gradients : bits of an element of a gradient; None: as torch sends them
+    gradients : bits of an element of a gradient, or the float it becomes; None: as torch sends them
     parameters : bits of an element of a parameter where a module computes with it; None: all
     min_elements : of a rank's part of a module below which it travels as it is
     Returns what has `report`, `state_dict` and `load_state_dict`.
@@ -234,10 +275,10 @@ def compress_shards(
 
     Raises CompressError for a model without FSDP2 modules, and for other numbers of bits.
     """
-    if gradients not in (4, 8, None) or parameters not in (8, None):
+    if gradients not in (4, 8, *_MANTISSA, None) or parameters not in (8, None):
         raise CompressError(
             f"compress_shards got gradients={gradients!r}, parameters={parameters!r}; expected 4, "
-            "8 or None, and 8 or None."
+            "8, 'bf16', 'fp8' or None, and 8 or None."
         )
     if not isinstance(min_elements, int) or min_elements < 1:
         raise CompressError(f"min_elements={min_elements!r}; expected a whole number from 1 up")
@@ -256,7 +297,12 @@ def compress_shards(
     shards = CompressedShards(min_elements)
     for module in own:
         if gradients is not None:
-            module.set_custom_reduce_scatter(_ReduceScatter(shards, gradients))
+            codec: BlockCodec | FloatCodec
+            if gradients == "bf16" or gradients == "fp8":
+                codec = FloatCodec(gradients)
+            else:
+                codec = BlockCodec(gradients)
+            module.set_custom_reduce_scatter(_ReduceScatter(shards, codec))
         if parameters is not None:
-            module.set_custom_all_gather(_AllGather(shards, parameters))
+            module.set_custom_all_gather(_AllGather(shards))
     return shards

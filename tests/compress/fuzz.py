@@ -143,6 +143,7 @@ def rivals() -> list[object]:
         codec("onebit", preset="ef-sign"),
         codec("fp16"),
         codec("bf16"),
+        codec("fp8"),
         codec("bounded", bound=0.01, form="paper"),
     ]
 

@@ -271,6 +271,20 @@ def test_sizes_of_many_ranks_are_what_they_send_on_average(ranks):
     assert [[kind for kind, _ in it.rounds] for it in ours] == [["alltoall", "allgather"]] * 2
 
 
+def test_casts_are_as_many_bytes_as_a_ring_of_16_bits():
+    tensors = [Layer("a", (512, 1024)), Layer("bias", (512,)), Layer("c", (1000, 512))]
+    ways = {
+        method: routes_of(method, tensors, ranks=8, settings=Settings(), rates=FREE)
+        for method in ("cast", "fp16")
+    }
+    assert [route.method for route in ways["cast"]] == ["cast", "plain", "cast"]
+    for ours, ring in zip(ways["cast"][::2], ways["fp16"][::2], strict=True):
+        assert ours.wire_bytes(8) == pytest.approx(ring.wire_bytes(8))
+    fp8 = Settings(compression="CastCompression", dtype="fp8")
+    (first, *_) = routes_of("cast", tensors, ranks=8, settings=fp8, rates=FREE)
+    assert first.wire_bytes(8) == pytest.approx(ways["fp16"][0].wire_bytes(8) / 2 * 257 / 256)
+
+
 def test_what_is_sent_hardly_grows_with_the_ranks_but_for_the_papers_gather():
     paper = FFTCompression.using(mode="paper", theta=0.9).settings
     grown = {}

@@ -62,6 +62,7 @@ CASES = {
     "bounded narrow": lambda n: codec("bounded", bound=1e-3, bits=1, escapes=0),
     "fp16": lambda n: codec("fp16"),
     "bf16": lambda n: codec("bf16"),
+    "fp8": lambda n: codec("fp8"),
     "demo": lambda n: codec("demo", topk=4, decay=1.0),
     "demo matrix": lambda n: codec("demo", shape=pair(n), preset="paper", decay=1.0),
 }

@@ -4,6 +4,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,6 +166,33 @@ def test_the_codec_is_measured_where_no_rates_are_given():
     one, two = (tuner.decision for _, tuner in found)
     assert one == two
     assert all(value > 0 for value in vars(one.rates).values())
+
+
+@pytest.mark.parametrize(
+    ("gbit", "pass_s", "expected"),
+    [(0.1, 1e-9, "shared"), (5, 1e-6, "cast"), (5, 1e-9, "shared"), (1000, 1e-6, "plain")],
+)
+def test_casts_are_taken_between_links_for_low_rank_and_for_plain(gbit, pass_s, expected):
+    link = Link.of_gbit(gbit, latency_s=1e-6, operation_s=1e-5)
+    rates = replace(FREE, pass_s=pass_s, whole_s=pass_s, owners_s=1e-10)
+
+    def seconds(methods):
+        return 1.0 if methods["a"] == "plain" else 0.5
+
+    for seen, tuner in train(World(link), 40, seconds, rates=rates, casts=True):
+        assert tuner.settled
+        assert {methods["a"] for methods in seen} == {"plain", expected}
+    for seen, _ in train(World(link), 40, seconds, rates=rates):
+        assert "cast" not in {methods["a"] for methods in seen}, "only where a rim can"
+
+
+def test_casts_that_the_clock_does_not_confirm_are_given_up():
+    link = Link.of_gbit(1)
+    rates = replace(FREE, pass_s=1e-6, whole_s=1e-6)
+    for seen, tuner in train(World(link), 40, lambda methods: 0.2, rates=rates, casts=True):
+        assert Counter(methods["a"] for methods in seen)["cast"] > 0
+        assert seen[-1] == dict.fromkeys(SHAPES, "plain")
+        assert tuner.report()["tuned_tensors"] == 0
 
 
 def test_one_rank_alone_stays_plain():

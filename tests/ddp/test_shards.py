@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sn_compress.torch.fsdp_shards import BlockCodec
+from sn_compress.torch.fsdp_shards import BlockCodec, FloatCodec
 
 SHARDS = Path(__file__).parent / "ranks" / "shards.py"
 
@@ -69,3 +69,31 @@ def test_random_rounding_is_unbiased(dtype):
     # One is off by at most a step of a seventh of the block's peak: of 2,000 the mean by a 45th.
     step = rows.float().view(-1, 64).abs().amax(1) / 7
     assert (error.view(-1, 64).abs().amax(1) <= 5 * step / 2000**0.5).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_random_rounding_of_floats_is_unbiased(dtype, kind):
+    rows = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).to(kind)
+    codec, generator = FloatCodec(dtype), torch.Generator().manual_seed(0)
+    every = [codec.decode(codec.encode(rows, generator), 300) for _ in range(1000)]
+    words = codec.encode(rows, generator)
+    assert words.shape == (2, codec.nbytes(300)) == (2, 600 if dtype == "bf16" else 2 * 257)
+    # Each is off by less than a step of its own exponent, the mean of 1,000 by a 31st of that; and
+    # in fp8 numbers below a 2**15th of the largest, of which there are none here, by more.
+    step = rows.float().abs() * (2**-7 if dtype == "bf16" else 2**-3)
+    assert ((every[0] - rows.float()).abs() <= step).all()
+    assert ((torch.stack(every).mean(0) - rows.float()).abs() <= 5 * step / 1000**0.5).all()
+    assert (dtype, kind) == ("bf16", torch.bfloat16) or not torch.equal(every[0], every[1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_arrives_as_such(dtype, bad):
+    rows = torch.ones(2, 600)
+    rows[1, 300] = bad
+    codec = FloatCodec(dtype)
+    back = codec.decode(codec.encode(rows, torch.Generator().manual_seed(0)), 600)
+    lost = ~back.isfinite()
+    assert lost[1, 300]
+    assert lost.sum() == (1 if dtype == "bf16" else 256)

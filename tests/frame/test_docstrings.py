@@ -8,7 +8,13 @@ from typing import get_type_hints
 
 import pytest
 
-from sn_compress import AutoCompression, FFTCompression, LowRankCompression, settings
+from sn_compress import (
+    AutoCompression,
+    CastCompression,
+    FFTCompression,
+    LowRankCompression,
+    settings,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -72,7 +78,9 @@ def test_parameters_named_in_docstrings_exist():
     assert seen > 100
 
 
-@pytest.mark.parametrize("compression", [FFTCompression, LowRankCompression, AutoCompression])
+@pytest.mark.parametrize(
+    "compression", [FFTCompression, LowRankCompression, CastCompression, AutoCompression]
+)
 def test_settings_named_by_a_compression_are_those_it_takes(compression):
     docs = compression if compression is not AutoCompression else LowRankCompression
     found = named(inspect.cleandoc(docs.__doc__)) | named(inspect.cleandoc(docs.__base__.__doc__))

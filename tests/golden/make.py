@@ -77,6 +77,7 @@ METHODS: list[tuple[str, str, int, dict[str, object]]] = [
 # What version 2 changed is the checksum alone, so its payloads are those of version 1 made anew.
 CASES += [("v2" + name[2:], *rest) for name, *rest in CASES]
 METHODS += [("v2" + name[2:], *rest) for name, *rest in METHODS]
+METHODS += [("v2-cast-fp8", "fp8", 700, {})]
 CASES += [
     ("v2-spans", 5_000, {"theta": 0.95, "span": 64, "bits": 4, "mantissa": 1}, {}),
     # By the FFT of our own that there was for long vectors.

@@ -218,7 +218,7 @@ def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> No
 
     key : what names the tensors of this step, or None
     """
-    gathers = memory.settings.exchange == "gather" or memory.nodes is not None
+    gathers = memory.settings.exchange != "shared" or memory.nodes is not None
     if not gathers or process_set.size() == 1 or memory.counts_ranks:
         return
     name = key and memory.wire_name(f"sn.ranks.{key}")
@@ -240,7 +240,8 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
     if present < process_set.size():
         if memory.buckets is not None:
             memory.buckets.begin()  # no step that broke off: the rank that joined knows of none
-        why, instead = "FFTCompression gathers payloads", "LowRankCompression or AutoCompression"
+        why = f"{memory.settings.compression} gathers what each rank has"
+        instead = "LowRankCompression or AutoCompression"
         if memory.nodes is not None:
             why = "by nodes each rank has gradients to sum"
             instead = f"{instead} with hierarchy=None"

@@ -58,15 +58,15 @@ def everyone(value):
     return found
 
 
-def tuned(state, clock, settings):
+def tuned(state, clock, settings, **options):
     """A tuner with this clock, which lets the codec cost nothing."""
     return tuning.Tuner(
         settings, ranks=RANKS, total=partial(state._total, torch.device("cpu"), state.collectives),
-        rates=FREE, clock=clock, plain="DDP",
+        clock=clock, plain="DDP", **({"rates": FREE} | options),
     )  # fmt: skip
 
 
-def train(trial_s, *, buckets=0.02, **settings):
+def train(trial_s, *, buckets=0.02, tuner=None, **settings):
     """Gradients that are known: what went in and what came out over all steps is compared."""
     model = net()
     state = CompressionState(
@@ -76,7 +76,7 @@ def train(trial_s, *, buckets=0.02, **settings):
     ddp.register_comm_hook(state, compression_hook)
     clock = Clock()
     if trial_s is not None:
-        state.tuner = tuned(state, clock, state.settings)
+        state.tuner = tuned(state, clock, state.settings, **(tuner or {}))
     seen, due, paid = set(), {}, {}
     for step in range(STEPS):
         ddp.zero_grad()
@@ -116,6 +116,23 @@ def it_pays():
     said, line = lines
     assert "measuring" in said
     assert "ms plain" in line, line
+
+
+def casts_pay_where_low_rank_takes_too_long():
+    """They are tried, and stay or go by the clock; nothing is remembered, so nothing is left."""
+    slow = {"casts": True, "rates": replace(FREE, pass_s=1.0, whole_s=1.0)}
+    for trial_s in (0.5, 2.0):
+        lines.clear()
+        state, seen, missing = train(trial_s, tuner=slow)
+        assert seen == {"plain", "cast"}, seen
+        report, stays = state.report(), trial_s < 1
+        assert (report["cast"] > 1) == stays, report
+        assert (state.tuner.choice == "cast") == stays
+        assert ("cast to bf16" in lines[1]) == stays, lines
+        assert not any(map(state.exchange.remembers, missing))
+        # A cast rounds by 2**-9 at most, each rank's gradient and the mean.
+        assert max(missing.values()) < 2**-8, missing
+        assert max(missing.values()) > 1e-6, "was it cast?"
 
 
 def it_does_not_pay():
@@ -182,7 +199,9 @@ dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
     timeout=datetime.timedelta(seconds=60),
 )  # fmt: skip
-for case in (the_real_clock, it_pays, it_does_not_pay):
+for case in (
+    the_real_clock, it_pays, casts_pay_where_low_rank_takes_too_long, it_does_not_pay,
+):  # fmt: skip
     lines.clear()
     case()
     print(f"ok {case.__name__}", flush=True)

@@ -11,7 +11,14 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress import (
+    AutoCompression,
+    CastCompression,
+    CompressError,
+    FFTCompression,
+    LowRankCompression,
+)
+from sn_compress.ops.casts import Cast
 from sn_compress.schedule import Constant, Warmup
 from sn_compress.torch.under_horovod.memory import memory_of
 
@@ -55,6 +62,27 @@ def mean_is_the_mean():
         error = (model.weight.grad - plain).norm() / gradient.norm()
         assert error <= factor * 2**-10, error
         optimizer.zero_grad()
+
+
+def casts_are_added_up_in_float32():
+    """The mean of rounded gradients, rounded once, in a quarter or half of the bytes."""
+    for dtype in ("fp16", "bf16", "fp8"):
+        way, cast, model = CastCompression.using(dtype=dtype), Cast(dtype), nn.Linear(64, 64)
+        optimizer = wrap(model, way)
+        torch.manual_seed(hvd.rank())
+        gradient = torch.randn(64, 64)
+        model.weight.grad, model.bias.grad = gradient.clone(), torch.zeros(64)
+        optimizer.synchronize()
+        total = torch.zeros(64 * 64)
+        for own in hvd.allgather(cast.decode(cast.encode(gradient.view(-1)))[None].float()):
+            total += own
+        due = cast.decode(cast.encode(total / hvd.size()))
+        assert torch.equal(model.weight.grad.view(-1), due.float()), dtype
+        report = way.report(optimizer)
+        nbytes = 64 * 64 // 256 * 257 if dtype == "fp8" else 2 * 64 * 64
+        assert (report["cast"], report["payload_bytes"]) == (1, nbytes + 4 * 64), report
+        with optimizer.skip_synchronize():
+            optimizer.step()
 
 
 def memory_drains():
@@ -256,6 +284,10 @@ def resume_shared():
     resume(SHARED)
 
 
+def resume_cast():
+    resume(CastCompression.using(dtype="fp8"))
+
+
 def plain_allreduce_that_shares():
     """A named one is kept track of, an unnamed one travels plain."""
     torch.manual_seed(hvd.rank())
@@ -440,6 +472,8 @@ CASES = [
     not_a_number_reaches_all_that_share,
     plain_allreduce_that_shares,
     resume_shared,
+    resume_cast,
+    casts_are_added_up_in_float32,
     mean_is_the_mean,
     memory_drains,
     not_a_number_reaches_all,

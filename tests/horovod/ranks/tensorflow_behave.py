@@ -12,7 +12,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import FFTCompression, LowRankCompression
+from sn_compress import CastCompression, FFTCompression, LowRankCompression
+from sn_compress.ops.casts import Cast
 from sn_compress.tensorflow.tape import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
@@ -340,6 +341,28 @@ def bare_computes_ffts():
     assert found == ["fft"] * 3, found
 
 
+def casts_are_added_up_in_float32():
+    """The mean of rounded gradients, rounded once; and fp8 remembers what it has rounded off."""
+    for dtype in ("fp16", "bf16", "fp8"):
+        way, cast = CastCompression.using(dtype=dtype), Cast(dtype)
+        steps = [[noise(64, 64, seed=t)] for t in range(3)]
+        found = gradients_of(steps, way, graph=True)
+        every = hvd.allgather_object(cast.decode(cast.encode(steps[0][0].reshape(-1))))
+        total = np.zeros(64 * 64, np.float32)
+        for own in every:
+            total += own
+        due = cast.decode(cast.encode(total / np.float32(hvd.size())))
+        assert np.array_equal(found[0][0].reshape(-1), due), dtype
+        report = memory_of(way).report()
+        assert report["cast"] == 1, report
+        assert report["ratio"] == (4 * 256 / 257 if dtype == "fp8" else 2), report
+        if dtype == "fp8":
+            kept = mean_of(memory_of(way).residual("0:Variable").reshape(64, 64))
+            sent, plain = (np.sum([step[0] for step in it], axis=0) for it in (found, steps))
+            # Sums of three float32 numbers of size about 1.
+            assert abs(sent + kept - mean_of(plain)).max() < 1e-5
+
+
 CASES = [
     bare_computes_ffts,
     mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
@@ -347,7 +370,7 @@ CASES = [
     zeros_stay_zero, sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
     every_type_is_averaged_or_refused,
     missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error, resume,
-    synchronize, shared_exchange_with_a_rank_that_joined,
+    synchronize, shared_exchange_with_a_rank_that_joined, casts_are_added_up_in_float32,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Gradients in 16 or 8 bits whose sum is of float32: by an all-to-all and a gather.
+
+A ring of 16-bit floats rounds the sum at each rank it comes by. Here the elements of a bucket are
+divided among the ranks. Each casts its gradients and hands every owner its share (an all-to-all),
+the owner adds all ranks' up in float32 in their order, casts the mean, and all gather what the
+owners have made: as many bytes as in a ring, and what is lost is one rounding of each gradient and
+one of the mean. The owner takes its own share rounded, too, so that nothing hangs on who owns what.
+
+Of fp8 both roundings are remembered, that of the mean by the owner, as many times as there are
+ranks: in the mean over the ranks, what is sent and what all remember is what there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+from ..arrays import Array, device_of, is_used, namespace, put_all, split
+from ..collective import Gradient
+from ..ops.casts import Cast
+from ..report import PayloadStats
+from .feedback import ErrorFeedback
+
+
+class CastBucket:
+    """Gradients that travel together, averaged in their place in two rounds.
+
+    Parameters
+    ----------
+    cast : of gradients and means
+    ranks, rank : how many there are, and the number of this one
+    feedback : None to remember nothing
+    looks : look for gradients of zeros, whose memory is not to travel: it waits for a device
+
+    Attributes
+    ----------
+    parts_bytes : of each owner, what each of the others sends it
+    means_bytes : of each owner, what it makes
+    arrivals : nothing is to be asked later: there is no checksum, as in plain all-reduces
+    """
+
+    arrivals = ()
+
+    def __init__(
+        self,
+        cast: Cast,
+        gradients: Sequence[Gradient],
+        *,
+        ranks: int,
+        rank: int,
+        feedback: ErrorFeedback | None,
+        looks: bool,
+    ) -> None:
+        self.gradients, self._cast, self._ranks, self._rank = gradients, cast, ranks, rank
+        self._feedback, self._looks = feedback, looks
+        self._like = gradients[0].values
+        # Each gradient begins a block, or two layers would share a scale.
+        self._sizes = [cast.padded(gradient.elements) for gradient in gradients]
+        blocks = sum(self._sizes) // cast.block
+        self._cuts = [blocks * owner // ranks * cast.block for owner in range(ranks + 1)]
+        shares = (self._cuts[owner + 1] - self._cuts[owner] for owner in range(ranks))
+        self.parts_bytes = self.means_bytes = tuple(map(cast.nbytes, shares))
+        self._own = slice(self._cuts[rank], self._cuts[rank + 1])
+        # What is remembered: of each gradient with a name, and of all blocks, float32.
+        self._memories: list[Array] = []
+        self._left: Array = None
+
+    def begin(self) -> Array:
+        """What the other ranks are to have of their shares, [bytes] uint8, in order of rank."""
+        values = self._cast.room(sum(self._sizes), self._like)
+        put_all(self._pieces(values), [gradient.values for gradient in self.gradients])
+        if self._feedback is not None:
+            words = self._remembering(values, self._feedback)
+        else:
+            words = self._cast.encode(values)
+        start, stop = (self._cast.nbytes(at) for at in (self._own.start, self._own.stop))
+        self._mine = words[start:stop]
+        return namespace(words).concat([words[:start], words[stop:]])
+
+    def own(self, came: Array) -> Array:
+        """The means of this rank's share, [bytes] uint8.
+
+        came : [bytes] uint8, what the others have sent of it, in order of rank
+        """
+        xp, size = namespace(self._like), self.parts_bytes[self._rank]
+        parts = split(came, [size] * (self._ranks - 1)) if self._ranks > 1 else []
+        own = self._own.stop - self._own.start
+        mean = xp.zeros(own, dtype=xp.float32, device=device_of(self._like))
+        for part in (*parts[: self._rank], self._mine, *parts[self._rank :]):
+            mean += self._cast.decode(part)
+        mean /= self._ranks
+        words = self._cast.encode(mean)
+        if self._left is not None:
+            lost = (mean - self._cast.decode(words)) * self._ranks
+            self._left[self._own] += xp.where(xp.isfinite(lost), lost, 0)
+            if self._memories:
+                put_all(self._memories, self._named(self._left))
+        return words
+
+    def end(self, came: Array) -> None:
+        """Write the means into the gradients.
+
+        came : [bytes] uint8, of all owners in their order
+        """
+        means = self._pieces(self._cast.decode(came))
+        put_all([gradient.values for gradient in self.gradients], means)
+
+    def told(self) -> list[PayloadStats]:
+        """Of each gradient, the bytes of what this rank hands on: others' shares, own means."""
+        return [PayloadStats(self._cast.nbytes(n), 0, None, None, "cast") for n in self._sizes]
+
+    def _remembering(self, values: Array, feedback: ErrorFeedback) -> Array:
+        """Encode values and what was left of them before; note what is left now."""
+        xp, held = namespace(values), self._cast.room(sum(self._sizes), self._like)
+        for it in self.gradients:
+            if it.name is not None:
+                self._memories += feedback.memory_of(it.name, it.values)
+        if self._memories:
+            put_all(self._named(held), self._memories)
+        adds = held * feedback.decay
+        waits = [self._looks and not is_used(it.values) for it in self.gradients]
+        for piece in compress(self._pieces(adds), waits):
+            piece[...] = 0
+        values += adds
+        words = self._cast.encode(values)
+        left = values - self._cast.decode(words)
+        self._left = xp.where(xp.isfinite(left), left, held)
+        both = zip(self._pieces(self._left), self._pieces(held), strict=True)
+        for piece, before in compress(both, waits):
+            piece[...] = before
+        return words
+
+    def _named(self, flat: Array) -> list[Array]:
+        """The pieces of gradients that have a name."""
+        return list(compress(self._pieces(flat), [it.name is not None for it in self.gradients]))
+
+    def _pieces(self, flat: Array) -> list[Array]:
+        """Of a vector of all blocks the elements of each gradient: views."""
+        pieces = zip(split(flat, self._sizes), self.gradients, strict=True)
+        return [piece[: gradient.elements] for piece, gradient in pieces]

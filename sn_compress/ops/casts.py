@@ -1,0 +1,156 @@
+"""Floats as fp16, bf16 or fp8, rounded to nearest, ties to even: the one place for these bits.
+
+fp8 is e4m3: three bits of mantissa, from 2**-9 to 448, and no Inf (the OCP's 8-bit floats, torch's
+float8_e4m3fn). Gradients have a wider range than that, so each block of 256 values has a scale, a
+power of two, with which its largest comes to lie between 224 and 448. A block travels as one byte
+for the scale and one for each value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import (
+    Array,
+    Constant,
+    bits_of,
+    clipped,
+    device_of,
+    floats_of,
+    is_torch,
+    largest_of_rows,
+    namespace,
+    take,
+)
+
+DType = Literal["fp16", "bf16", "fp8"]
+DTYPES: tuple[DType, ...] = ("fp16", "bf16", "fp8")
+_BLOCK = 256  # values of one scale: 8.03 bits an element
+_TORCH = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+_INF = 0x7F800000
+# Added to a float32's bits, carries into the exponent from a mantissa above 448 / 256 on.
+_CARRY = 0x1FFFFF
+# What lies between the exponents of the largest value and of the scale; and the least of a scale:
+# with a lower one an fp8 subnormal would be one of float32, which some devices take for zero.
+_TOP, _LEAST = 8, 10
+_NOT_FINITE = 255  # in the place of a scale; as one of float32 it is Inf
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One of these types, and how vectors of it travel."""
+
+    dtype: DType
+
+    @property
+    def block(self) -> int:
+        """Vectors are of whole blocks of so many elements."""
+        return _BLOCK if self.dtype == "fp8" else 1
+
+    def padded(self, n: int) -> int:
+        """Elements of the blocks that hold n."""
+        return -(-n // self.block) * self.block
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of n elements, whole blocks."""
+        return n // _BLOCK * (_BLOCK + 1) if self.dtype == "fp8" else 2 * n
+
+    def room(self, n: int, like: Array) -> Array:
+        """[n] zeros where `like` lies, for `encode`: of the type itself where the library has it.
+
+        So whoever copies values into it has them rounded. fp8 is encoded from float32.
+        """
+        xp = namespace(like)
+        own = is_torch(like) and self.dtype != "fp8"
+        dtype = getattr(xp, _TORCH[self.dtype]) if own else xp.float32
+        return xp.zeros(n, dtype=dtype, device=device_of(like))
+
+    def encode(self, values: Array) -> Array:
+        """[n] float32, or of `room`, as [nbytes(n)] uint8.
+
+        Beyond the largest number of fp16 or bf16 is Inf. A block of fp8 with NaN or Inf is NaN.
+        """
+        if self.dtype == "fp8":
+            return _encode_blocks(values)
+        xp = namespace(values)
+        if is_torch(values):
+            return values.to(getattr(xp, _TORCH[self.dtype])).view(xp.uint8)
+        with np.errstate(all="ignore"):
+            halves = _bf16(values) if self.dtype == "bf16" else values.astype(xp.float16)
+        return halves.view(xp.uint8)
+
+    def decode(self, words: Array) -> Array:
+        """What `encode` made, [n] of a type that float32 holds exactly."""
+        xp = namespace(words)
+        if self.dtype == "fp8":
+            blocks = xp.reshape(words, (-1, _BLOCK + 1))
+            scales = floats_of(xp.astype(blocks[:, 0], xp.int32) << 23)
+            with np.errstate(all="ignore"):  # zero times Inf is NaN
+                return xp.reshape(_of_fp8(blocks[:, 1:]) * scales[:, None], (-1,))
+        if is_torch(words):
+            return words.view(getattr(xp, _TORCH[self.dtype]))
+        if self.dtype == "fp16":
+            return words.view(xp.float16)
+        return floats_of(xp.astype(words.view(xp.uint16), xp.int32) << 16)
+
+
+def _encode_blocks(values: Array) -> Array:
+    xp = namespace(values)
+    blocks = xp.reshape(values, (-1, _BLOCK))
+    # Without the sign that a NaN may have.
+    largest = bits_of(largest_of_rows(blocks)) & 0x7FFFFFFF
+    scales = clipped((clipped(largest, 0, _INF) + _CARRY >> 23) - _TOP, _LEAST, _NOT_FINITE)
+    scales = xp.where(largest < _INF, scales, _NOT_FINITE)
+    # One over the scale; zero for what is not finite, so that its codes are those of zero or NaN.
+    inverse = floats_of(clipped(254 - scales, 0, 254) << 23)
+    with np.errstate(all="ignore"):
+        codes = to_fp8(blocks * inverse[:, None])
+    return xp.reshape(xp.concat([xp.astype(scales, xp.uint8)[:, None], codes], axis=1), (-1,))
+
+
+def to_fp8(values: Array) -> Array:
+    """The bits of the nearest e4m3, uint8, of float32 up to 448, or NaN.
+
+    Beyond 464 torch has the largest number since 2.13, and had NaN before.
+    """
+    xp = namespace(values)
+    if is_torch(values):
+        return values.to(xp.float8_e4m3fn).view(xp.uint8)
+    words = bits_of(values)
+    exponent = clipped((words & _INF) >> 23, 127 - 6, 127 + _TOP)
+    # In steps of this exponent: 8 to 16, or fewer below 2**-6.
+    steps = xp.round(xp.abs(values) * floats_of(257 - exponent << 23))
+    codes = (exponent - 121 << 3) + xp.astype(xp.where(steps < 17, steps, 15), xp.int32)
+    return xp.astype(codes | words >> 24 & 128, xp.uint8)
+
+
+def _of_fp8(codes: Array) -> Array:
+    """The float32 of bits of e4m3, in their shape."""
+    xp = namespace(codes)
+    if is_torch(codes):
+        return codes.view(xp.float8_e4m3fn).to(xp.float32)
+    every = xp.astype(xp.reshape(codes, (-1,)), xp.int64)
+    return xp.reshape(take(_FP8.on(codes), every), codes.shape)
+
+
+def _table() -> Any:
+    codes = np.arange(256)
+    mantissa, exponent = codes & 7, codes >> 3 & 15
+    values = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes > 127, -values, values).astype(np.float32)
+
+
+_FP8 = Constant(_table())
+
+
+def _bf16(values: Array) -> Array:
+    """The bits of the nearest bfloat16, uint16; NaN stays NaN, whatever its lower bits."""
+    xp = namespace(values)
+    words = values.view(xp.uint32)
+    # Adding just under half a step, or half where the last kept bit is odd, and cutting.
+    rounded = words + 0x7FFF + (words >> 16 & 1) >> 16
+    return xp.astype(xp.where(xp.isnan(values), 0x7FC0, rounded), xp.uint16)
