@@ -19,8 +19,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -31,8 +31,10 @@ from ..allreduce.methods.dense import Whole
 from ..allreduce.methods.low_rank import LowRank
 from ..allreduce.state import TensorState, exchange
 from ..codecs.base import Floats, aligned_bytes
+from ..engine.hierarchy import Owners
 from ..engine.payloads import Shares, shares_of
 from ..errors import CompressError
+from ..ops.fixed_point import MAX_RANKS
 from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
@@ -84,10 +86,20 @@ RECORDED = {
         encode_s=4.5e-9, decode_s=2e-9, add_s=0.35e-9, pass_s=2.7e-9,
         column_s=0.33e-9, whole_s=13e-9, cast_s=0.55e-9, bucket_s=2.6e-9,
         gather_tensor_s=170e-6, shared_tensor_s=24e-6,
-    )
+    ),
+    "h200": Rates(
+        encode_s=0.215e-9, decode_s=0.215e-9, add_s=1.9e-12, pass_s=1.14e-9,
+        whole_s=1.14e-9, cast_s=40e-12, bucket_s=6.3e-12,
+        gather_tensor_s=160e-6, shared_tensor_s=400e-6,
+    ),
 }  # fmt: skip
-"""Rates measured once, by name, so that what is computed from them is the same everywhere: those of
-one core of an AMD EPYC, of the rows in benchmarks/results/pays.json."""
+"""Rates measured once, by name, so that what is computed from them is the same everywhere.
+
+"core": one core of an AMD EPYC, of the rows in benchmarks/results/pays.json. "h200": an NVIDIA
+H200; what a step of DDP took longer with ResNet-50 and with GPT-2, as so much for each element
+and each compressed tensor (benchmarks/results/gpu/exchange_steps.json), which is for the most part
+its host's time to launch kernels; copies and sums are of codec_seconds.json beside it. How seconds
+of a gather divide into encoding and decoding was not measured; half is taken for each."""
 
 
 def measure_rates(
@@ -263,6 +275,8 @@ def advice(received: Mapping[CompressionName, float]) -> str:
 
 StepTimer = tuple[float, ...]
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
+HANDED: tuple[Method, ...] = ("plain", "shared", "gather")  # those that owners exchange by
+BY_NODES = {f"{method} by nodes": method for method in HANDED}
 _TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
 
 
@@ -272,7 +286,7 @@ class Row:
 
     Attributes
     ----------
-    method : of METHODS, or "auto"
+    method : of METHODS, "auto", or of BY_NODES
     step : the predicted step
     ratio : float32 bytes over bytes a rank brings to the collectives
     speedup : seconds of plain's step over those of this one
@@ -292,20 +306,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows in the order of METHODS, then "auto"."""
+    """Rows in the order of METHODS, then "auto", then BY_NODES where nodes have several ranks.
+
+    impossible : why a method has no row
+    """
 
     ranks: int
     link: Link
     elements: int
     rows: tuple[Row, ...]
+    impossible: dict[str, str]
 
     def row(self, method: str) -> Row:
-        """The row of a method."""
-        return next(row for row in self.rows if row.method == method)
+        """The row of a method; CompressError where it has none."""
+        if (found := next((row for row in self.rows if row.method == method), None)) is None:
+            known = ", ".join(row.method for row in self.rows)
+            raise CompressError(
+                self.impossible.get(method) or f"no row {method!r}; there are {known}"
+            )
+        return found
 
     def table(self) -> str:
         """The rows as people read them."""
-        gbit = self.link.bytes_per_s * 8 / 1e9
+        link = self.link
         rows = []
         for row in self.rows:
             of = row.step
@@ -323,29 +346,45 @@ class Prediction:
                     f"{of.wire_bytes / 1e6:.2f}", f"{row.ratio:.1f}", plain, half,
                 ]
             )  # fmt: skip
-        chosen = ", ".join(f"{n} {name}" for name, n in self.rows[-1].tensors.items())
-        return (
-            f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
-            f"{1e6 * self.link.latency_s:g} us a message\n{text_table(_HEAD, rows)}\n"
-            f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}\n"
-            f"{advice(self._received())}"
+        auto, nodes = self.row("auto").tensors, ""
+        if link.inside is not None:
+            nodes = (
+                f"; {self.ranks // link.gpus} nodes of {link.gpus} ranks, "
+                f"{link.inside.bytes_per_s * 8e-9:g} Gbit/s inside, "
+                f"all-reduces by {'trees' if link.tree else 'rings'}"
+            )
+        head = [("MB a node" if name == _WIRE and nodes else name) for name in _HEAD]
+        return "\n".join(
+            [
+                f"{self.elements:,} parameters, {self.ranks} ranks, {link.bytes_per_s * 8e-9:g} "
+                f"Gbit/s, {1e6 * link.latency_s:g} us a message{nodes}",
+                text_table(head, rows),
+                f"auto takes, of {sum(auto.values())} tensors: "
+                + ", ".join(f"{n} {name}" for name, n in auto.items()),
+                *(f"{method}: {why}" for method, why in self.impossible.items()),
+                advice(self._received()),
+            ]
         ).rstrip()
 
     def _received(self) -> dict[CompressionName, float]:
         """Received bytes of plain's all-reduce over those of each compression."""
-        shared, gather = (self._received_by(method) for method in ("shared", "gather"))
-        return {
-            "LowRankCompression": shared, "AutoCompression": shared, "FFTCompression": gather,
+        rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
+        # One rank, or one node, receives nothing.
+        found = {
+            method: rows["plain"].step.wire_bytes / it.step.wire_bytes
+            if it.step.wire_bytes
+            else it.ratio
+            for method, it in rows.items()
+        }
+        named: dict[CompressionName, str] = {
+            "LowRankCompression": "shared", "AutoCompression": "shared", "FFTCompression": "gather",
         }  # fmt: skip
-
-    def _received_by(self, method: str) -> float:
-        plain, ours = (self.row(name).step.wire_bytes for name in ("plain", method))
-        # One rank receives nothing.
-        return plain / ours if ours else self.row(method).ratio
+        return {name: found[method] for name, method in named.items() if method in found}
 
 
+_WIRE = "MB on wire"
 _HEAD = (
-    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "MB on wire", "ratio",
+    "method", "ms a step", "speed-up", "codec ms", "exchange ms", _WIRE, "ratio",
     "break-even", "against fp16",
 )  # fmt: skip
 _SLOWEST, _FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
@@ -371,19 +410,75 @@ def routes_of(
     if method == "fp16":
         half = (rates.cast_s + rates.bucket_s) / 2
         return [
-            Route(
-                "fp16",
-                (("allreduce", 2 * t.elements),),
-                (half * t.elements, half * t.elements),
-                t.elements,
-            )
-            for t in layers
+            Route("fp16", (("allreduce", 2 * n),), (half * n, half * n), n)
+            for n in (tensor.elements for tensor in layers)
         ]
     if method == "shared":
         return _shared(layers, ranks, settings, rates)
     if method != "gather":
         raise CompressError(f"method={method!r}; expected one of {', '.join(METHODS)}")
     return _payloads(layers, ranks, settings, rates)
+
+
+def routes_by_nodes(
+    method: Method,
+    layers: Sequence[Layer],
+    *,
+    nodes: int,
+    gpus: int,
+    settings: Settings,
+    rates: Rates,
+) -> list[Route]:
+    """As `routes_of`, where each tensor has one owner in a node and owners exchange.
+
+    Owners work at once, so all is as fast as the slowest: of the codec's seconds, and of what
+    passes inside a node, a tensor's part is that which the busiest owner has of all tensors'.
+    """
+    owners = Owners(gpus)
+    # Gradients come from the last to the first.
+    owner = {it.name: owners.of(it.name, it.elements) for it in reversed(layers)}
+
+    def part(of: Sequence[float]) -> float:
+        busy = [0.0] * gpus
+        for tensor, each in zip(layers, of, strict=True):
+            busy[owner[tensor.name]] += each
+        return max(busy) / (sum(busy) or 1.0)
+
+    own = routes_of(
+        method, layers, ranks=nodes, settings=settings, rates=replace(rates, bucket_s=0.0)
+    )
+    inside, codec = part([it.elements for it in own]), part([sum(it.codec_s) for it in own])
+    found = []
+    for it in own:
+        first, *later = (codec * seconds for seconds in it.codec_s)
+        # All copy the whole gradient into a bucket and out of it; an owner adds up its node's.
+        half = it.elements * rates.bucket_s / 2
+        added = inside * it.elements * gpus * rates.bucket_s / _PASSES
+        handed: Rounds = (("inside", ceil(4 * inside * it.elements)),)
+        times = (half, added + first, *later, half)
+        found.append(Route(it.method, (*handed, *it.rounds, *handed), times, it.elements))
+    return found
+
+
+def ways(
+    layers: Sequence[Layer], *, ranks: int, gpus: int = 1, settings: Settings, rates: Rates
+) -> dict[str, list[Route]]:
+    """Routes by METHODS, and by BY_NODES among several nodes of several ranks.
+
+    Left out are sums of more ranks than `shared` can add.
+    """
+    nodes = ranks // gpus
+    found: dict[str, list[Route]] = {
+        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
+        for method in METHODS
+        if method != "shared" or ranks <= MAX_RANKS
+    }
+    for name, method in BY_NODES.items() if gpus > 1 and nodes > 1 else ():
+        if method != "shared" or nodes <= MAX_RANKS:
+            found[name] = routes_by_nodes(
+                method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates
+            )
+    return found
 
 
 def _plain(tensor: Layer, rates: Rates) -> Route:
@@ -486,36 +581,38 @@ def predict(
     Parameters
     ----------
     layers : the parameters, in the order of the forward pass
+    link : between ranks, or between nodes of several
     settings : of FFTCompression (gather; among three ranks or more by way of the blocks' owners)
         and LowRankCompression (shared); None: the defaults
     rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
         bytes alone would give
     """
     settings = settings or Settings()
-    if ranks < 1 or not layers:
-        raise CompressError(f"predict: ranks={ranks!r}, {len(layers)} layers; expected one or more")
+    if ranks < 1 or not layers or ranks % link.gpus:
+        raise CompressError(
+            f"predict: ranks={ranks!r}, {link.gpus} a node, {len(layers)} layers; expected one "
+            "layer or more, and nodes of as many ranks each, one or more"
+        )
 
-    def at(routes: Sequence[Route], place: Link) -> Step:
-        return step(routes, ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
-
-    def seconds(routes: Sequence[Route]) -> Callable[[Link], float]:
-        return lambda place: at(routes, place).seconds
-
-    found: dict[str, Sequence[Route]] = {
-        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
-        for method in METHODS
-    }
+    every = ways(layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates)
+    found: dict[str, Sequence[Route]] = {it: every[it] for it in METHODS if it in every}
     found["auto"] = choose(found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
+    found |= every
+
+    @cache
+    def at(name: str, place: Link) -> Step:
+        return step(found[name], ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
+
+    def seconds(name: str) -> Callable[[Link], float]:
+        return lambda place: at(name, place).seconds
+
     elements = sum(tensor.elements for tensor in layers)
-    plain_s = at(found["plain"], link).seconds
     rows = []
     for name, routes in found.items():
-        of = at(routes, link)
+        of = at(name, link)
         # On another link auto would choose anew; its break-even is that of the choice on this one.
         limits = [
-            break_even(
-                seconds(found[base]), seconds(routes), link=link, low=_SLOWEST, high=_FASTEST
-            )
+            break_even(seconds(base), seconds(name), link=link, low=_SLOWEST, high=_FASTEST)
             for base in ("plain", "fp16")
         ]
         rows.append(
@@ -523,10 +620,16 @@ def predict(
                 method=name,
                 step=of,
                 ratio=4 * elements / of.sent_bytes,
-                speedup=plain_s / of.seconds if of.seconds else 1.0,
+                speedup=at("plain", link).seconds / of.seconds if of.seconds else 1.0,
                 break_even_gbit=8e-9 * limits[0],
                 break_even_fp16_gbit=8e-9 * limits[1],
                 tensors=dict(Counter(route.method for route in routes)),
             )
         )
-    return Prediction(ranks, link, elements, tuple(rows))
+    sums = {"shared": ranks, "shared by nodes": ranks // link.gpus}
+    impossible = {
+        name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
+        for name, many in sums.items()
+        if many > MAX_RANKS and (link.gpus > 1 or name in METHODS)
+    }
+    return Prediction(ranks, link, elements, tuple(rows), impossible)
