@@ -137,6 +137,7 @@ Method = Literal["plain", "fp16", "shared", "gather"]
 # "inside": to the owners in a node, or from them; brought is what the one has that owns most.
 Collective = Literal["allreduce", "allgather", "alltoall", "inside"]
 Rounds = tuple[tuple[Collective, int], ...]
+SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,6 @@ class Link:
                 "inside a node where it has several"
             )
 
-    @property
-    def between(self) -> Link:
-        """The same for one rank of each node."""
-        return replace(self, gpus=1, inside=None)
-
     @classmethod
     def of_gbit(cls, gbit: float, **others: Any) -> Link:
         """The link of so many Gbit/s (1e9 bits).
@@ -185,10 +181,7 @@ class Link:
         return cls(gbit * 1e9 / 8, **others)
 
 
-INSIDE = {
-    "nvlink": Link(450e9, latency_s=3.4e-6),
-    "pcie": Link(31.5e9, latency_s=5.7e-6),
-}
+INSIDE = {"nvlink": Link(450e9, latency_s=3.4e-6), "pcie": Link(31.5e9, latency_s=5.7e-6)}
 """Links inside a node by name; stated, not measured. Bytes are those of an H100's NVLink each way
 (18 links of 25 GB/s: NVIDIA's data sheet) and of 16 lanes of PCIe 4.0 (16 GT/s, 128 bits in 130);
 latencies of a hop in a ring are those by which NCCL chooses (src/graph/tuning.cc)."""
@@ -230,11 +223,12 @@ class Route:
 
     def on(self, ranks: int, link: Link) -> list[tuple[Collective, int, int, Link]]:
         """The rounds, each with how many ranks take part and what connects them."""
-        owners = ranks // link.gpus, link.between
-        return [
-            (kind, size, *(owners if self.by_nodes and kind != "inside" else (ranks, link)))
-            for kind, size in self.rounds
-        ]
+        if not self.by_nodes:
+            return [(kind, size, ranks, link) for kind, size in self.rounds]
+        first, *exchanged, last = self.rounds
+        nodes, between = ranks // link.gpus, replace(link, gpus=1, inside=None)
+        own = [(kind, size, nodes, between) for kind, size in exchanged]
+        return [(*first, ranks, link), *own, (*last, ranks, link)]
 
     def wire_bytes(self, ranks: int, gpus: int = 1) -> float:
         """Bytes that leave this rank, or its node of several, and as many reach it."""
@@ -276,6 +270,9 @@ class Step:
     wire_bytes: float
     sent_bytes: int
     events: tuple[Event, ...]
+
+
+Seconds = Callable[[Link], float]
 
 
 def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -> float:
@@ -491,12 +488,7 @@ def choose(
 
 
 def break_even(
-    slower: Callable[[Link], float],
-    faster: Callable[[Link], float],
-    *,
-    link: Link,
-    low: float = 1e5,
-    high: float = 1e13,
+    slower: Seconds, faster: Seconds, *, link: Link, low: float = SLOWEST, high: float = FASTEST
 ) -> float:
     """Bytes per second below which `faster` takes fewer seconds than `slower`.
 

@@ -6,12 +6,9 @@
     >>> result.row("plain").ratio, round(result.row("shared").ratio)
     (1.0, 100)
 
-Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
-
-What the cost model has to be told: seconds of the codec and of the link, from timed runs.
-
-Two timed sizes give a fixed part and a part per unit; both are small, so that measuring takes a
-second or two and not the minutes of a training step on each method.
+Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`,
+which is told those of the codec and of the link from timed runs: two sizes give a fixed part and a
+part per unit, and both are small, so that measuring takes a second or two.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from ..ops.fixed_point import MAX_RANKS
 from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
+from . import cost
 from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step, wire_bytes
 
 _SIDE = 1024  # the timed runs take a matrix of this many rows and columns
@@ -273,7 +271,6 @@ def advice(received: Mapping[CompressionName, float]) -> str:
     return "\n  ".join(["lost most in short trainings of small nets on 8 ranks:", *lines])
 
 
-StepTimer = tuple[float, ...]
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
 HANDED: tuple[Method, ...] = ("plain", "shared", "gather")  # those that owners exchange by
 BY_NODES = {f"{method} by nodes": method for method in HANDED}
@@ -320,10 +317,7 @@ class Prediction:
     def row(self, method: str) -> Row:
         """The row of a method; CompressError where it has none."""
         if (found := next((row for row in self.rows if row.method == method), None)) is None:
-            known = ", ".join(row.method for row in self.rows)
-            raise CompressError(
-                self.impossible.get(method) or f"no row {method!r}; there are {known}"
-            )
+            raise CompressError(self.impossible.get(method, f"there is no row {method!r}"))
         return found
 
     def table(self) -> str:
@@ -332,13 +326,8 @@ class Prediction:
         rows = []
         for row in self.rows:
             of = row.step
-            plain, half = (
-                "" if row.method in same else gbit_text(limit)
-                for same, limit in (
-                    (("plain",), row.break_even_gbit),
-                    (("plain", "fp16"), row.break_even_fp16_gbit),
-                )
-            )
+            plain = "" if row.method == "plain" else gbit_text(row.break_even_gbit)
+            half = "" if row.method in METHODS[:2] else gbit_text(row.break_even_fp16_gbit)
             rows.append(
                 [
                     row.method, f"{1e3 * of.seconds:.1f}", f"{row.speedup:.2f}x",
@@ -353,7 +342,7 @@ class Prediction:
                 f"{link.inside.bytes_per_s * 8e-9:g} Gbit/s inside, "
                 f"all-reduces by {'trees' if link.tree else 'rings'}"
             )
-        head = [("MB a node" if name == _WIRE and nodes else name) for name in _HEAD]
+        head = (*_HEAD[:5], "MB a node" if nodes else "MB on wire", *_HEAD[5:])
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.ranks} ranks, {link.bytes_per_s * 8e-9:g} "
@@ -369,12 +358,10 @@ class Prediction:
     def _received(self) -> dict[CompressionName, float]:
         """Received bytes of plain's all-reduce over those of each compression."""
         rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
+        plain = rows["plain"].step.wire_bytes
         # One rank, or one node, receives nothing.
         found = {
-            method: rows["plain"].step.wire_bytes / it.step.wire_bytes
-            if it.step.wire_bytes
-            else it.ratio
-            for method, it in rows.items()
+            it: plain / row.step.wire_bytes if plain else row.ratio for it, row in rows.items()
         }
         named: dict[CompressionName, str] = {
             "LowRankCompression": "shared", "AutoCompression": "shared", "FFTCompression": "gather",
@@ -382,12 +369,10 @@ class Prediction:
         return {name: found[method] for name, method in named.items() if method in found}
 
 
-_WIRE = "MB on wire"
 _HEAD = (
-    "method", "ms a step", "speed-up", "codec ms", "exchange ms", _WIRE, "ratio",
-    "break-even", "against fp16",
+    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "ratio", "break-even",
+    "against fp16",
 )  # fmt: skip
-_SLOWEST, _FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
 
 
 def gbit_text(gbit: float) -> str:
@@ -396,9 +381,9 @@ def gbit_text(gbit: float) -> str:
     >>> gbit_text(3.21), gbit_text(8e4), gbit_text(8e-4)
     ('3.2 Gbit/s', 'any', 'none')
     """
-    if gbit >= _FASTEST * 8e-9:
+    if gbit >= cost.FASTEST * 8e-9:
         return "any"
-    return "none" if gbit <= _SLOWEST * 8e-9 else f"{gbit:.2g} Gbit/s"
+    return "none" if gbit <= cost.SLOWEST * 8e-9 else f"{gbit:.2g} Gbit/s"
 
 
 def routes_of(
@@ -486,7 +471,9 @@ def _plain(tensor: Layer, rates: Rates) -> Route:
     return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half), tensor.elements)
 
 
-def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> StepTimer:
+def _in_bucket(
+    tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]
+) -> tuple[float, ...]:
     """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
@@ -611,10 +598,7 @@ def predict(
     for name, routes in found.items():
         of = at(name, link)
         # On another link auto would choose anew; its break-even is that of the choice on this one.
-        limits = [
-            break_even(seconds(base), seconds(name), link=link, low=_SLOWEST, high=_FASTEST)
-            for base in ("plain", "fp16")
-        ]
+        limits = [break_even(seconds(base), seconds(name), link=link) for base in ("plain", "fp16")]
         rows.append(
             Row(
                 method=name,
@@ -626,10 +610,10 @@ def predict(
                 tensors=dict(Counter(route.method for route in routes)),
             )
         )
-    sums = {"shared": ranks, "shared by nodes": ranks // link.gpus}
+    sums = {"shared": ranks} | ({"shared by nodes": ranks // link.gpus} if link.inside else {})
     impossible = {
         name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
         for name, many in sums.items()
-        if many > MAX_RANKS and (link.gpus > 1 or name in METHODS)
+        if many > MAX_RANKS
     }
     return Prediction(ranks, link, elements, tuple(rows), impossible)
