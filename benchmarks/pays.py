@@ -7,8 +7,9 @@
 
 **The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of
 the parameters, and the codec from rates of one core, measured once and kept in
-`sn_compress.prediction.predict`; so it is the same on every machine. A codec on a GPU was not
-measured: it lies between one core's and one that takes no time, and both are told.
+`sn_compress.prediction.predict`; so it is the same on every machine. With one GPU a rank a codec
+on it lies between one core's and one that takes no time, and both are told. Among nodes of eight
+GPUs the first number is with the codec as measured once on an H200, and all-reduces are by trees.
 
 **Measured steps** are DDP's, two Gloo ranks, each in a namespace behind a link (shaped_links.py),
 ways in turn step by step: of the transformer of benchmarks/language.py, trained for real, and of
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,9 @@ from tables import markdown
 from torch import nn
 from training_rows import load, save
 
-from sn_compress.prediction.cost import Layer, Link, Step, layers
-from sn_compress.prediction.predict import FREE, RECORDED, Prediction, Rates, measure_rates, predict
+from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
+from sn_compress.prediction.predict import Prediction, predict, ways
+from sn_compress.prediction.rates import FREE, RECORDED, Rates, measure_rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
 
@@ -44,9 +47,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/pays.json"
 START, END = "<!-- pays:start -->", "<!-- pays:end -->"
 RANKS = 8
+NODES, GPUS = 16, 8  # of the last row
 LINKS = {"0.1": 0.1, "1": 1, "10": 10, "25": 25, "100": 100, "NVLink": 2400}  # Gbit/s each way
 A100_GPT2_S = 0.135  # a micro-batch by torch.compile: README of nanoGPT, December 2022
 OURS = {"LowRankCompression": "shared", "FFTCompression": "gather"}
+BY_NODES = ("shared by nodes", "gather by nodes")
 WAYS = {"plain": "plain", "fp16": "fp16", "low rank 100": "shared", "gather": "gather"}
 DENSE, SETTLE = 1, 4
 
@@ -77,6 +82,28 @@ def best(model: str, gbit: float, compute_s: float, rates: Rates) -> float:
     return max(found.row(method).speedup for method in OURS.values())
 
 
+def of_nodes(gbit: float) -> Link:
+    """Between nodes of GPUs."""
+    return Link.of_gbit(gbit, gpus=GPUS, inside=INSIDE["nvlink"], tree=True)
+
+
+@cache
+def _node_routes(rates: Rates) -> dict[str, list[Route]]:
+    model = layers("gpt2-small")
+    return ways(model, ranks=NODES * GPUS, gpus=GPUS, settings=Settings(), rates=rates)
+
+
+def best_of_nodes(gbit: float, rates: Rates) -> float:
+    """Times plain of the fastest of ours, flat or by nodes: GPT-2 small on nodes of GPUs."""
+    seconds = {
+        way: step(
+            routes, ranks=NODES * GPUS, link=of_nodes(gbit), compute_s=A100_GPT2_S, overlap=True
+        ).seconds
+        for way, routes in _node_routes(rates).items()
+    }
+    return seconds["plain"] / min(seconds[way] for way in (*OURS.values(), *BY_NODES))
+
+
 def cell(slow: float, fast: float) -> str:
     """Times plain, from a core's codec to a free one; what gains less than 5 % is a no."""
     if fast < 1.05:
@@ -94,6 +121,9 @@ def tables() -> str:
         for name, (model, seconds) in cases().items()
         for asked in [[(model, gbit, seconds) for gbit in LINKS.values()]]
     ]
+    gpu = RECORDED["h200"]
+    of_gpus = (cell(best_of_nodes(gbit, gpu), best_of_nodes(gbit, FREE)) for gbit in LINKS.values())
+    lines.append([f"GPT-2 small, {NODES} nodes of {GPUS} A100s", *of_gpus])
     times_plain = markdown([f"{RANKS} ranks", *names], lines)
     lines = []
     for name, (model, seconds) in cases().items():
@@ -104,6 +134,16 @@ def tables() -> str:
             for it in limits
         ]
         lines.append([name.partition(",")[0], *cells])
+    found = predict(
+        layers("gpt2-small"), ranks=NODES * GPUS, link=of_nodes(1), rates=gpu,
+        compute_s=A100_GPT2_S, overlap=True,
+    )  # fmt: skip
+    limits = [found.row(name) for name in BY_NODES]
+    cells = [
+        f"{it.break_even_gbit:.0f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.0f}"
+        for it in limits
+    ]
+    lines.append([f"GPT-2, {NODES} nodes of {GPUS}, codec on an H200", *cells])
     head = ["break-even link, codec on a core", *(f"`{name}`" for name in OURS)]
     return f"{times_plain}\n\n{markdown(head, lines)}"
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .errors import UncalledWarning as UncalledWarning
     from .ops.quantize import RangeFloat as RangeFloat
     from .prediction.cost import Link as Link
-    from .prediction.predict import measure_rates as measure_rates
     from .prediction.predict import predict as predict
+    from .prediction.rates import measure_rates as measure_rates
 
 __version__ = "0.1.0"
 
@@ -51,7 +51,7 @@ _HOME = {
     "UncalledWarning": ".errors",
     "backends": ".codecs.registry",
     "codec": ".codecs.registry",
-    "measure_rates": ".prediction.predict",
+    "measure_rates": ".prediction.rates",
     "predict": ".prediction.predict",
     "presets": ".codecs.registry",
 }

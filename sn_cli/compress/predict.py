@@ -1,22 +1,33 @@
-"""The command `predict`: seconds of a step by each method, and the link below which it pays."""
+"""The command `predict`: seconds of a step by each method, and the link below which it pays.
+
+With --ranks each rank has a link of its own. With --nodes the --gpus of a node share one, and ways
+that sum inside a node first are told too, for 8 to 16,384 GPUs, with all-reduces by rings and by
+trees; the picture is then a map of which way is fastest where.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from sn_compress import Link, measure_rates, predict
-from sn_compress.prediction.cost import MODELS, layers
-from sn_compress.prediction.predict import FREE, METHODS, RECORDED, Prediction, Rates
+from sn_compress import CompressError, Link, measure_rates, predict
+from sn_compress.prediction.cost import INSIDE, MODELS, Layer, Route, layers, step
+from sn_compress.prediction.predict import METHODS, Prediction, ways
+from sn_compress.prediction.rates import FREE, RECORDED, Rates
 from sn_compress.settings import Settings
+from sn_compress.text_table import text_table
 
 from ..command import Answer, add_command, picture_file
 
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
+MOST_GPUS = 16_384
+MAPPED_GBIT = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
+LEAST_GAIN = 1.05  # times plain; below it plain counts as fastest
 # Okabe and Ito's palette; grey is plain Horovod.
 _COLOURS = {
     "plain": "#5f6368",
@@ -24,7 +35,15 @@ _COLOURS = {
     "shared": "#0072b2",
     "gather": "#d55e00",
     "auto": "#009e73",
+    "plain by nodes": "#b0b4b8",
+    "shared by nodes": "#56b4e9",
+    "gather by nodes": "#e69f00",
 }
+_CLASSES = {
+    "plain": "plain", "fp16": "fp16", "shared": "LowRankCompression", "gather": "FFTCompression",
+    "plain by nodes": "plain by nodes", "shared by nodes": "LowRankCompression by nodes",
+    "gather by nodes": "FFTCompression by nodes",
+}  # fmt: skip
 
 
 def add_predict(commands: Any) -> None:
@@ -34,11 +53,25 @@ def add_predict(commands: Any) -> None:
         "predict",
         _predict,
         help="seconds of a step by each method, and the link below which it pays",
-        epilog="example: sn compress predict --model resnet50 --ranks 8 --gbit 1 --overlap",
+        epilog="examples: sn compress predict --model resnet50 --ranks 8 --gbit 1 --overlap; "
+        "sn compress predict --nodes 16 --gpus 8 --gbit 25 --inside nvlink",
     )
-    flags.add_argument("--model", required=True, choices=sorted(MODELS))
-    flags.add_argument("--ranks", type=int, required=True)
-    flags.add_argument("--gbit", type=float, required=True, help="of each rank's link, 1e9 bits/s")
+    flags.add_argument(
+        "--model", default="gpt2-small", choices=sorted(MODELS), help="(default gpt2-small)"
+    )
+    how_many = flags.add_mutually_exclusive_group(required=True)
+    how_many.add_argument("--ranks", type=int, help="each with a link of its own")
+    how_many.add_argument("--nodes", type=int, help="of --gpus ranks each, which share a link")
+    flags.add_argument("--gpus", type=int, help="of a node (default 8)")
+    flags.add_argument(
+        "--inside",
+        metavar="LINK",
+        help=f"of each GPU to the others of its node: {', '.join(INSIDE)}, or Gbit/s "
+        "(default nvlink)",
+    )
+    flags.add_argument(
+        "--gbit", type=float, required=True, help="of each rank's or node's link, 1e9 bits/s"
+    )
     flags.add_argument("--latency-us", type=float, default=50, help="of one message (default 50)")
     flags.add_argument(
         "--ratio", type=float, default=Settings().ratio, help="of LowRankCompression"
@@ -52,18 +85,23 @@ def add_predict(commands: Any) -> None:
         choices=["measure", "free", *RECORDED],
         default="measure",
         help="time the codec on one core here, or take no time for it, as bytes alone would give; "
-        "core takes the rates of an AMD EPYC's, the same everywhere",
+        "core and h200 take the rates of an AMD EPYC's and of an H200, the same everywhere",
     )
     flags.add_argument(
-        "--plot", type=picture_file, metavar="FILE", help="a picture up to 1,024 ranks"
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="a picture up to 1,024 ranks; with --nodes a map of the fastest, to 16,384 GPUs",
     )
 
 
 def _predict(args: argparse.Namespace) -> Answer:
     settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
     # What is wrong is said before anything is timed.
-    link = Link.of_gbit(args.gbit, latency_s=args.latency_us * 1e-6)
-    predict(layers(args.model), ranks=args.ranks, link=link, settings=settings)
+    link = _link(args)
+    ranks = args.ranks if args.nodes is None else args.nodes * link.gpus
+    model = layers(args.model)
+    predict(model[:1], ranks=ranks, link=link, settings=settings)
     rates = RECORDED.get(args.codec, FREE)
     if args.codec == "measure":
         rates = measure_rates(
@@ -72,7 +110,7 @@ def _predict(args: argparse.Namespace) -> Answer:
 
     def at(ranks: int) -> Prediction:
         return predict(
-            layers(args.model),
+            model,
             ranks=ranks,
             link=link,
             settings=settings,
@@ -81,12 +119,81 @@ def _predict(args: argparse.Namespace) -> Answer:
             overlap=args.overlap,
         )
 
-    found = at(args.ranks)
-    text = f"{args.model}: {found.table()}\n{_codec_line(rates)}"
-    if args.plot:
+    found = at(ranks)
+    text, data = f"{args.model}: {found.table()}\n{_codec_line(rates)}", {}
+    if args.nodes is not None:
+        grown = []
+        for many in _sizes(link.gpus):
+            routes = ways(model, ranks=many, gpus=link.gpus, settings=settings, rates=rates)
+            by = {name: replace(link, tree=name == "tree") for name in ("ring", "tree")}
+            row = {name: _fastest(args, routes, many, through) for name, through in by.items()}
+            grown.append({"gpus": many, **row})
+        text += f"\n\n{_grown_table(grown)}"
+        data = {"gpus": grown}
+    if args.plot and args.nodes is None:
         _plot(args, [at(ranks) for ranks in PLOTTED_RANKS])
         text += f"\n{args.plot}: up to {PLOTTED_RANKS[-1]:,} ranks"
-    return Answer(text, _data(args.model, found, rates))
+    elif args.plot:
+        _map(args, model, link, settings, rates)
+        text += f"\n{args.plot}: up to {MOST_GPUS:,} GPUs"
+    return Answer(text, _data(args.model, found, rates) | data)
+
+
+def _link(args: argparse.Namespace) -> Link:
+    latency_s = args.latency_us * 1e-6
+    if args.nodes is None:
+        if args.gpus is not None or args.inside is not None:
+            raise CompressError("--gpus and --inside are of nodes; say --nodes, not --ranks")
+        return Link.of_gbit(args.gbit, latency_s=latency_s)
+    gpus, name = 8 if args.gpus is None else args.gpus, args.inside or "nvlink"
+    if args.nodes < 1 or gpus < 1:
+        raise CompressError(f"--nodes {args.nodes} --gpus {gpus}; expected one or more of each")
+    if (inside := INSIDE.get(name)) is None:
+        try:
+            gbit = float(name)
+        except ValueError:
+            raise CompressError(
+                f"--inside {name}; expected {', '.join(INSIDE)} or a number of Gbit/s"
+            ) from None
+        inside = Link.of_gbit(gbit, latency_s=INSIDE["pcie"].latency_s)
+    # One GPU has none beside it.
+    several = {"gpus": gpus, "inside": inside} if gpus > 1 else {}
+    return Link.of_gbit(args.gbit, latency_s=latency_s, tree=True, **several)
+
+
+def _sizes(gpus: int) -> list[int]:
+    """Numbers of GPUs, of one node and of twice as many each time."""
+    return [gpus * 2**power for power in range(1 + int(math.log2(max(1, MOST_GPUS // gpus))))]
+
+
+def _fastest(
+    args: argparse.Namespace, routes: Mapping[str, Sequence[Route]], ranks: int, link: Link
+) -> dict[str, Any]:
+    """Seconds of plain's step and of the fastest way's; plain's where little is gained."""
+    seconds = {
+        way: step(
+            of, ranks=ranks, link=link, compute_s=args.compute_ms / 1e3, overlap=args.overlap
+        ).seconds
+        for way, of in routes.items()
+    }
+    best = min(seconds, key=lambda way: seconds[way])
+    if seconds["plain"] < LEAST_GAIN * seconds[best]:
+        best = "plain"
+    return {"plain_s": seconds["plain"], "fastest": best, "step_s": seconds[best]}
+
+
+def _grown_table(grown: Sequence[dict[str, Any]]) -> str:
+    head = ["GPUs"]
+    for name in ("rings", "trees"):
+        head += [f"{name}: plain ms", "fastest ms", "times plain", "by"]
+    cells = []
+    for row in grown:
+        cells.append([f"{row['gpus']:,}"])
+        for of in (row["ring"], row["tree"]):
+            times = of["plain_s"] / of["step_s"]
+            cells[-1] += [f"{1e3 * of['plain_s']:.1f}", f"{1e3 * of['step_s']:.1f}"]
+            cells[-1] += [f"{times:.2f}", of["fastest"]]
+    return text_table(head, cells)
 
 
 def _data(model: str, found: Prediction, rates: Rates) -> dict[str, Any]:
@@ -119,17 +226,64 @@ def _codec_line(rates: Rates) -> str:
     if rates == FREE:
         return "codec: no time is counted for it"
     encode, decode = 4e-9 / rates.encode_s, 4e-9 / (rates.decode_s + rates.add_s)
-    where = "an AMD EPYC, as recorded" if rates in RECORDED.values() else "this machine"
-    return f"codec: one core of {where}, FFT {encode:.2f} GB/s in, {decode:.2f} GB/s out"
+    where = {RECORDED["core"]: "one core of an AMD EPYC", RECORDED["h200"]: "an H200"}.get(rates)
+    where = f"{where}, as recorded" if where else "one core of this machine"
+    return f"codec: {where}, FFT {encode:.2f} GB/s in, {decode:.2f} GB/s out"
 
 
-def _plot(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+def _pyplot() -> Any:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    return plt
+
+
+def _map(
+    args: argparse.Namespace, model: Sequence[Layer], link: Link, settings: Settings, rates: Rates
+) -> None:
+    """Which way is fastest by trees: GPUs against the link between nodes; and for a free codec."""
+    plt = _pyplot()
+    from matplotlib.patches import Patch
+
+    sizes = _sizes(link.gpus)[1:]
+    codecs = {"measure": "on a core here", "core": "on a core", "h200": "on an H200"}
+    panels = {"free": FREE} if rates == FREE else {codecs[args.codec]: rates, "free": FREE}
+    figure, axes = plt.subplots(
+        len(panels), figsize=(9, 1 + 4.2 * len(panels)), layout="constrained", squeeze=False
+    )
+    seen: set[str] = set()
+    for (name, of_panel), panel in zip(panels.items(), axes[:, 0], strict=True):
+        for x, ranks in enumerate(sizes):
+            routes = ways(model, ranks=ranks, gpus=link.gpus, settings=settings, rates=of_panel)
+            for y, gbit in enumerate(MAPPED_GBIT):
+                through = replace(link, bytes_per_s=gbit * 1e9 / 8)
+                found = _fastest(args, routes, ranks, through)
+                best = found["fastest"]
+                seen.add(best)
+                box = plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=_COLOURS[best], linewidth=0)
+                panel.add_patch(box)
+                times = found["plain_s"] / found["step_s"]
+                panel.text(x, y, f"{times:.3g}", ha="center", va="center", size=9, color="white")
+        panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(-0.5, len(MAPPED_GBIT) - 0.5))
+        panel.set_xticks(range(len(sizes)), [f"{ranks:,}" for ranks in sizes])
+        panel.set_yticks(range(len(MAPPED_GBIT)), [f"{gbit:g}" for gbit in MAPPED_GBIT])
+        panel.set(ylabel="Gbit/s between nodes")
+        panel.set_title(f"{args.model}, codec {name}: the fastest, and times plain", loc="left")
+    axes[-1, 0].set(xlabel=f"GPUs, {link.gpus} a node")
+    shown = [way for way in _CLASSES if way in seen]
+    figure.legend(
+        handles=[Patch(color=_COLOURS[way], label=_CLASSES[way]) for way in shown],
+        loc="outside lower center", ncols=3, frameon=False,
+    )  # fmt: skip
+    figure.savefig(args.plot, dpi=110)
+    plt.close(figure)
+
+
+def _plot(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for method in (*METHODS, "auto"):
         seconds = [1e3 * result.row(method).step.seconds for result in found]

@@ -3,8 +3,7 @@
 A ratio of 100 is no speed-up of 100: what a rank brings is not what it receives, every collective
 costs latency, and the codec takes its own time. This is the alpha-beta model of all three (Hockney
 1994; rings as in Thakur, Rabenseifner, Gropp 2005), with tensors on their way as a small schedule
-of two resources, the link and the codec, beside the backward pass. docs/cost.md derives the
-formulas.
+of resources, the links and the codec, beside the backward pass. docs/cost.md derives the formulas.
 
 Pure arithmetic: what is measured comes in as numbers, `predict.py` and `tuning.py` bring it.
 """
@@ -17,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import CompressError
 
@@ -135,37 +134,57 @@ BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; those of our
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
 Method = Literal["plain", "fp16", "shared", "gather", "cast"]
-Collective = Literal["allreduce", "allgather", "alltoall"]
+# "inside": to the owners in a node, or from them; brought is what the one has that owns most.
+Collective = Literal["allreduce", "allgather", "alltoall", "inside"]
 Rounds = tuple[tuple[Collective, int], ...]
+SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each rank to the others.
+    """What connects each rank to the others; or each node of several ranks to the other nodes.
 
     Attributes
     ----------
     bytes_per_s : in each direction
     latency_s : of one message from a rank to the next
     operation_s : of agreeing on one collective before it begins
+    gpus : ranks of a node, which share the link, and follow each other in a ring
+    inside : from each rank to the others of its node
+    tree : all-reduces go up and down two trees of nodes, as NCCL's do, in the place of a ring:
+        as many bytes in 2 log2(nodes) messages
     """
 
     bytes_per_s: float
     latency_s: float = 50e-6
     operation_s: float = 1e-3
+    gpus: int = 1
+    inside: Link | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.latency_s < 0 or self.operation_s < 0:
             raise CompressError(f"{self}; expected bytes_per_s above 0 and no negative seconds")
+        if self.gpus < 1 or (self.gpus > 1) != (self.inside is not None):
+            raise CompressError(
+                f"Link: gpus={self.gpus!r}, inside={self.inside}; expected one or more, and a link "
+                "inside a node where it has several"
+            )
 
     @classmethod
-    def of_gbit(cls, gbit: float, **others: float) -> Link:
+    def of_gbit(cls, gbit: float, **others: Any) -> Link:
         """The link of so many Gbit/s (1e9 bits).
 
         >>> Link.of_gbit(10).bytes_per_s
         1250000000.0
         """
         return cls(gbit * 1e9 / 8, **others)
+
+
+INSIDE = {"nvlink": Link(450e9, latency_s=3.4e-6), "pcie": Link(31.5e9, latency_s=5.7e-6)}
+"""Links inside a node by name; stated, not measured. Bytes are those of an H100's NVLink each way
+(18 links of 25 GB/s: NVIDIA's data sheet) and of 16 lanes of PCIe 4.0 (16 GT/s, 128 bits in 130);
+latencies of a hop in a ring are those by which NCCL chooses (src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +214,27 @@ class Route:
     @property
     def sent_bytes(self) -> int:
         """Bytes this rank puts in."""
-        return sum(size for _, size in self.rounds)
+        return sum(size for collective, size in self.rounds if collective != "inside")
 
-    def wire_bytes(self, ranks: int) -> float:
-        """Bytes that leave this rank, and as many reach it."""
-        return sum(wire_bytes(collective, size, ranks) for collective, size in self.rounds)
+    @property
+    def by_nodes(self) -> bool:
+        """Whether gradients are summed inside a node first, and owners exchange."""
+        return self.rounds[0][0] == "inside"
+
+    def on(self, ranks: int, link: Link) -> list[tuple[Collective, int, int, Link]]:
+        """The rounds, each with how many ranks take part and what connects them."""
+        if not self.by_nodes:
+            return [(kind, size, ranks, link) for kind, size in self.rounds]
+        first, *exchanged, last = self.rounds
+        nodes, between = ranks // link.gpus, replace(link, gpus=1, inside=None)
+        own = [(kind, size, nodes, between) for kind, size in exchanged]
+        return [(*first, ranks, link), *own, (*last, ranks, link)]
+
+    def wire_bytes(self, ranks: int, gpus: int = 1) -> float:
+        """Bytes that leave this rank, or its node of several, and as many reach it."""
+        if self.by_nodes:
+            ranks, gpus = ranks // gpus, 1
+        return sum(wire_bytes(collective, size, ranks, gpus) for collective, size in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -209,7 +244,7 @@ class Event:
     `tensor` is the first of its bucket, None for the passes.
     """
 
-    what: Literal["forward", "backward", "codec", "link"]
+    what: Literal["forward", "backward", "codec", "link", "inside"]
     tensor: int | None
     start: float
     end: float
@@ -223,7 +258,7 @@ class Step:
     ----------
     seconds : the whole
     compute_s, codec_s, exchange_s : its parts, each as if alone
-    wire_bytes : what leaves each rank
+    wire_bytes : what leaves each rank, or each node where nodes have several
     sent_bytes : what it puts into the collectives
     events : in order of their start
     """
@@ -237,29 +272,61 @@ class Step:
     events: tuple[Event, ...]
 
 
-def wire_bytes(collective: Collective, size: float, ranks: int) -> float:
-    """Bytes that leave a rank which brings `size` bytes.
+Seconds = Callable[[Link], float]
 
-    To an all-to-all it brings what is for others, each its own.
+
+def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -> float:
+    """Bytes that leave a node of so many ranks, one unless told, each of which brings `size`.
+
+    To an all-to-all it brings what is for others, each its own. A ring leaves each node once.
 
     >>> [wire_bytes(kind, 800, 8) for kind in ("allreduce", "allgather", "alltoall")]
-    [1400.0, 5600, 800]
+    [1400.0, 5600, 800.0]
+    >>> [wire_bytes(kind, 700, 8, gpus=4) for kind in ("allreduce", "allgather", "alltoall")]
+    [1225.0, 4900, 1600.0]
     """
-    if collective == "allreduce":
-        return 2 * (ranks - 1) / ranks * size
-    return (ranks - 1) * size if collective == "allgather" else size
+    if collective == "inside" or ranks == gpus:
+        return 0.0
+    if collective == "alltoall":
+        return gpus * size * (ranks - gpus) / (ranks - 1)
+    return 2 * (ranks - 1) / ranks * size if collective == "allreduce" else (ranks - 1) * size
 
 
 def latency_s(collective: Collective, ranks: int, link: Link) -> float:
-    """Seconds of a collective of no bytes."""
-    messages = (ranks - 1) * (2 if collective == "allreduce" else 1)
-    return link.operation_s + messages * link.latency_s if ranks > 1 else 0.0
+    """Seconds of a collective of no bytes.
+
+    Hops between and inside nodes are counted as NCCL does where it chooses (tuning.cc).
+    """
+    if ranks == 1:
+        return 0.0
+    nodes, times = ranks // link.gpus, 2 if collective == "allreduce" else 1
+    between, within = times * (nodes - 1), times * (ranks - nodes)
+    if collective == "allreduce" and link.tree:
+        between, within = 2 * (nodes - 1).bit_length(), 2 * (link.gpus - 1)
+    elif collective == "alltoall":
+        between, within = ranks - link.gpus, link.gpus - 1
+    elif collective == "inside":
+        between, within = 0, link.gpus - 1
+    inside = link.inside.latency_s if link.inside else 0.0
+    return link.operation_s + between * link.latency_s + within * inside
+
+
+def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
+    """Seconds in which the bytes of a collective pass the slower of a node's links."""
+    seconds = wire_bytes(collective, size, ranks, link.gpus) / link.bytes_per_s
+    if link.inside is None:
+        return seconds
+    inside = wire_bytes(collective, size, ranks)
+    if collective == "inside":  # what the others of its node send to an owner, or it to them
+        inside = (link.gpus - 1) * size
+    elif collective == "alltoall":
+        inside *= (link.gpus - 1) / (ranks - 1)
+    return max(seconds, inside / link.inside.bytes_per_s)
 
 
 def collective_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
     """Seconds of a collective to which each rank brings `size` bytes."""
-    moved = wire_bytes(collective, size, ranks)
-    return latency_s(collective, ranks, link) + moved / link.bytes_per_s
+    return latency_s(collective, ranks, link) + transfer_s(collective, size, ranks, link)
 
 
 def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
@@ -272,7 +339,7 @@ def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
     bucketed = 0.0
     for _, _, route in _buckets(routes):
         if route.elements:
-            bucketed += sum(latency_s(collective, ranks, link) for collective, _ in route.rounds)
+            bucketed += sum(latency_s(kind, n, at) for kind, _, n, at in route.on(ranks, link))
             continue
         for number, (collective, size) in enumerate(route.rounds):
             key = route.method, number, collective
@@ -301,13 +368,16 @@ def step(
         from the last tensor to the first; otherwise they begin when it is over
 
     Gradients travel in buckets: those of one method and number of rounds go on together, when the
-    last of them is there. Codec and link may work on different buckets at once.
+    last of them is there. Codec and links may work on different buckets at once. By nodes, means
+    are handed out inside a node when all buckets are exchanged.
     """
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
     jobs = _buckets(routes)
-    free = {"codec": 0.0, "link": 0.0}
+    rounds = [route.on(ranks, link) for _, _, route in jobs]
+    free = {"codec": 0.0, "link": 0.0, "inside": 0.0}
     waiting: list[tuple[float, int, int]] = []
+    exchanged: list[tuple[float, int, int]] = []
     for place, (_, last, _) in enumerate(jobs):
         share = (last + 1) / len(routes) if overlap else 1.0
         waiting.append((forward + share * (compute_s - forward), place, 0))
@@ -315,28 +385,34 @@ def step(
     while waiting:
         ready, place, stage = heapq.heappop(waiting)
         tensor, _, route = jobs[place]
+        what: Literal["codec", "link", "inside"] = "codec"
         if stage % 2:
-            what: Literal["codec", "link"] = "link"
-            moved = wire_bytes(*route.rounds[stage // 2], ranks)
-            seconds = moved / link.bytes_per_s
+            what = "inside" if rounds[place][stage // 2][0] == "inside" else "link"
+            seconds = transfer_s(*rounds[place][stage // 2])
         else:
-            what, seconds = "codec", route.codec_s[stage // 2]
+            seconds = route.codec_s[stage // 2]
         start = max(ready, free[what])
         end = start + seconds
         if seconds:
             free[what] = end
             events.append(Event(what, tensor, start, end))
-        if stage + 1 < len(route.rounds) + len(route.codec_s):
+        if route.by_nodes and stage + 2 == 2 * len(route.rounds):
+            exchanged.append((end, place, stage + 1))
+        elif stage + 1 < len(route.rounds) + len(route.codec_s):
             heapq.heappush(waiting, (end, place, stage + 1))
+        if exchanged and not waiting:
+            all_there = max(exchanged)[0]
+            waiting = sorted((all_there, place, stage) for _, place, stage in exchanged)
+            exchanged = []
     # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
     latencies = latencies_s(routes, ranks, link)
-    moved = sum(route.wire_bytes(ranks) for route in routes)
+    moved = sum(transfer_s(*each) for route in routes for each in route.on(ranks, link))
     return Step(
         seconds=max(event.end for event in events) + latencies,
         compute_s=compute_s,
         codec_s=sum(sum(route.codec_s) for route in routes),
-        exchange_s=latencies + moved / link.bytes_per_s,
-        wire_bytes=moved,
+        exchange_s=latencies + moved,
+        wire_bytes=sum(route.wire_bytes(ranks, link.gpus) for route in routes),
         sent_bytes=sum(route.sent_bytes for route in routes),
         events=tuple(sorted(events, key=lambda event: event.start)),
     )
@@ -394,7 +470,7 @@ def choose(
         raise CompressError(f"choose: options for {sorted(sizes)} tensors; expected one number")
 
     def alone(route: Route) -> float:
-        return sum(route.codec_s) + route.wire_bytes(ranks) / link.bytes_per_s
+        return sum(route.codec_s) + sum(transfer_s(*each) for each in route.on(ranks, link))
 
     def total(routes: Sequence[Route]) -> float:
         return step(routes, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap).seconds
@@ -412,12 +488,7 @@ def choose(
 
 
 def break_even(
-    slower: Callable[[Link], float],
-    faster: Callable[[Link], float],
-    *,
-    link: Link,
-    low: float = 1e5,
-    high: float = 1e13,
+    slower: Seconds, faster: Seconds, *, link: Link, low: float = SLOWEST, high: float = FASTEST
 ) -> float:
     """Bytes per second below which `faster` takes fewer seconds than `slower`.
 

@@ -6,213 +6,34 @@
     >>> result.row("plain").ratio, round(result.row("shared").ratio)
     (1.0, 100)
 
-Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
-
-What the cost model has to be told: seconds of the codec and of the link, from timed runs.
-
-Two timed sizes give a fixed part and a part per unit; both are small, so that measuring takes a
-second or two and not the minutes of a training step on each method.
+Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`,
+which is told those of the codec and of the link from timed runs (`rates.py`).
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from ..allreduce.allocate import MOST, EnergyCurve, allocate, budget, words_of
-from ..allreduce.methods.dense import Whole
-from ..allreduce.methods.low_rank import LowRank
-from ..allreduce.state import TensorState, exchange
-from ..arrays import Array, namespace
-from ..codecs.base import Floats, aligned_bytes
-from ..collective import Gradient
-from ..engine.casts import CastBucket
+from ..codecs.base import aligned_bytes
+from ..engine.hierarchy import Owners
 from ..engine.payloads import Shares, shares_of
 from ..errors import CompressError
-from ..ops.casts import Cast, DType
+from ..ops.casts import Cast
+from ..ops.fixed_point import MAX_RANKS
 from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
-from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step, wire_bytes
-
-_SIDE = 1024  # the timed runs take a matrix of this many rows and columns
-_RANKS = 8  # of the payloads and sums in the timed runs
-_TINY = 32  # rows and columns of a matrix that takes no time but for being a tensor
-_MANY = 16  # of them
-_BUCKET = 8 * 2**20  # elements, more than caches hold
-_PASSES = 3  # over a bucket: in, division, out
-_SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
-_LEAST_S = 1e-13  # per element: noise must not make a time negative
-_LEAST_LINK_S = 1e-9
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds of one rank's codec for each element of a tensor, and for each tensor.
-
-    Attributes
-    ----------
-    encode_s, decode_s, add_s : gather: a payload, the way back, and each payload summed up for it
-    pass_s, column_s : shared: whatever the rank, and for each column of the factors
-    whole_s : shared: a tensor without factors, there and back
-    cast_s : fp16, there and back; taken as two copies
-    owners_s : cast: rounded by each rank, added up where it is owned, read by all; of torch's CPU
-        where torch is loaded
-    bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
-        it, and copies the mean out
-    gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
-    """
-
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-    add_s: float = 0.0
-    pass_s: float = 0.0
-    column_s: float = 0.0
-    whole_s: float = 0.0
-    cast_s: float = 0.0
-    owners_s: float = 0.0
-    bucket_s: float = 0.0
-    gather_tensor_s: float = 0.0
-    shared_tensor_s: float = 0.0
-
-
-FREE = Rates()
-"""A codec that takes no time: what bytes alone would give."""
-
-RECORDED = {
-    "core": Rates(
-        encode_s=4.5e-9, decode_s=2e-9, add_s=0.35e-9, pass_s=2.7e-9,
-        column_s=0.33e-9, whole_s=13e-9, cast_s=0.55e-9, bucket_s=2.6e-9,
-        gather_tensor_s=170e-6, shared_tensor_s=24e-6,
-    )
-}  # fmt: skip
-"""Rates measured once, by name, so that what is computed from them is the same everywhere: those of
-one core of an AMD EPYC, of the rows in benchmarks/results/pays.json."""
-
-
-def measure_rates(
-    settings: Settings,
-    *,
-    repeat: int = 3,
-    threads: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-    say: Callable[[str], object] = lambda text: None,
-) -> Rates:
-    """Time the codecs of these settings on this machine, on a million elements.
-
-    clock : seconds; time.process_time leaves out what other programs take of a busy machine
-    say : called with a line before each part, to show progress
-    """
-    values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
-
-    def least(run: Callable[[], object]) -> float:
-        # The least of several: other programs make a run slower, never faster.
-        return min(_seconds(run, clock) for _ in range(repeat))
-
-    def per_element(run: Callable[[], object]) -> float:
-        return least(run) / values.size
-
-    say("timing the codec of payloads")
-    codec = settings.codec(threads=threads)
-    state = codec.new_state(values.size) if settings.feedback else None
-    payload = codec.encode(values, state=state)
-    one = per_element(lambda: codec.decode_mean([payload]))
-    several = per_element(lambda: codec.decode_mean([payload] * _RANKS))
-    add = max((several - one) / (_RANKS - 1), _LEAST_S)
-
-    tiny = values[: _TINY**2].copy()
-    of_tiny = codec.new_state(tiny.size) if settings.feedback else None
-    gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
-
-    say("timing the codec of the shared exchange")
-    many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), tiny) for _ in range(_MANY)]
-    shared_tensor = least(partial(_exchange, many, [tiny] * _MANY)) / _MANY
-    narrow, wide = (
-        TensorState.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
-    )
-    small, large = (per_element(partial(_exchange, [f], [values])) for f in (narrow, wide))
-    column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
-    bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
-    halved = TensorState.of(Whole([(_SIDE, _SIDE)]), values)
-    return Rates(
-        encode_s=per_element(lambda: codec.encode(values, state=state)),
-        decode_s=max(one - add, _LEAST_S),
-        add_s=add,
-        pass_s=max(small - _SMALL * column, _LEAST_S),
-        column_s=column,
-        whole_s=per_element(partial(_exchange, [halved], [values])),
-        # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
-        cast_s=2 * per_element(values.copy),
-        owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
-        bucket_s=_PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
-        gather_tensor_s=gather_tensor,
-        shared_tensor_s=shared_tensor,
-    )
-
-
-def fit_link(
-    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
-) -> Link:
-    """The link on which all-reduces of two sizes took these seconds.
-
-    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
-        from the small one the latency
-    operation_s : of the small one's seconds, what is not spent in messages
-
-    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
-    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
-    111
-    """
-    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
-        raise CompressError(
-            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
-            "expected a small and a large size, a time for each, and two ranks or more"
-        )
-    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
-    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
-    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
-    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
-
-
-def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    run()
-    return clock() - start
-
-
-def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
-    """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
-    rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
-    words = next(rounds)
-    for _ in range(tensors[0].part.rounds - 1):
-        words = rounds.send(words * _RANKS)
-    try:
-        rounds.send(words * _RANKS)
-    except StopIteration:
-        return
-
-
-def _in_torch(values: Floats) -> Array:
-    """A copy, of torch where that is loaded: gradients are, and it casts faster than NumPy."""
-    torch = sys.modules.get("torch")
-    return values.copy() if torch is None else torch.from_numpy(values.copy())
-
-
-def _cast_by_owners(dtype: DType, values: Array) -> None:
-    """A whole exchange of casts, in which all ranks have the same values."""
-    gradient = Gradient(None, tuple(values.shape), values)
-    bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
-    means = bucket.own(bucket.begin())
-    bucket.end(namespace(means).concat([means] * _RANKS))
-
+from . import cost
+from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
+from .rates import FREE, PASSES, Rates
 
 LIMIT = 0.5  # points: what loses more is named
 
@@ -284,8 +105,9 @@ def advice(received: Mapping[CompressionName, float]) -> str:
     return "\n  ".join(["lost most in short trainings of small nets on 8 ranks:", *lines])
 
 
-StepTimer = tuple[float, ...]
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
+HANDED: tuple[Method, ...] = ("plain", "shared", "gather")  # those that owners exchange by
+BY_NODES = {f"{method} by nodes": method for method in HANDED}
 _TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
 
 
@@ -295,7 +117,7 @@ class Row:
 
     Attributes
     ----------
-    method : of METHODS, or "auto"
+    method : of METHODS, "auto", or of BY_NODES
     step : the predicted step
     ratio : float32 bytes over bytes a rank brings to the collectives
     speedup : seconds of plain's step over those of this one
@@ -315,30 +137,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows in the order of METHODS, then "auto"."""
+    """Rows in the order of METHODS, then "auto", then BY_NODES where nodes have several ranks.
+
+    impossible : why a method has no row
+    """
 
     ranks: int
     link: Link
     elements: int
     rows: tuple[Row, ...]
+    impossible: dict[str, str]
 
     def row(self, method: str) -> Row:
-        """The row of a method."""
-        return next(row for row in self.rows if row.method == method)
+        """The row of a method; CompressError where it has none."""
+        if (found := next((row for row in self.rows if row.method == method), None)) is None:
+            raise CompressError(self.impossible.get(method, f"there is no row {method!r}"))
+        return found
 
     def table(self) -> str:
         """The rows as people read them."""
-        gbit = self.link.bytes_per_s * 8 / 1e9
+        link = self.link
         rows = []
         for row in self.rows:
             of = row.step
-            plain, half = (
-                "" if row.method in same else gbit_text(limit)
-                for same, limit in (
-                    (("plain",), row.break_even_gbit),
-                    (("plain", "fp16"), row.break_even_fp16_gbit),
-                )
-            )
+            plain = "" if row.method == "plain" else gbit_text(row.break_even_gbit)
+            half = "" if row.method in METHODS[:2] else gbit_text(row.break_even_fp16_gbit)
             rows.append(
                 [
                     row.method, f"{1e3 * of.seconds:.1f}", f"{row.speedup:.2f}x",
@@ -346,32 +169,44 @@ class Prediction:
                     f"{of.wire_bytes / 1e6:.2f}", f"{row.ratio:.1f}", plain, half,
                 ]
             )  # fmt: skip
-        chosen = ", ".join(f"{n} {name}" for name, n in self.rows[-1].tensors.items())
-        return (
-            f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
-            f"{1e6 * self.link.latency_s:g} us a message\n{text_table(_HEAD, rows)}\n"
-            f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}\n"
-            f"{advice(self._received())}"
+        auto, nodes = self.row("auto").tensors, ""
+        if link.inside is not None:
+            nodes = (
+                f"; {self.ranks // link.gpus} nodes of {link.gpus} ranks, "
+                f"{link.inside.bytes_per_s * 8e-9:g} Gbit/s inside, "
+                f"all-reduces by {'trees' if link.tree else 'rings'}"
+            )
+        head = (*_HEAD[:5], "MB a node" if nodes else "MB on wire", *_HEAD[5:])
+        return "\n".join(
+            [
+                f"{self.elements:,} parameters, {self.ranks} ranks, {link.bytes_per_s * 8e-9:g} "
+                f"Gbit/s, {1e6 * link.latency_s:g} us a message{nodes}",
+                text_table(head, rows),
+                f"auto takes, of {sum(auto.values())} tensors: "
+                + ", ".join(f"{n} {name}" for name, n in auto.items()),
+                *(f"{method}: {why}" for method, why in self.impossible.items()),
+                advice(self._received()),
+            ]
         ).rstrip()
 
     def _received(self) -> dict[CompressionName, float]:
         """Received bytes of plain's all-reduce over those of each compression."""
-        shared, gather = (self._received_by(method) for method in ("shared", "gather"))
-        return {
-            "LowRankCompression": shared, "AutoCompression": shared, "FFTCompression": gather,
+        rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
+        plain = rows["plain"].step.wire_bytes
+        # One rank, or one node, receives nothing.
+        found = {
+            it: plain / row.step.wire_bytes if plain else row.ratio for it, row in rows.items()
+        }
+        named: dict[CompressionName, str] = {
+            "LowRankCompression": "shared", "AutoCompression": "shared", "FFTCompression": "gather",
         }  # fmt: skip
-
-    def _received_by(self, method: str) -> float:
-        plain, ours = (self.row(name).step.wire_bytes for name in ("plain", method))
-        # One rank receives nothing.
-        return plain / ours if ours else self.row(method).ratio
+        return {name: found[method] for name, method in named.items() if method in found}
 
 
 _HEAD = (
-    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "MB on wire", "ratio",
-    "break-even", "against fp16",
+    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "ratio", "break-even",
+    "against fp16",
 )  # fmt: skip
-_SLOWEST, _FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
 
 
 def gbit_text(gbit: float) -> str:
@@ -380,9 +215,9 @@ def gbit_text(gbit: float) -> str:
     >>> gbit_text(3.21), gbit_text(8e4), gbit_text(8e-4)
     ('3.2 Gbit/s', 'any', 'none')
     """
-    if gbit >= _FASTEST * 8e-9:
+    if gbit >= cost.FASTEST * 8e-9:
         return "any"
-    return "none" if gbit <= _SLOWEST * 8e-9 else f"{gbit:.2g} Gbit/s"
+    return "none" if gbit <= cost.SLOWEST * 8e-9 else f"{gbit:.2g} Gbit/s"
 
 
 def routes_of(
@@ -394,13 +229,8 @@ def routes_of(
     if method == "fp16":
         half = (rates.cast_s + rates.bucket_s) / 2
         return [
-            Route(
-                "fp16",
-                (("allreduce", 2 * t.elements),),
-                (half * t.elements, half * t.elements),
-                t.elements,
-            )
-            for t in layers
+            Route("fp16", (("allreduce", 2 * n),), (half * n, half * n), n)
+            for n in (tensor.elements for tensor in layers)
         ]
     if method == "shared":
         return _shared(layers, ranks, settings, rates)
@@ -411,12 +241,75 @@ def routes_of(
     return _payloads(layers, ranks, settings, rates)
 
 
+def routes_by_nodes(
+    method: Method,
+    layers: Sequence[Layer],
+    *,
+    nodes: int,
+    gpus: int,
+    settings: Settings,
+    rates: Rates,
+) -> list[Route]:
+    """As `routes_of`, where each tensor has one owner in a node and owners exchange.
+
+    Owners work at once, so all is as fast as the slowest: of the codec's seconds, and of what
+    passes inside a node, a tensor's part is that which the busiest owner has of all tensors'.
+    """
+    owners = Owners(gpus)
+    # Gradients come from the last to the first.
+    owner = {it.name: owners.of(it.name, it.elements) for it in reversed(layers)}
+
+    def part(of: Sequence[float]) -> float:
+        busy = [0.0] * gpus
+        for tensor, each in zip(layers, of, strict=True):
+            busy[owner[tensor.name]] += each
+        return max(busy) / (sum(busy) or 1.0)
+
+    own = routes_of(
+        method, layers, ranks=nodes, settings=settings, rates=replace(rates, bucket_s=0.0)
+    )
+    inside, codec = part([it.elements for it in own]), part([sum(it.codec_s) for it in own])
+    found = []
+    for it in own:
+        first, *later = (codec * seconds for seconds in it.codec_s)
+        # All copy the whole gradient into a bucket and out of it; an owner adds up its node's.
+        half = it.elements * rates.bucket_s / 2
+        added = inside * it.elements * gpus * rates.bucket_s / PASSES
+        handed: Rounds = (("inside", ceil(4 * inside * it.elements)),)
+        times = (half, added + first, *later, half)
+        found.append(Route(it.method, (*handed, *it.rounds, *handed), times, it.elements))
+    return found
+
+
+def ways(
+    layers: Sequence[Layer], *, ranks: int, gpus: int = 1, settings: Settings, rates: Rates
+) -> dict[str, list[Route]]:
+    """Routes by METHODS, and by BY_NODES among several nodes of several ranks.
+
+    Left out are sums of more ranks than `shared` can add.
+    """
+    nodes = ranks // gpus
+    found: dict[str, list[Route]] = {
+        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
+        for method in METHODS
+        if method != "shared" or ranks <= MAX_RANKS
+    }
+    for name, method in BY_NODES.items() if gpus > 1 and nodes > 1 else ():
+        if method != "shared" or nodes <= MAX_RANKS:
+            found[name] = routes_by_nodes(
+                method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates
+            )
+    return found
+
+
 def _plain(tensor: Layer, rates: Rates) -> Route:
     half = tensor.elements * rates.bucket_s / 2
     return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half), tensor.elements)
 
 
-def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> StepTimer:
+def _in_bucket(
+    tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]
+) -> tuple[float, ...]:
     """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
@@ -525,47 +418,52 @@ def predict(
     Parameters
     ----------
     layers : the parameters, in the order of the forward pass
+    link : between ranks, or between nodes of several
     settings : of FFTCompression (gather; among three ranks or more by way of the blocks' owners)
         and LowRankCompression (shared); None: the defaults
     rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
         bytes alone would give
     """
     settings = settings or Settings()
-    if ranks < 1 or not layers:
-        raise CompressError(f"predict: ranks={ranks!r}, {len(layers)} layers; expected one or more")
+    if ranks < 1 or not layers or ranks % link.gpus:
+        raise CompressError(
+            f"predict: ranks={ranks!r}, {link.gpus} a node, {len(layers)} layers; expected one "
+            "layer or more, and nodes of as many ranks each, one or more"
+        )
 
-    def at(routes: Sequence[Route], place: Link) -> Step:
-        return step(routes, ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
-
-    def seconds(routes: Sequence[Route]) -> Callable[[Link], float]:
-        return lambda place: at(routes, place).seconds
-
-    found: dict[str, Sequence[Route]] = {
-        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
-        for method in METHODS
-    }
+    every = ways(layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates)
+    found: dict[str, Sequence[Route]] = {it: every[it] for it in METHODS if it in every}
     found["auto"] = choose(found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
+    found |= every
+
+    @cache
+    def at(name: str, place: Link) -> Step:
+        return step(found[name], ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
+
+    def seconds(name: str) -> Callable[[Link], float]:
+        return lambda place: at(name, place).seconds
+
     elements = sum(tensor.elements for tensor in layers)
-    plain_s = at(found["plain"], link).seconds
     rows = []
     for name, routes in found.items():
-        of = at(routes, link)
+        of = at(name, link)
         # On another link auto would choose anew; its break-even is that of the choice on this one.
-        limits = [
-            break_even(
-                seconds(found[base]), seconds(routes), link=link, low=_SLOWEST, high=_FASTEST
-            )
-            for base in ("plain", "fp16")
-        ]
+        limits = [break_even(seconds(base), seconds(name), link=link) for base in ("plain", "fp16")]
         rows.append(
             Row(
                 method=name,
                 step=of,
                 ratio=4 * elements / of.sent_bytes,
-                speedup=plain_s / of.seconds if of.seconds else 1.0,
+                speedup=at("plain", link).seconds / of.seconds if of.seconds else 1.0,
                 break_even_gbit=8e-9 * limits[0],
                 break_even_fp16_gbit=8e-9 * limits[1],
                 tensors=dict(Counter(route.method for route in routes)),
             )
         )
-    return Prediction(ranks, link, elements, tuple(rows))
+    sums = {"shared": ranks} | ({"shared by nodes": ranks // link.gpus} if link.inside else {})
+    impossible = {
+        name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
+        for name, many in sums.items()
+        if many > MAX_RANKS
+    }
+    return Prediction(ranks, link, elements, tuple(rows), impossible)

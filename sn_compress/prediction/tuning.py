@@ -30,7 +30,8 @@ import numpy.typing as npt
 from ..errors import CompressError
 from ..settings import Settings
 from .cost import Layer, Link, Method, Route, step
-from .predict import Rates, fit_link, measure_rates, routes_of
+from .predict import routes_of
+from .rates import Rates, fit_link, measure_rates
 
 _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
@@ -185,25 +186,16 @@ class Tuner:
             return
         assert self.decision is not None
         self._trial_s = median
+        ms, plain_ms = 1e3 * median, 1e3 * self._plain_s
         if median > (1 - self._margin) * self._plain_s:
-            _log.info(
-                "plain %s is faster here: %.1f ms a step, %.1f ms with compression; %s",
-                self._plain,
-                1e3 * self._plain_s,
-                1e3 * median,
-                self._why(),
-            )
+            said = f"plain {self._plain} is faster here: {plain_ms:.1f} ms a step, "
+            said += f"{ms:.1f} ms with compression"
             self.choice = "plain"
         else:
-            _log.info(
-                "%d of %d tensors are %s: %.1f ms a step, %.1f ms plain; %s",
-                self.decision.compressed,
-                len(self._layers),
-                "cast to bf16" if self.choice == "cast" else "compressed",
-                1e3 * median,
-                1e3 * self._plain_s,
-                self._why(),
-            )
+            how = "cast to bf16" if self.choice == "cast" else "compressed"
+            said = f"{self.decision.compressed} of {len(self._layers)} tensors are {how}: "
+            said += f"{ms:.1f} ms a step, {plain_ms:.1f} ms plain"
+        _log.info("%s; %s", said, self._why())
         self._enter("settled")
 
     def _enter(self, phase: str) -> None:

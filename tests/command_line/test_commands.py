@@ -107,6 +107,11 @@ def test_no_is_an_answer_and_no_mistake(files, capsys):
         (["memory", "plan", "alexnet", "--device", "h10"], "Did you mean 'h100'?"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
+        (["compress", "predict", "--nodes", "0", "--gbit", "1"], "--nodes 0 --gpus 8"),
+        (["compress", "predict", "--nodes", "2", "--gpus", "0", "--gbit", "1"], "--gpus 0"),
+        (["compress", "predict", "--nodes", "2", "--gbit", "1", "--inside", "usb"], "nvlink, pcie"),
+        (["compress", "predict", "--nodes", "2", "--gbit", "1", "--inside", "-1"], "above 0"),
+        (["compress", "predict", "--ranks", "2", "--gbit", "1", "--gpus", "2"], "say --nodes"),
         (["compress", "gossip", "--ranks", "6", "--topology", "hypercube"], "power of two"),
     ],
 )  # fmt: skip
@@ -126,6 +131,8 @@ def test_mistakes_end_with_two_and_one_sentence(files, capsys, words, said):
         ["memory", "plan"],
         ["memory", "fly"],
         ["compress", "predict", "--model", "resnet50", "--ranks", "many", "--gbit", "1"],
+        ["compress", "predict", "--gbit", "1"],
+        ["compress", "predict", "--ranks", "8", "--nodes", "1", "--gbit", "1"],
     ],
 )
 def test_usage_is_two(capsys, words):
@@ -236,6 +243,30 @@ def test_predict_as_text_and_as_json(capsys, tmp_path):
     rows = {row["method"]: row for row in json.loads(out)["methods"]}
     assert rows["plain"]["speedup"] == 1
     assert rows["shared"]["speedup"] > 10
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_predict_of_nodes(capsys, tmp_path, monkeypatch):
+    words = ["compress", "predict", "--model", "alexnet", "--nodes", "2", "--gpus", "4"]
+    words += ["--gbit", "1", "--codec", "free"]
+    code, out, _ = run(capsys, *words, "--inside", "nvlink")
+    assert code == 0
+    assert "2 nodes of 4 ranks, 3600 Gbit/s inside, all-reduces by trees" in out
+    assert re.search(r"^shared by nodes +\d", out, re.MULTILINE)
+    grown = re.findall(r"^([\d,]+) +\d+\.\d +", out, re.MULTILINE)
+    assert grown[0] == "4"
+    assert grown[-1] == "16,384"
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("sn_cli.compress.predict.MOST_GPUS", 16)
+    code, out, _ = run(capsys, *words, "--inside", "64", "--json", "--plot", tmp_path / "x.png")
+    found = json.loads(out)
+    assert found["link"]["inside"]["bytes_per_s"] == 8e9
+    assert [row["gpus"] for row in found["gpus"]] == [4, 8, 16]
+    for row in found["gpus"]:
+        # As many bytes in fewer messages.
+        assert row["tree"]["plain_s"] <= row["ring"]["plain_s"]
+        assert row["ring"]["step_s"] <= row["ring"]["plain_s"]
+    assert found["gpus"][1]["tree"]["fastest"] != "plain"
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -25,7 +25,8 @@ from sn_compress.prediction.cost import (
     step,
     wire_bytes,
 )
-from sn_compress.prediction.predict import FREE, METHODS, Rates, fit_link, measure_rates, routes_of
+from sn_compress.prediction.predict import METHODS, routes_of
+from sn_compress.prediction.rates import FREE, Rates, fit_link, measure_rates
 from sn_compress.settings import Settings
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)

@@ -11,7 +11,7 @@ import pytest
 
 from sn_compress import AutoCompression, CompressError
 from sn_compress.prediction.cost import Link, collective_s
-from sn_compress.prediction.predict import FREE, Rates
+from sn_compress.prediction.rates import FREE, Rates
 from sn_compress.prediction.tuning import Tuner
 
 RANKS = 4

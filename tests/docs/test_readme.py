@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sn_compress.prediction.predict import RECORDED
+from sn_compress.prediction.rates import RECORDED
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

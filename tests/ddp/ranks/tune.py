@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sn_compress import AutoCompression
 from sn_compress.prediction import tuning
 from sn_compress.prediction.cost import step as step_of
-from sn_compress.prediction.predict import FREE
+from sn_compress.prediction.rates import FREE
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
 from sn_compress.torch.layout import Names

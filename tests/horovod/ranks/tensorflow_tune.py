@@ -17,7 +17,7 @@ from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_
 import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression, CompressError
 from sn_compress.prediction.cost import step as step_of_model
-from sn_compress.prediction.predict import FREE
+from sn_compress.prediction.rates import FREE
 from sn_compress.tensorflow.agreement import total
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer

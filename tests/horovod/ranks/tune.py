@@ -12,7 +12,7 @@ from torch import nn
 import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
 from sn_compress.prediction.cost import step as step_of
-from sn_compress.prediction.predict import FREE
+from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
 from sn_compress.torch.under_horovod.memory import memory_of
 

@@ -1,0 +1,207 @@
+"""Seconds of one rank's codec and of a link, from timed runs.
+
+Two sizes give a fixed part and a part per unit, and both are small, so that measuring takes a
+second or two.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..allreduce.methods.dense import Whole
+from ..allreduce.methods.low_rank import LowRank
+from ..allreduce.state import TensorState, exchange
+from ..arrays import Array, namespace
+from ..codecs.base import Floats
+from ..collective import Gradient
+from ..engine.casts import CastBucket
+from ..errors import CompressError
+from ..ops.casts import Cast, DType
+from ..settings import Settings
+from .cost import Link, wire_bytes
+
+_SIDE = 1024  # the timed runs take a matrix of this many rows and columns
+_RANKS = 8  # of the payloads and sums in the timed runs
+_TINY = 32  # rows and columns of a matrix that takes no time but for being a tensor
+_MANY = 16  # of them
+_BUCKET = 8 * 2**20  # elements, more than caches hold
+PASSES = 3  # over a bucket: in, division, out
+_SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
+_LEAST_S = 1e-13  # per element: noise must not make a time negative
+_LEAST_LINK_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of one rank's codec for each element of a tensor, and for each tensor.
+
+    Attributes
+    ----------
+    encode_s, decode_s, add_s : gather: a payload, the way back, and each payload summed up for it
+    pass_s, column_s : shared: whatever the rank, and for each column of the factors
+    whole_s : shared: a tensor without factors, there and back
+    cast_s : fp16, there and back; taken as two copies
+    owners_s : cast: rounded by each rank, added up where it is owned, read by all; of torch's CPU
+        where torch is loaded
+    bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
+        it, and copies the mean out
+    gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
+    """
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    add_s: float = 0.0
+    pass_s: float = 0.0
+    column_s: float = 0.0
+    whole_s: float = 0.0
+    cast_s: float = 0.0
+    owners_s: float = 0.0
+    bucket_s: float = 0.0
+    gather_tensor_s: float = 0.0
+    shared_tensor_s: float = 0.0
+
+
+FREE = Rates()
+"""A codec that takes no time: what bytes alone would give."""
+
+RECORDED = {
+    "core": Rates(
+        encode_s=4.5e-9, decode_s=2e-9, add_s=0.35e-9, pass_s=2.7e-9,
+        column_s=0.33e-9, whole_s=13e-9, cast_s=0.55e-9, bucket_s=2.6e-9,
+        gather_tensor_s=170e-6, shared_tensor_s=24e-6,
+    ),
+    "h200": Rates(
+        encode_s=0.215e-9, decode_s=0.215e-9, add_s=1.9e-12, pass_s=1.14e-9,
+        whole_s=1.14e-9, cast_s=40e-12, bucket_s=6.3e-12,
+        gather_tensor_s=160e-6, shared_tensor_s=400e-6,
+    ),
+}  # fmt: skip
+"""Rates measured once, by name, so that what is computed from them is the same everywhere.
+
+"core": one core of an AMD EPYC, of the rows in benchmarks/results/pays.json. "h200": an NVIDIA
+H200; what a step of DDP took longer with ResNet-50 and with GPT-2, as so much for each element
+and each compressed tensor (benchmarks/results/gpu/exchange_steps.json), which is for the most part
+its host's time to launch kernels; copies and sums are of codec_seconds.json beside it. How seconds
+of a gather divide into encoding and decoding was not measured; half is taken for each."""
+
+
+def measure_rates(
+    settings: Settings,
+    *,
+    repeat: int = 3,
+    threads: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], object] = lambda text: None,
+) -> Rates:
+    """Time the codecs of these settings on this machine, on a million elements.
+
+    clock : seconds; time.process_time leaves out what other programs take of a busy machine
+    say : called with a line before each part, to show progress
+    """
+    values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
+
+    def least(run: Callable[[], object]) -> float:
+        # The least of several: other programs make a run slower, never faster.
+        return min(_seconds(run, clock) for _ in range(repeat))
+
+    def per_element(run: Callable[[], object]) -> float:
+        return least(run) / values.size
+
+    say("timing the codec of payloads")
+    codec = settings.codec(threads=threads)
+    state = codec.new_state(values.size) if settings.feedback else None
+    payload = codec.encode(values, state=state)
+    one = per_element(lambda: codec.decode_mean([payload]))
+    several = per_element(lambda: codec.decode_mean([payload] * _RANKS))
+    add = max((several - one) / (_RANKS - 1), _LEAST_S)
+
+    tiny = values[: _TINY**2].copy()
+    of_tiny = codec.new_state(tiny.size) if settings.feedback else None
+    gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
+
+    say("timing the codec of the shared exchange")
+    many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), tiny) for _ in range(_MANY)]
+    shared_tensor = least(partial(_exchange, many, [tiny] * _MANY)) / _MANY
+    narrow, wide = (
+        TensorState.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
+    )
+    small, large = (per_element(partial(_exchange, [f], [values])) for f in (narrow, wide))
+    column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
+    bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
+    halved = TensorState.of(Whole([(_SIDE, _SIDE)]), values)
+    return Rates(
+        encode_s=per_element(lambda: codec.encode(values, state=state)),
+        decode_s=max(one - add, _LEAST_S),
+        add_s=add,
+        pass_s=max(small - _SMALL * column, _LEAST_S),
+        column_s=column,
+        whole_s=per_element(partial(_exchange, [halved], [values])),
+        # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
+        cast_s=2 * per_element(values.copy),
+        owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
+        bucket_s=PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
+        gather_tensor_s=gather_tensor,
+        shared_tensor_s=shared_tensor,
+    )
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
+) -> Link:
+    """The link on which all-reduces of two sizes took these seconds.
+
+    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
+        from the small one the latency
+    operation_s : of the small one's seconds, what is not spent in messages
+
+    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
+    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
+    111
+    """
+    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
+        raise CompressError(
+            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
+            "expected a small and a large size, a time for each, and two ranks or more"
+        )
+    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
+    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
+    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
+    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
+
+
+def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
+    """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
+    rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
+    words = next(rounds)
+    for _ in range(tensors[0].part.rounds - 1):
+        words = rounds.send(words * _RANKS)
+    try:
+        rounds.send(words * _RANKS)
+    except StopIteration:
+        return
+
+
+def _in_torch(values: Floats) -> Array:
+    """A copy, of torch where that is loaded: gradients are, and it casts faster than NumPy."""
+    torch = sys.modules.get("torch")
+    return values.copy() if torch is None else torch.from_numpy(values.copy())
+
+
+def _cast_by_owners(dtype: DType, values: Array) -> None:
+    """A whole exchange of casts, in which all ranks have the same values."""
+    gradient = Gradient(None, tuple(values.shape), values)
+    bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
+    means = bucket.own(bucket.begin())
+    bucket.end(namespace(means).concat([means] * _RANKS))

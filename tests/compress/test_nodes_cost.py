@@ -1,0 +1,264 @@
+"""Seconds and bytes of nodes of several ranks: by hand, and what the exchange's own code counts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sn_compress import CompressError, Link, LowRankCompression, predict
+from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.engine.hierarchy import Owners
+from sn_compress.engine.payloads import shares_of
+from sn_compress.ops.fixed_point import MAX_RANKS, Digits
+from sn_compress.prediction.cost import (
+    INSIDE,
+    Layer,
+    Route,
+    collective_s,
+    layers,
+    step,
+    transfer_s,
+    wire_bytes,
+)
+from sn_compress.prediction.predict import BY_NODES, METHODS, routes_by_nodes, routes_of, ways
+from sn_compress.prediction.rates import FREE, RECORDED, Rates
+from sn_compress.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+# Two nodes of four: 1 MB/s between them, 10 MB/s inside.
+FAST = Link(1e7, latency_s=1e-4, operation_s=0.0)
+LINK = Link(1e6, latency_s=1e-3, operation_s=0.5, gpus=4, inside=FAST)
+TREE = replace(LINK, tree=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "link", "ranks", "expected"),
+    [
+        # 14 steps of a ring, one of each 4 between nodes; 2 * 7/8 of a megabyte leave each node.
+        ("allreduce", LINK, 8, 0.5 + 2 * 1e-3 + 12 * 1e-4 + 1.75),
+        # Up and down one level of nodes, and along three ranks inside.
+        ("allreduce", TREE, 8, 0.5 + 2 * 1e-3 + 6 * 1e-4 + 1.75),
+        ("allreduce", TREE, 4096, 0.5 + 20 * 1e-3 + 6 * 1e-4 + 2 * 4095 / 4096),
+        ("allgather", LINK, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
+        # No tree carries these. Of 7 others 4 are on the other node, for each of 4 ranks.
+        ("allgather", TREE, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
+        ("alltoall", LINK, 8, 0.5 + 4 * 1e-3 + 3 * 1e-4 + 4 * 4 / 7),
+        # Three others bring an owner a megabyte each.
+        ("inside", LINK, 8, 0.5 + 3 * 1e-4 + 0.3),
+        # One node: nothing leaves it.
+        ("allreduce", LINK, 4, 0.5 + 6 * 1e-4 + 0.15),
+        ("alltoall", LINK, 4, 0.5 + 3 * 1e-4 + 0.1),
+    ],
+)
+def test_collectives_of_nodes_by_hand(kind, link, ranks, expected):
+    assert collective_s(kind, 10**6, ranks, link) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_slower_link_counts():
+    slow_inside = replace(LINK, bytes_per_s=1e9)
+    assert transfer_s("allreduce", 10**6, 8, slow_inside) == pytest.approx(0.175)
+    assert transfer_s("alltoall", 10**6, 8, slow_inside) == pytest.approx(0.1 * 3 / 7)
+
+
+def test_bytes_of_a_ring_leave_a_node_once_and_those_of_an_all_to_all_for_each_rank():
+    one, eight = (wire_bytes("allreduce", 800, 128, gpus=gpus) for gpus in (1, 8))
+    assert one == eight == 2 * 127 / 128 * 800
+    assert wire_bytes("alltoall", 127, 128, gpus=8) == 8 * 120
+    assert all(
+        wire_bytes(kind, 100, 8, gpus=8) == 0 for kind in ("allreduce", "allgather", "alltoall")
+    )
+
+
+def test_a_step_by_nodes_is_its_parts_one_after_the_other():
+    """Of one tensor of 1,000 numbers, which one of four ranks of a node owns."""
+    rates = Rates(bucket_s=3e-6)
+    (route,) = routes_by_nodes(
+        "plain", [Layer("w", (1000,))], nodes=2, gpus=4, settings=Settings(), rates=rates
+    )
+    assert route.rounds == (("inside", 4000), ("allreduce", 4000), ("inside", 4000))
+    # Into the bucket and out of it, three passes in all; four parts are added up, a pass for each.
+    assert route.codec_s == pytest.approx((1.5e-3, 4e-3, 0.0, 1.5e-3))
+    found = step([route], ranks=8, link=LINK)
+    inside = 0.5 + 3e-4 + 3 * 4000 / 1e7
+    between = 0.5 + 2 * 1e-3 + 4000 / 1e6
+    assert found.exchange_s == pytest.approx(2 * inside + between, rel=1e-12)
+    assert found.seconds == pytest.approx(2 * inside + between + 7e-3, rel=1e-12)
+    assert (found.wire_bytes, found.sent_bytes) == (4000, 4000)
+
+
+def test_the_busiest_owner_sets_the_pace():
+    model = [Layer(f"w{number}", (100,)) for number in range(4)]
+    even = routes_by_nodes("plain", model, nodes=2, gpus=4, settings=Settings(), rates=FREE)
+    assert [it.rounds[0] for it in even] == [("inside", 100)] * 4  # a quarter of 400 bytes
+    uneven = [Layer("large", (1000,)), Layer("small", (500,))]
+    found = routes_by_nodes("plain", uneven, nodes=2, gpus=4, settings=Settings(), rates=FREE)
+    assert [it.rounds[0] for it in found] == [("inside", 2667), ("inside", 1334)]  # two thirds
+
+
+def test_codec_work_is_divided_among_the_ranks_of_a_node():
+    rates = Rates(pass_s=1e-9, whole_s=1e-9)
+    model = [Layer(f"w{number}", (512, 512)) for number in range(16)]
+    chosen = LowRankCompression.settings
+    flat = routes_of("shared", model, ranks=2, settings=chosen, rates=rates)
+    own = routes_by_nodes("shared", model, nodes=2, gpus=8, settings=chosen, rates=rates)
+    both = [sum(sum(it.codec_s) for it in routes) for routes in (flat, own)]
+    assert both[1] == pytest.approx(both[0] / 8, rel=1e-9)
+    assert [it.rounds[1:-1] for it in own] == [it.rounds for it in flat]
+
+
+def test_means_are_handed_out_when_all_are_exchanged():
+    rounds = ("inside", 4000), ("allreduce", 10**6), ("inside", 4000)
+    routes = [Route("plain", rounds, (0.0,) * 4)] * 3
+    events = step(routes, ranks=8, link=LINK, compute_s=1.0, overlap=True).events
+    sent = [event.end for event in events if event.what == "link"]
+    inside = [event.start for event in events if event.what == "inside"]
+    assert len(sent) == 3
+    assert len(inside) == 6
+    assert [start >= max(sent) for start in inside] == [False] * 3 + [True] * 3
+
+
+def test_one_rank_a_node_is_what_it_was():
+    """As if nobody had heard of nodes: a tree of one rank a node is the only new choice."""
+    link = Link.of_gbit(1)
+    found = predict(layers("alexnet"), ranks=8, link=link)
+    assert [row.method for row in found.rows] == [*METHODS, "auto"]
+    assert "node" not in found.table()
+    tree = predict(layers("alexnet"), ranks=8, link=replace(link, tree=True))
+    # Six messages in the place of fourteen, for each of AlexNet's buckets.
+    saved = found.row("plain").step.seconds - tree.row("plain").step.seconds
+    assert saved / (8 * link.latency_s) == pytest.approx(round(saved / (8 * link.latency_s)))
+    assert saved > 0
+
+
+def owned(model, gpus):
+    """Of each rank of a node, what it owns: as DDP's hook and Horovod's optimizer decide it."""
+    owners = Owners(gpus)
+    found = [[] for _ in range(gpus)]
+    for layer in reversed(model):
+        found[owners.of(layer.name, layer.elements)].append(layer)
+    return found
+
+
+MODEL = [
+    layer
+    for number in range(16)
+    for layer in (Layer(f"w{number}", (384, 256)), Layer(f"b{number}", (384,)))
+]
+NODES, GPUS = 128, 8
+
+
+def test_low_rank_of_a_thousand_ranks_sends_what_the_formula_says():
+    """128 nodes of 8: sessions of the eight owners, as if they were among 1,024 ranks."""
+    chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
+    rng = np.random.default_rng(0)
+    sent = 0
+    for own in owned(MODEL, GPUS):
+        session = AllReduceExchange(**chosen.shared)
+        for tensor in own:
+            assert session.dense(tensor.name, tensor.shape)
+            values = rng.standard_normal(tensor.elements).astype(np.float32)
+            session.whole(tensor.name, values)
+            session.learn(tensor.name, values)
+        for tensor in own:
+            rounds = session.exchange(
+                tensor.name, np.ones(tensor.elements, np.float32), ranks=NODES
+            )
+            next(rounds)
+            sent += 4 * sum(session.words(tensor.name, NODES))
+    routes = routes_by_nodes("shared", MODEL, nodes=NODES, gpus=GPUS, settings=chosen, rates=FREE)
+    assert sum(it.sent_bytes for it in routes) / GPUS == pytest.approx(sent / GPUS, rel=0.05)
+
+
+def test_payloads_of_a_thousand_ranks_are_what_the_formula_says():
+    settings, model = Settings(), layers("gpt2-small")
+    codec = settings.codec(threads=1)
+    left = 0.0  # of a node, to others
+    for own in owned(model, GPUS):
+        sizes = tuple(it.elements for it in own if settings.compresses(it.shape))
+        shares = shares_of(codec, sizes, NODES)
+        # What others send an owner leaves them; a mean leaves its owner for all others.
+        left += sum(shares.received(rank) for rank in range(NODES)) / NODES
+        plain = sum(4 * it.elements for it in own if not settings.compresses(it.shape))
+        left += wire_bytes("allreduce", plain, NODES)
+    routes = routes_by_nodes("gather", model, nodes=NODES, gpus=GPUS, settings=settings, rates=FREE)
+    said = sum(it.wire_bytes(NODES * GPUS, GPUS) for it in routes)
+    assert said / GPUS == pytest.approx(left / GPUS, rel=0.05)
+
+
+def test_digits_take_a_byte_up_to_42_nodes_of_any_size():
+    assert [Digits.of(nodes).bits for nodes in (42, 43)] == [8, 16]
+    # So flat 336 ranks send digits of two bytes where 42 nodes of eight send one.
+    matrices = [layer for layer in MODEL if len(layer.shape) == 2]
+    found = ways(matrices, ranks=336, gpus=8, settings=Settings(ratio=1000), rates=FREE)
+    flat, own = (sum(it.sent_bytes for it in found[way]) for way in ("shared", "shared by nodes"))
+    assert 1.5 < flat / own < 2
+
+
+def test_a_cluster_has_rows_by_nodes_and_says_what_cannot_be():
+    link = Link.of_gbit(25, gpus=8, inside=INSIDE["nvlink"], tree=True)
+    found = predict(MODEL, ranks=16_384, link=link)
+    assert [row.method for row in found.rows] == [
+        "plain", "fp16", "gather", "auto", "plain by nodes", "gather by nodes",
+    ]  # fmt: skip
+    assert f"shared: no sum is of 16,384 ranks; expected {MAX_RANKS:,} or fewer" in found.table()
+    with pytest.raises(CompressError, match=r"no sum is of 2,048 ranks"):
+        found.row("shared by nodes")
+    with pytest.raises(CompressError, match="no row 'zip'"):
+        found.row("zip")
+    one = predict(MODEL, ranks=8, link=link)
+    assert not set(BY_NODES) & {row.method for row in one.rows}  # there is nothing between nodes
+    assert one.row("plain").step.wire_bytes == 0
+
+
+def test_accuracy_is_told_of_what_an_owner_receives():
+    """An all-to-all of 8 ranks through one card makes no tensor lose more."""
+    many = Link.of_gbit(25, gpus=8, inside=INSIDE["nvlink"])
+    flat = predict(layers("alexnet"), ranks=16, link=Link.of_gbit(25))
+    found = predict(layers("alexnet"), ranks=128, link=many)
+    assert flat.table().splitlines()[-4:] == found.table().splitlines()[-4:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 8}, "a link inside a node where it has several"),
+        ({"gpus": 0}, "expected one or more"),
+        ({"inside": FAST}, "gpus=1"),
+    ],
+)
+def test_a_link_of_nodes_is_whole(options, said):
+    with pytest.raises(CompressError, match=said):
+        Link(1e9, **options)
+
+
+def test_nodes_have_as_many_ranks_each():
+    with pytest.raises(CompressError, match="ranks=9, 4 a node"):
+        predict(MODEL, ranks=9, link=LINK)
+
+
+def test_rates_of_the_h200_are_those_of_the_recorded_steps():
+    """Two models give so much for each element and for each compressed tensor."""
+    rows = json.loads((ROOT / "benchmarks/results/gpu/exchange_steps.json").read_text())["rows"]
+    took = {(row["model"], row["way"]): row["added_ms"] / 1e3 for row in rows}
+    rates = RECORDED["h200"]
+    names = {"resnet50": "resnet50", "gpt2": "gpt2-small"}
+    for way, settings, each, tensor in [
+        ("low rank 100", LowRankCompression.settings, rates.pass_s, rates.shared_tensor_s),
+        ("gather", Settings(), rates.encode_s + rates.decode_s, rates.gather_tensor_s),
+    ]:
+        taken = [
+            [it for it in layers(names[model]) if settings.compresses(it.shape)] for model in names
+        ]
+        factors = [[sum(it.elements for it in of), len(of)] for of in taken]
+        solved = np.linalg.solve(factors, [took[model, way] for model in names])
+        assert (each, tensor) == pytest.approx(solved, rel=0.01)
+    rows = json.loads((ROOT / "benchmarks/results/gpu/codec_seconds.json").read_text())["rows"]
+    eight, one = (
+        next(row for row in rows if row.get("method") == method)
+        for method in ("fft theta 0.98", "fft theta 0.98, one rank")
+    )
+    assert rates.bucket_s == pytest.approx(3 * eight["copy_s"] / eight["n"], rel=0.01)
+    added = (eight["decode_s"] - one["decode_s"]) / 7 / eight["n"]
+    assert rates.add_s == pytest.approx(added, rel=0.03)
