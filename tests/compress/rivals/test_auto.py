@@ -7,16 +7,12 @@ import pytest
 import scipy.fft
 from rivals.codecs.auto import AutoCodec
 from rivals.codecs.lowrank import LowRankCodec
-from samples import ENERGY, U, random, specials, transform_error
+from samples import ENERGY, U, norm, random, specials, transform_error
 
 from sn_compress import CompressError, FFTCodec, Payload
 
 SHAPE = (64, 96)
 N = 64 * 96
-
-
-def norm(x) -> float:
-    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
 
 
 def heavy(n: int, seed: int = 0) -> np.ndarray:

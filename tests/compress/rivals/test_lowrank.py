@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from rivals.codecs.lowrank import LowRankCodec
-from samples import ENERGY, U, for_each, random
+from samples import ENERGY, U, for_each, norm, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 from sn_compress.ops.products import cut, directions, first_factor
@@ -21,10 +21,6 @@ CODECS = [
     LowRankCodec(shape=(1, 2400), rank=1),
 ]
 N = 2400
-
-
-def norm(x) -> float:
-    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
 
 
 def low_rank(rows: int, columns: int, rank: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
