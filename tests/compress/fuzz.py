@@ -34,20 +34,8 @@ SETTINGS = (
 LENGTHS = (1, 40, 300, 777)
 SHAPE = (37, 21)  # of 777 elements
 SIZES_CLAIMED = (
-    0,
-    1,
-    31,
-    776,
-    778,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**40,
-    2**48,
-    2**48 + 1,
-    2**63,
-    2**64 - 1,
-)
+    0, 1, 31, 776, 778, 2**31 - 1, 2**31, 2**32, 2**40, 2**48, 2**48 + 1, 2**63, 2**64 - 1,
+)  # fmt: skip
 # One phrase of each message, in the order of the checks.
 REFUSALS = (
     "are not a payload", "not a payload of this format", "Do all ranks run the same model?",
@@ -61,10 +49,10 @@ WORDS = (0, 1, 0x7F80, 0x7FC0, 0x7F7F, 0xFFFF, 0x80000000, 0xFFFFFFFF, 0x7FC0FFF
 KINDS = (0.25, 0.15, 0.05, 0.05, 0.1, 0.1, 0.05, 0.05, 0.2)
 
 
-def reseal(data: bytearray) -> None:
+def reseal(data: bytearray) -> bytes:
     """Make the checksum right, so that what is behind it is attacked; see docs/format.md."""
     if len(data) < 32 or len(data) % 4:
-        return
+        return bytes(data)
     data[28:32] = bytes(4)
     if data[2] == 1:
         words = np.frombuffer(bytes(data), "<u4").astype(np.uint64)
@@ -73,6 +61,7 @@ def reseal(data: bytearray) -> None:
     else:
         total = zlib.crc32(data)
     data[28:32] = struct.pack("<I", total)
+    return bytes(data)
 
 
 def damage(rng: np.random.Generator, seeds: list[bytes], *, sealed: float = 0.8) -> bytes:
@@ -110,9 +99,7 @@ def damage(rng: np.random.Generator, seeds: list[bytes], *, sealed: float = 0.8)
         elif kind == 8 and size >= 36:  # words of the body
             at = 32 + int(rng.integers((size - 32) // 4)) * 4
             data[at : at + 4] = struct.pack("<I", int(rng.choice(np.array(WORDS, np.uint32))))
-    if rng.random() < sealed:
-        reseal(data)
-    return bytes(data)
+    return reseal(data) if rng.random() < sealed else bytes(data)
 
 
 def codecs() -> list[object]:
@@ -161,8 +148,7 @@ def targets(codecs: list[object], rng: np.random.Generator) -> list[Target]:
         seeds = [p.to_bytes() for p in payloads]
         old = bytearray(seeds[-1])
         old[2] = 1
-        reseal(old)
-        found.append((codec, payloads, [*seeds, bytes(old)]))
+        found.append((codec, payloads, [*seeds, reseal(old)]))
     return found
 
 

@@ -138,6 +138,23 @@ def random(n: int, seed: int = 0) -> np.ndarray:
     return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
 
 
+def norm(x: Any) -> float:
+    """The 2-norm, in float64."""
+    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
+
+
+def rows_of(x: np.ndarray, bucket: int | None) -> list[np.ndarray]:
+    """Pieces of `bucket` elements; all in one where that is None."""
+    step = bucket or max(len(x), 1)
+    return [x[start : start + step] for start in range(0, len(x), step)]
+
+
+def plain_top(x: np.ndarray, k: int) -> list[int]:
+    """The k largest magnitudes, ties to the lower position, by sorting pairs."""
+    order = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
+    return sorted(order[:k])
+
+
 def specials(n: int) -> dict[str, np.ndarray]:
     """Finite vectors that trip careless code; float32, [n] each."""
     one = random(n, 9)

@@ -7,12 +7,12 @@ import struct
 
 import numpy as np
 import pytest
+from fuzz import reseal
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import random, vectors
 
 from sn_compress import CompressError, Payload, PayloadError, codec
-from sn_compress.ops.checksum import crc
 
 FORMS = st.one_of(
     st.builds(
@@ -24,11 +24,6 @@ FORMS = st.one_of(
     st.just({"form": "paper"}),
 )
 BOUNDS = st.floats(2.0**-100, 2.0**100)
-
-
-def reseal(data: bytearray) -> bytes:
-    data[28:32] = struct.pack("<I", crc(np.frombuffer(bytes(data), np.uint8)))
-    return bytes(data)
 
 
 @given(vectors(), BOUNDS, FORMS)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sessions import dense, exchange, exchange_all, rounds_of, run, total_of
 
 from sn_compress.allreduce.allocate import (
     Allocation,
@@ -28,10 +29,6 @@ SIZES = {
     "bias": Allocation((100,), 0),
 }
 SHAPES = {name: size.shape for name, size in SIZES.items()}
-
-
-def total_of(words):
-    return np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
 
 
 def test_directions_go_where_energy_is_within_the_budget():
@@ -120,26 +117,6 @@ def test_ranks_with_other_tensors_are_told_so():
         encode_sizes(SIZES, ranks=2, rank=2)
 
 
-def run(rounds, joined=()):
-    """Drive the ranks' rounds as an all-reduce would; the means, and the words of each round."""
-    live = {rank: each for rank, each in enumerate(rounds) if rank not in joined}
-    words = {rank: next(each) for rank, each in live.items()}
-    seen = []
-    while True:
-        assert len({each.shape for each in words.values()}) == 1
-        seen.append(next(iter(words.values())).shape[0])
-        total, means = total_of(words.values()), {}
-        for rank, each in live.items():
-            try:
-                like = torch.from_numpy(total.copy()) if torch.is_tensor(words[rank]) else total
-                words[rank] = each.send(like)
-            except StopIteration as end:
-                means[rank] = end.value
-        if means:
-            assert len(means) == len(live)
-            return means, seen
-
-
 def sessions_of(ranks, **settings):
     """A session for each rank; the last product has the same bits in NumPy and in torch."""
     sessions = [AllReduceExchange(**{"ratio": 20, "warmup": 1, **settings}) for _ in range(ranks)]
@@ -151,11 +128,7 @@ def sessions_of(ranks, **settings):
 def dense_step(sessions, gradients, shapes):
     for name, shape in shapes.items():
         assert all(each.dense(name, shape) for each in sessions)
-        pairs = zip(sessions, gradients, strict=True)
-        sent = [np.asarray(own.whole(name, values[name])) for own, values in pairs]
-        for own, values in zip(sessions, gradients, strict=True):
-            mean = np.mean(sent, axis=0, dtype=np.float32)
-            own.learn(name, torch.from_numpy(mean) if torch.is_tensor(values[name]) else mean)
+        dense(sessions, name, [values[name] for values in gradients])
 
 
 def gradients_of(rng, ranks, shapes, *, torch_too=True):
@@ -202,15 +175,12 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
             continue
         for name, shape in shapes.items():
             assert not any(own.dense(name, shape) for own in sessions)
-            rounds = [
-                own.exchange(name, values[name], ranks=ranks, rank=rank)
-                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-            ]
+            rounds = rounds_of(sessions, name, [values[name] for values in gradients])
             proposed = [own.tensors[name].proposed for own in sessions]
             means, seen = run(rounds)
+            assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
             sizes = [own.tensors[name].size for own in sessions]
             assert sizes == [sizes[0]] * ranks
-            assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
             if turn in (1, 5, 9):
                 assert seen[0] == told
                 assert sizes[0] == proposed[0]
@@ -232,15 +202,9 @@ def test_many_tensors_agree_in_one_round(disturbed):
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
     for turn in range(3):
         gradients = gradients_of(rng, 3, shapes)
-        rounds = [
-            own.exchange_all(list(shapes), [values[n] for n in shapes], ranks=3, rank=rank)
-            for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-        ]
-        means, seen = run(rounds)
+        _, seen = exchange_all(sessions, list(shapes), gradients)
         assert len(seen) == (3 if turn == 0 else 2)
         assert seen[0] == (3 + 3 * 3 if turn == 0 else seen[0])
-        for each in zip(*means.values(), strict=True):
-            assert len({np.asarray(mean).tobytes() for mean in each}) == 1
     assert len({tuple(own.tensors[name].size for name in shapes) for own in sessions}) == 1
 
 
@@ -249,11 +213,8 @@ def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
     shapes = {"wide": (30, 200)}
     sessions = sessions_of(3, ratio=5)
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
-    gradients = gradients_of(rng, 3, shapes)
-    rounds = [
-        own.exchange("wide", values["wide"], ranks=3, rank=rank)
-        for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-    ]
+    gradients = [values["wide"] for values in gradients_of(rng, 3, shapes)]
+    rounds = rounds_of(sessions, "wide", gradients)
     second = sessions[1].tensors["wide"].proposed
     means, _ = run(rounds, joined=(0,))
     assert means[1].shape == (6000,)
@@ -297,11 +258,7 @@ def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
     for turn in range(3):
         seen = {}
         for name in shapes:
-            rounds = [
-                own.exchange(name, values[name], ranks=2, rank=rank)
-                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-            ]
-            _, seen[name] = run(rounds)
+            _, seen[name] = exchange(sessions, name, [values[name] for values in gradients])
         assert [len(each) for each in seen.values()] == ([3, 3] if turn < 2 else [2, 2])
         assert sessions[0].tensors["wide"].size == sessions[1].tensors["wide"].size
         for own in sessions:
@@ -328,7 +285,7 @@ def test_a_tensor_without_energy_travels_whole_until_it_has_some():
         values = gradients(step == 3)
         for name in shapes:
             assert not any(own.dense(name, shapes[name]) for own in sessions), (step, name)
-        found = exchanged(sessions, values, 2, shapes)
+        found, _ = exchange_all(sessions, list(shapes), values)
         for own in sessions:
             own.commit()
         assert [own.way("late") for own in sessions] == ["whole"] * 2
@@ -336,30 +293,15 @@ def test_a_tensor_without_energy_travels_whole_until_it_has_some():
         # What is beyond the window of words for zeros goes along with the dense step.
         left = np.mean([own.residual("late") for own in sessions], axis=0)
         true = np.mean([own["late"] for own in values], axis=0)
-        for means in found:
-            np.testing.assert_allclose(means["late"] + left, true, atol=1e-5)
+        np.testing.assert_allclose(found[0][1] + left, true, atol=1e-5)
     values = gradients(True)
     assert not sessions[0].dense("early", shapes["early"])
     dense_step(sessions, [{"late": own["late"]} for own in values], {"late": shapes["late"]})
     for own in sessions:
         assert not own.dense("late", shapes["late"])
-    exchanged(sessions, gradients(True), 2, shapes)
+    exchange_all(sessions, list(shapes), gradients(True))
     assert {own.way("late") for own in sessions} == {"low_rank"}
     assert not any(own.dense("late", shapes["late"]) for own in sessions)
-
-
-def exchanged(sessions, values, ranks, shapes):
-    """What each rank gets back of all tensors, in their order."""
-    found = [{} for _ in sessions]
-
-    def rounds(rank):
-        means = yield from sessions[rank].exchange_all(
-            list(shapes), [values[rank][name] for name in shapes], ranks=ranks, rank=rank
-        )
-        found[rank].update(zip(shapes, map(np.asarray, means), strict=True))
-
-    run([rounds(rank) for rank in range(ranks)])
-    return found
 
 
 def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
@@ -370,11 +312,7 @@ def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
     for turn in range(3):
         gradients = gradients_of(rng, 2, shapes, torch_too=False)
         for name in shapes:
-            rounds = [
-                own.exchange(name, values[name], ranks=2, rank=rank)
-                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-            ]
-            _, seen = run(rounds)
+            _, seen = exchange(sessions, name, [values[name] for values in gradients])
             assert (seen[0] == 3 + 2) == (turn == 0)
         states = [own.state_dict() for own in sessions]
         resumed = [AllReduceExchange(ratio=20, warmup=1) for _ in sessions]

@@ -1,6 +1,8 @@
-"""Codes of any width, and trits, go into bytes and come back."""
+"""What codecs share: codes and trits in bytes, vectors in rows, chance that can be drawn again."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -37,3 +39,36 @@ def test_trits_come_back(n):
 def test_bytes_that_are_no_trits_are_refused():
     with pytest.raises(PayloadError, match="at most 242"):
         codes.unpack_trits(np.array([242, 243], np.uint8), 10)
+
+
+def test_buckets_keep_their_order_and_the_last_is_short():
+    x = np.arange(7, dtype=np.float32)
+    assert codes.bucket_rows(x, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 0, 0]]
+    assert codes.bucket_lengths(7, 3).tolist() == [3, 3, 1]
+    spread = codes.bucket_spread(np.array([1, 2, 3], np.float32), 7, 3)
+    assert spread.tolist() == [1, 1, 1, 2, 2, 2, 3]
+    assert codes.bucket_count(0, None) == codes.bucket_count(0, 3) == 0
+
+
+def test_chance_depends_on_seed_step_and_position_only():
+    first = codes.uniform_words(3, 5, 100)
+    assert np.array_equal(first[:33], codes.uniform_words(3, 5, 33))
+    for seed, step in ((4, 5), (3, 6), (5, 3)):
+        assert not np.array_equal(first, codes.uniform_words(seed, step, 100))
+
+
+def test_chance_is_the_same_in_every_version():
+    """The stream is a promise of NumPy's; a change would make old runs impossible to repeat."""
+    assert codes.uniform_words(1, 2, 4).tolist() == [3042142985, 1328497427, 564130602, 1533115363]
+
+
+def test_certain_things_happen_and_impossible_ones_never():
+    certain = np.array([0.0, 1.0] * 5000)
+    assert np.array_equal(codes.happens(certain, 0, 0), certain == 1)
+
+
+def test_normal_numbers_are_normal():
+    """Mean and variance of 10,000: outside six deviations once in 10**8 runs."""
+    x = codes.normal_matrix(1, 100, 100).astype(np.float64)
+    assert abs(x.mean()) < 6 / 100
+    assert abs(x.var() - 1) < 6 * math.sqrt(2) / 100

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
+from bucket_ranks import LIBRARIES, Ranks, bits
 from scipy.fft import dctn, idctn
-from torch.fx.experimental.proxy_tensor import make_fx
+from sessions import dense, exchange_all
 
 from sn_compress import AutoCompression, LowRankCompression
 from sn_compress.allreduce.allocate import Allocation, EnergyCurve, with_frequencies, words_of
@@ -16,13 +16,8 @@ from sn_compress.allreduce.methods.base import HEAD
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of, waves
 from sn_compress.errors import CompressError
 
-LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 TORCH, KERAS, ROW, ONE = (8, 6, 3, 3), (3, 3, 6, 8), (10, 4, 5), (5, 1, 2, 2)
 SHAPES = [TORCH, KERAS, ROW, ONE]
-
-
-def bits(array):
-    return np.asarray(array).tobytes()
 
 
 def part_of(*shapes, size=4):
@@ -48,65 +43,8 @@ def values_of(cube, shape):
     return idctn(found, axes=range(len(shape) - 2), norm="ortho").reshape(-1)
 
 
-class Ranks:
-    """Ranks of one bucket, every other one of torch, and the all-reduces between them."""
-
-    def __init__(self, parts, ranks, libraries=LIBRARIES):
-        self.bucket, self.ranks = Bucket(parts), ranks
-        self.of = [libraries[rank % len(libraries)] for rank in range(ranks)]
-        self.states = [self.bucket.new_state(of(np.zeros(1, np.float32))) for of in self.of]
-        self.memories = [
-            [np.zeros(shape, np.float32) for shape in self.bucket.shapes] for _ in self.of
-        ]
-
-    def begin(self, means):
-        pairs = [zip(means, self.bucket.shapes, strict=True) for _ in self.of]
-        self.states = [
-            self.bucket.begin(state, [of(mean.reshape(shape)) for mean, shape in pair])
-            for of, state, pair in zip(self.of, self.states, pairs, strict=True)
-        ]
-
-    def step(self, gradients, joined=(), damage=None):
-        """gradients : by rank, then by tensor; the results by rank, and the sums that travelled."""
-        live = [rank for rank in range(self.ranks) if rank not in joined]
-        steps, sums, results = {}, [], {}
-        for rank in live:
-            pairs = zip(self.memories[rank], gradients[rank], strict=True)
-            matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
-            steps[rank] = self.bucket.step(
-                self.states[rank], matrices, ranks=self.ranks, rank=rank, exact=True
-            )
-        words = {rank: next(one) for rank, one in steps.items()}
-        while words:
-            assert {each.shape for each in words.values()} == {
-                (self.bucket.words(self.ranks)[len(sums)],)
-            }
-            total = np.sum([np.asarray(each) for each in words.values()], axis=0, dtype=np.int32)
-            if damage is not None and damage[0] == len(sums):
-                total[damage[1]] ^= np.int32(1 << damage[2])
-            sums.append(total)
-            words = {}
-            for rank, one in steps.items():
-                try:
-                    words[rank] = one.send(self.of[rank](total))
-                except StopIteration as end:
-                    results[rank] = end.value
-        first = results[live[0]]
-        for each in results.values():  # the same bits on all of them
-            for name, value in first.state.items():
-                assert bits(each.state[name]) == bits(value), name
-            for mine, others in zip(each.mean, first.mean, strict=True):
-                assert bits(mine) == bits(others)
-        if not bool(first.lost) and not bool(first.damaged):
-            for rank, each in results.items():
-                self.memories[rank] = [np.asarray(left) for left in each.left]
-                self.states[rank] = each.state
-        for rank in joined:
-            self.states[rank] = {n: self.of[rank](np.asarray(v)) for n, v in first.state.items()}
-        return results, sums
-
-
 def chance(rng, ranks, shapes):
+    """Gradients by rank, then by tensor, [n] float32 each."""
     return [
         [rng.standard_normal(math.prod(shape)).astype(np.float32) for shape in shapes]
         for _ in range(ranks)
@@ -195,26 +133,6 @@ def scale_of(state, place):
     return 2 ** ((math.ceil(4 * math.log2(worth) - 1e-5) + 1) / 4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_nothing_is_lost_and_libraries_share_every_bit(ranks):
-    rng = np.random.default_rng(ranks)
-    group = Ranks([part_of(TORCH, KERAS, ONE)], ranks)
-    given, got = [0.0] * 3, [0.0] * 3
-    for _ in range(30 if ranks < 8 else 10):
-        gradients = chance(rng, ranks, [TORCH, KERAS, ONE])
-        results, _ = group.step(gradients)
-        assert not bool(results[0].lost)
-        assert not bool(results[0].damaged)
-        for at in range(3):
-            given[at] += np.mean([own[at] for own in gradients], axis=0, dtype=np.float64)
-            got[at] += np.asarray(results[0].mean[at], np.float64).reshape(-1)
-    for at in range(3):
-        left = np.mean([own[at] for own in group.memories], axis=0, dtype=np.float64)
-        assert np.abs(given[at] - got[at] - left.reshape(-1)).max() <= 1e-4
-        # And it does not pile up: a step sends a good part of what there is.
-        assert np.linalg.norm(left) < 4 * np.linalg.norm(gradients[0][at])
-
-
 def test_what_lies_in_one_frequency_is_sent_at_once_and_what_was_silent_is_not_forgotten():
     rng = np.random.default_rng(2)
     loud = np.zeros((9, 8, 6))
@@ -231,69 +149,6 @@ def test_what_lies_in_one_frequency_is_sent_at_once_and_what_was_silent_is_not_f
     assert np.asarray(group.states[0]["0.age"]).max() < 120
 
 
-def test_a_rank_that_joined_adds_nothing():
-    rng = np.random.default_rng(4)
-    group = Ranks([part_of(TORCH)], 4)
-    for turn in range(8):
-        gradients = chance(rng, 4, [TORCH])
-        before = [own[0].copy() for own in group.memories]
-        joined = () if turn < 3 else (0, 2)
-        results, _ = group.step(gradients, joined=joined)
-        live = [rank for rank in range(4) if rank not in joined]
-        sent = sum(
-            gradients[r][0].reshape(before[r].shape) + before[r] - group.memories[r][0]
-            for r in live
-        )
-        assert np.allclose(np.asarray(results[1].mean[0]), sent / 4, atol=1e-5 * np.abs(sent).max())
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_a_step_that_one_rank_loses_is_lost_on_all_and_leaves_every_state(bad):
-    rng = np.random.default_rng(3)
-    groups = [Ranks([part_of(TORCH, KERAS)], 3) for _ in range(2)]
-    for turn in range(5):
-        gradients = chance(rng, 3, [TORCH, KERAS])
-        if turn == 2:
-            spoilt = [[own.copy() for own in mine] for mine in gradients]
-            spoilt[1][1][:200] = bad
-            results, _ = groups[0].step(spoilt)
-            for rank, each in results.items():
-                assert bool(each.lost)
-                assert all(np.isnan(np.asarray(mean)).all() for mean in each.mean)
-                for name, value in groups[0].states[rank].items():
-                    assert bits(each.state[name]) == bits(value)
-        first, second = (group.step(gradients)[0] for group in groups)
-        assert bits(first[0].mean[0]) == bits(second[0].mean[0])
-
-
-def test_a_damaged_sum_is_known_as_one():
-    rng = np.random.default_rng(9)
-    group = Ranks([part_of(TORCH)], 2)
-    words = group.bucket.words(2)
-    for turn in range(40):
-        damage = turn % 2, rng.integers(words[turn % 2]), rng.integers(31)
-        results, _ = group.step(chance(rng, 2, [TORCH]), damage=damage)
-        assert all(bool(each.damaged) for each in results.values())
-
-
-def test_tensors_travel_together_as_they_do_alone():
-    rng = np.random.default_rng(5)
-    alone = [part_of(shape) for shape in (TORCH, KERAS, ROW)]
-    (part,) = Frequencies.together(alone)
-    together, apart = Ranks([part], 2), [Ranks([each], 2) for each in alone]
-    for _ in range(4):
-        gradients = chance(rng, 2, [TORCH, KERAS, ROW])
-        both, _ = together.step(gradients)
-        pieces = together.bucket.split(both[0].state)
-        for place, group in enumerate(apart):
-            one, _ = group.step([[mine[place]] for mine in gradients])
-            assert bits(one[0].mean[0]) == bits(both[0].mean[place])
-            for name, value in pieces[place].items():
-                assert bits(group.states[0][f"0.{name}"]) == bits(value)
-        again = together.bucket.join(pieces)
-        assert all(bits(again[name]) == bits(value) for name, value in both[0].state.items())
-
-
 def test_keras_sends_what_torch_does():
     rng = np.random.default_rng(6)
     groups = [Ranks([part_of(shape)], 2) for shape in (TORCH, KERAS)]
@@ -304,58 +159,6 @@ def test_keras_sends_what_torch_does():
         back = np.asarray(second.mean[0]).reshape(KERAS).transpose(3, 2, 0, 1).reshape(8, 54)
         # A number that lies between two digits may be rounded to the other one.
         assert np.linalg.norm(back - first.mean[0]) <= 0.1 * np.linalg.norm(first.mean[0])
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_nothing_is_read_from_a_device(exact):
-    """Torch's device `meta` has shapes and no values: whatever asks for one raises."""
-    part = part_of(TORCH, KERAS)
-    bucket = Bucket([part])
-    like = torch.zeros(1, device="meta")
-    zeros = [torch.zeros(shape, device="meta") for shape in part.shapes]
-    state = bucket.rescale(bucket.begin(bucket.new_state(like), zeros), 4)
-    outs = [torch.zeros(shape, device="meta") for shape in part.shapes]
-    rounds = bucket.step(state, zeros, ranks=4, rank=3, exact=exact, outs=outs)
-    words = next(rounds)
-    assert words.shape == (bucket.words(4)[0],)
-    words = rounds.send(words)
-    assert words.shape == (bucket.words(4)[1],)
-    with pytest.raises(StopIteration) as end:
-        rounds.send(words)
-    result = end.value.value
-    assert all(mean is out for mean, out in zip(result.mean, outs, strict=True))
-    assert {n: (v.shape, v.dtype) for n, v in state.items()} == {
-        n: (v.shape, v.dtype) for n, v in result.state.items()
-    }
-
-
-def test_the_ops_of_a_step_do_not_depend_on_the_numbers():
-    """Recorded on zeros and run again on others, they make of those what a step makes."""
-    part = part_of(TORCH)
-    bucket = Bucket([part])
-    empty = bucket.new_state(torch.zeros(1))
-
-    def all_of(matrix, first, second, *state):
-        named = dict(zip(empty, state, strict=True))
-        rounds = bucket.step(named, [matrix.clone()], ranks=2, rank=1)
-        words = [next(rounds), rounds.send(first)]
-        with pytest.raises(StopIteration) as end:
-            rounds.send(second)
-        result = end.value.value
-        return *words, *result.left, *result.mean, *result.state.values(), result.lost
-
-    totals = [torch.zeros(words, dtype=torch.int32) for words in bucket.words(2)]
-    recorded = make_fx(all_of)(torch.zeros(part.shapes[0]), *totals, *empty.values())
-    rng, state = np.random.default_rng(6), list(empty.values())
-    for _ in range(4):
-        values = torch.from_numpy(chance(rng, 1, [TORCH])[0][0].reshape(part.shapes[0]))
-        first = 2 * all_of(values, *totals, *state)[0]
-        second = 2 * all_of(values, first, totals[1], *state)[1]
-        plain, replayed = (f(values, first, second, *state) for f in (all_of, recorded))
-        # The compiled kernels and torch's products have another order of sums.
-        for one, other in zip(plain, replayed, strict=True):
-            assert torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-5)
-        state = list(plain[4:-1])
 
 
 def test_beginning_finds_the_loudest_and_a_bad_mean_says_nothing():
@@ -418,27 +221,11 @@ def thin(rng, shape):
     return np.outer(left, right).astype(np.float32).reshape(-1)
 
 
-def exchanged(sessions, gradients, ranks):
-    names = list(SESSION)
-    rounds = [
-        own.exchange_all(names, [values[n].copy() for n in names], ranks=ranks, rank=rank)
-        for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
-    ]
-    words = [next(each) for each in rounds]
-    while True:
-        total, words, means = np.sum(words, axis=0, dtype=np.int32), [], []
-        for each in rounds:
-            try:
-                words.append(each.send(total))
-            except StopIteration as end:
-                means.append(end.value)
-        if means:
-            for mine in means:
-                assert [bits(it) for it in mine] == [bits(it) for it in means[0]]
-            return means[0]
-
-
 SESSION = {"smooth": (32, 32, 3, 3), "thin": (32, 16, 3, 3)}
+
+
+def exchanged(sessions, gradients):
+    return exchange_all(sessions, list(SESSION), gradients)[0][0]
 
 
 def drawn(rng, ranks):
@@ -451,11 +238,10 @@ def begun(rng, ranks, frequencies=True):
         AllReduceExchange(ratio=20, warmup=1, frequencies=frequencies) for _ in range(ranks)
     ]
     sent = drawn(rng, 1)[0]
+    for name, shape in SESSION.items():
+        assert all(own.dense(name, shape) for own in sessions)
+        dense(sessions, name, [sent[name]] * ranks)
     for own in sessions:
-        for name, shape in SESSION.items():
-            assert own.dense(name, shape)
-            own.whole(name, sent[name])
-            own.learn(name, sent[name])
         own.commit()
     return sessions
 
@@ -464,23 +250,23 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     rng = np.random.default_rng(11)
     sessions = begun(rng, 2)
     for _ in range(3):
-        exchanged(sessions, drawn(rng, 2), 2)
+        exchanged(sessions, drawn(rng, 2))
     ways = {name: sessions[1].way(name) for name in SESSION}
     assert ways == {"smooth": "frequencies", "thin": "low_rank"}
     plain = begun(rng, 2, frequencies=False)
-    exchanged(plain, drawn(rng, 2), 2)
+    exchanged(plain, drawn(rng, 2))
     assert {plain[0].way(name) for name in SESSION} == {"low_rank"}
     resumed = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
     for own, other in zip(resumed, sessions, strict=True):
         own.load_state_dict(other.state_dict())
     for turn in range(4):
         gradients = drawn(rng, 2)
-        both = [exchanged(each, gradients, 2) for each in (sessions, resumed)]
+        both = [exchanged(each, gradients) for each in (sessions, resumed)]
         assert [bits(it) for it in both[0]] == [bits(it) for it in both[1]]
         if turn == 1:  # taken back, the step is made again with the same bits
             for own in resumed:
                 own.undo()
-            again = exchanged(resumed, gradients, 2)
+            again = exchanged(resumed, gradients)
             assert [bits(it) for it in again] == [bits(it) for it in both[0]]
         for own in (*sessions, *resumed):
             own.commit()
@@ -490,7 +276,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     three = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
     for own in three:
         own.take_over(states[0], mean)
-    exchanged(three, drawn(rng, 3), 3)
+    exchanged(three, drawn(rng, 3))
     for entry in ({"way": "frequency"}, {"size": 9 * 32 + 1}, {"way": "rows", "size": 3000}):
         state = sessions[0].state_dict()
         state["tensors"]["smooth"].update(entry)

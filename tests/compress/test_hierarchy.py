@@ -40,13 +40,8 @@ def test_ranks_of_a_node_need_not_follow_each_other():
     layout = layout_of([8, 3, 8, 3, 9, 9])
     assert layout == NodeLayout(((0, 2), (1, 3), (4, 5)))
     assert [layout.place(rank) for rank in range(6)] == [
-        (0, 0),
-        (1, 0),
-        (0, 1),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-    ]
+        (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
     assert layout.across() == ((0, 1, 4), (2, 3, 5))
     with pytest.raises(ValueError, match="rank 6"):
         layout.place(6)

@@ -133,18 +133,6 @@ def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend, parts):
                     decode_records(record(layout, bits), accum, layout, 1.0)
 
 
-def test_words_are_counted_as_promised():
-    for k, f, code_bits in itertools.product((1, 2, 5, 17), (17, 33, 45), (4, 7, 16)):
-        for positions, bits in (
-            ("bitmap", f),
-            ("elias-fano", k * elias_fano.low_bits(k, f) + elias_fano.upper_bits(k, f)),
-        ):
-            bits = 0 if k == f else bits  # where all travel, nothing says which
-            for block, parts in ((2 * (f - 1), 2), (f, 1)):
-                layout = Layout(block, k, "range", code_bits, code_bits - 1, positions, parts)
-                assert layout.words == -(-(16 + parts * k * code_bits + bits) // 32)
-
-
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("positions", ["bitmap", "elias-fano"])
 def test_where_all_travel_no_positions_do(backend, positions, parts):

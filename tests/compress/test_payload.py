@@ -26,8 +26,7 @@ def resealed(data: bytes, at: int, new: bytes) -> bytes:
     """`data` with bytes replaced and the checksum made right again."""
     changed = bytearray(data)
     changed[at : at + len(new)] = new
-    reseal(changed)
-    return bytes(changed)
+    return reseal(changed)
 
 
 @for_each("n", SIZES[:-1])

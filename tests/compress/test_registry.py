@@ -10,18 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz import reseal
 from rivals.codecs import CODECS, RIVALS, codec, presets
-from samples import for_each
+from samples import TINY, U, for_each, random
 
 import sn_compress
 from sn_compress import CompressError, Payload, PayloadError
 from sn_compress.codecs import fft, registry
 from sn_compress.codecs.base import MAX_ELEMENTS, SETTINGS_BYTES
-from sn_compress.ops.checksum import crc
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097)
-U = 2.0**-24  # unit roundoff of float32
-TINY = 2.0**-149  # the smallest float32 above zero
 
 
 def pair(n: int) -> tuple[int, int]:
@@ -80,13 +78,6 @@ every_case = pytest.mark.parametrize("case", CASES)
 every_size = for_each("n", SIZES)
 
 
-def gradient(n: int, seed: int = 0) -> np.ndarray:
-    """Heavy-tailed, with a drift, [n] float32."""
-    rng = np.random.default_rng(seed)
-    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
-    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
-
-
 def specials(n: int) -> dict[str, np.ndarray]:
     """Finite vectors that trip careless code, [n] float32 each."""
     spike = np.zeros(n, np.float32)
@@ -94,10 +85,10 @@ def specials(n: int) -> dict[str, np.ndarray]:
     return {
         "all equal": np.full(n, 0.3, np.float32),
         "denormal": (np.arange(n) % 7 - 3).astype(np.float32) * np.float32(TINY),
-        "tiny": gradient(n) * np.float32(1e-40),
+        "tiny": random(n) * np.float32(1e-40),
         "spike": spike,
         "largest": spike * np.float32(300),
-        "wide": gradient(n) * np.float32(10) ** (np.arange(n) % 30 - 15).astype(np.float32),
+        "wide": random(n) * np.float32(10) ** (np.arange(n) % 30 - 15).astype(np.float32),
     }
 
 
@@ -114,12 +105,6 @@ def equal(left, right) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def reseal(data: bytearray) -> bytes:
-    """Make the checksum right again."""
-    data[28:32] = struct.pack("<I", crc(np.frombuffer(bytes(data), np.uint8)))
-    return bytes(data)
-
-
 @every_case
 @every_size
 def test_size_follows_from_settings_and_n(case, n):
@@ -127,7 +112,7 @@ def test_size_follows_from_settings_and_n(case, n):
     size = made.payload_bytes(n)
     assert size % 16 == 0
     state = made.new_state(n)
-    vectors = [gradient(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
+    vectors = [random(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
     for x in [*vectors, *specials(n).values()]:
         payload = made.encode(x, state=state)
         assert payload.nbytes == size == len(payload.to_bytes())
@@ -137,7 +122,7 @@ def test_size_follows_from_settings_and_n(case, n):
 @every_case
 @every_size
 def test_bytes_are_all_that_a_decoder_needs(case, n):
-    payload = CASES[case](n).encode(gradient(n))
+    payload = CASES[case](n).encode(random(n))
     received = Payload.from_bytes(payload.to_bytes())
     y = CASES[case](n).decode(received)
     assert (y.dtype, y.shape) == (np.float32, (n,))
@@ -179,9 +164,9 @@ def test_finite_vectors_decode_to_finite_ones(case, n):
 def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
     made = CASES[case](n)
     state = made.new_state(n)
-    made.encode(gradient(n), state=state)
+    made.encode(random(n), state=state)
     before = made.state_to_values(state, n)
-    x = gradient(n, 1)
+    x = random(n, 1)
     x[n // 2] = bad
     y = made.decode(made.encode(x, state=state))
     assert not np.isfinite(y[n // 2])
@@ -190,16 +175,16 @@ def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
     after = made.state_to_values(state, n)
     # Where NaN was sent the memory is what it was; other blocks and buckets go on.
     assert np.array_equal(after[np.isnan(y)], before[np.isnan(y)])
-    assert np.isfinite(made.decode(made.encode(gradient(n, 2), state=state))).all()
+    assert np.isfinite(made.decode(made.encode(random(n, 2), state=state))).all()
 
 
 @every_case
 def test_one_rank_with_nan_reaches_all(case):
     n = 1000
     made = CASES[case](n)
-    bad = gradient(n, 1)
+    bad = random(n, 1)
     bad[7] = np.nan
-    mean = made.decode_mean([made.encode(gradient(n)), made.encode(bad), made.encode(gradient(n))])
+    mean = made.decode_mean([made.encode(random(n)), made.encode(bad), made.encode(random(n))])
     assert np.isnan(mean[7])
 
 
@@ -210,7 +195,7 @@ def test_equal_states_give_equal_bytes(case, n):
     state = made.new_state(n)
     for step in range(3):
         twin = copy(state)
-        x = gradient(n, step)
+        x = random(n, step)
         kept = x.copy()
         first = made.encode(x, state=state).to_bytes()
         assert first == CASES[case](n).encode(x, state=twin).to_bytes()
@@ -235,7 +220,7 @@ def transform_error(case: str, n: int) -> float:
 @for_each("r", (2, 3))
 def test_mean_is_the_mean(case, n, r):
     made = CASES[case](n)
-    payloads = [made.encode(gradient(n, rank)) for rank in range(r)]
+    payloads = [made.encode(random(n, rank)) for rank in range(r)]
     alone = [made.decode(payload).astype(np.float64) for payload in payloads]
     error = made.decode_mean(payloads).astype(np.float64) - sum(alone) / r
     # One rounding of the weight, one of each product, and r of sums that start from zero. The
@@ -248,7 +233,7 @@ def test_mean_is_the_mean(case, n, r):
 @every_case
 def test_mean_adds_in_the_order_given(case):
     made = CASES[case](1000)
-    payloads = [made.encode(gradient(1000, rank)) for rank in range(3)]
+    payloads = [made.encode(random(1000, rank)) for rank in range(3)]
     received = [Payload.from_bytes(payload.to_bytes()) for payload in payloads]
     assert np.array_equal(made.decode_mean(payloads), made.decode_mean(received))
 
@@ -267,7 +252,7 @@ def test_nothing_is_lost_over_the_steps(case, n):
     arrived = np.zeros(n)
     bound = np.zeros(n)
     for step in range(6):
-        x = gradient(n, step)
+        x = random(n, step)
         wanted = np.abs(x.astype(np.float64) + made.state_to_values(state, n))
         arrived += made.decode(made.encode(x, state=state))
         total += x
@@ -280,7 +265,7 @@ def test_nothing_is_lost_over_the_steps(case, n):
 @pytest.mark.parametrize("case", REMEMBERING)
 def test_memory_goes_out_as_a_vector_and_comes_back(case):
     made = CASES[case](1000)
-    x = gradient(1000)
+    x = random(1000)
     assert np.array_equal(made.state_to_values(made.values_to_state(x), 1000), x)
 
 
@@ -288,16 +273,16 @@ def test_memory_goes_out_as_a_vector_and_comes_back(case):
 def test_decay_scales_the_memory(case):
     made = CASES[case](1000)
     state = made.new_state(1000)
-    made.encode(gradient(1000), state=state)
-    made.encode(gradient(1000, 1), state=state, decay=0.5)
+    made.encode(random(1000), state=state)
+    made.encode(random(1000, 1), state=state, decay=0.5)
     if case not in REMEMBERING:
         return
     # Half the memory by hand, in powers of two, so exactly.
     other = made.new_state(1000)
-    made.encode(gradient(1000), state=other)
+    made.encode(random(1000), state=other)
     memory = other[1] if case.startswith("dgc") else other[0]
     memory *= np.float32(0.5)
-    made.encode(gradient(1000, 1), state=other)
+    made.encode(random(1000, 1), state=other)
     assert equal(state, other)
 
 
@@ -306,7 +291,7 @@ def test_decay_scales_the_memory(case):
 def test_half_precision_input_is_taken_as_its_values(case, dtype):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
-    x = gradient(1000).astype(dtype)
+    x = random(1000).astype(dtype)
     made = CASES[case](1000)
     assert made.encode(x).to_bytes() == made.encode(x.astype(np.float32)).to_bytes()
 
@@ -328,7 +313,7 @@ def test_mutated_payloads_never_crash(case, n):
     """Bytes changed, checksum made right: a PayloadError or some vector, and no warning."""
     made = CASES[case](n)
     rng = np.random.default_rng(5)
-    original = made.encode(gradient(n)).to_bytes()
+    original = made.encode(random(n)).to_bytes()
     refused = 0
     for _ in range(60):
         data = bytearray(original)
@@ -349,7 +334,7 @@ def test_mutated_payloads_never_crash(case, n):
 def test_forged_headers_are_refused_before_anything_is_allocated(case):
     n = 1000
     made = CASES[case](n)
-    original = made.encode(gradient(n)).to_bytes()
+    original = made.encode(random(n)).to_bytes()
     for claimed in (0, n - 1, n + 1, 2**31 + 1, MAX_ELEMENTS, 2**63):
         data = bytearray(original)
         data[4:12] = struct.pack("<Q", claimed)
@@ -372,13 +357,13 @@ def test_payloads_of_other_codecs_are_refused():
         for other in made:
             if own is not other:
                 with pytest.raises(PayloadError, match="settings it was encoded with"):
-                    own.decode(other.encode(gradient(n)))
+                    own.decode(other.encode(random(n)))
 
 
 @pytest.mark.parametrize("rival", RIVALS)
 def test_the_package_refuses_payloads_of_codecs_that_only_benchmarks_have(rival):
     n = 81
-    payload = codec(rival, **NEEDED.get(rival, {})).encode(gradient(n))
+    payload = codec(rival, **NEEDED.get(rival, {})).encode(random(n))
     for name in registry.CODECS:
         with pytest.raises(PayloadError, match=f"payload of codec {payload.codec_id} with"):
             codec(name, **NEEDED.get(name, {})).decode(payload)
@@ -389,7 +374,7 @@ def test_repr_is_the_call_that_makes_it(case):
     made = CASES[case](1000)
     again = eval(repr(made), {type(made).__name__: type(made)})
     assert repr(again) == repr(made)
-    assert again.encode(gradient(1000)).to_bytes() == made.encode(gradient(1000)).to_bytes()
+    assert again.encode(random(1000)).to_bytes() == made.encode(random(1000)).to_bytes()
 
 
 def test_every_name_gives_a_codec_with_an_id_of_its_own():

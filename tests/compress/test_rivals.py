@@ -7,24 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from samples import U, plain_top, random, rows_of
 
 from sn_compress import Payload, PayloadError, codec
 from sn_compress.ops import codes
 from sn_compress.ops.casts import Cast
-
-U = 2.0**-24
-
-
-def gradient(n: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
-    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
-
-
-def rows_of(x, bucket):
-    step = bucket or max(len(x), 1)
-    return [x[start : start + step] for start in range(0, len(x), step)]
-
 
 # QSGD and TernGrad.
 
@@ -36,7 +23,7 @@ def words(seed, step, n):
 @pytest.mark.parametrize("norm", ["l2", "max"])
 @pytest.mark.parametrize(("levels", "bucket"), [(1, None), (7, 32), (256, 50), (32767, None)])
 def test_qsgd_is_its_definition(levels, bucket, norm):
-    x = gradient(200)
+    x = random(200)
     made = codec("qsgd", levels=levels, bucket=bucket, norm=norm, seed=9)
     state = made.new_state(200)
     state[0][0] = 4
@@ -60,7 +47,7 @@ def test_qsgd_is_its_definition(levels, bucket, norm):
 @pytest.mark.parametrize("clip", [2.5, None])
 @pytest.mark.parametrize("bucket", [None, 60])
 def test_terngrad_is_its_definition(bucket, clip, spread):
-    x = gradient(200)
+    x = random(200)
     made = codec("terngrad", clip=clip, spread=spread, bucket=bucket, seed=3)
     luck = iter(words(3, 0, 240))
     expected = []
@@ -92,7 +79,7 @@ def test_expectation_is_the_vector(name, settings):
     """Hoeffding: the mean of t numbers from a range of one step is off by more than
     step * sqrt(log(2 n / a) / 2 t) in any of n places with probability a at most, here 10**-9."""
     n, t, alarm = 64, 4000, 1e-9
-    x = gradient(n, 3)
+    x = random(n, 3)
     made = codec(name, **settings)
     state = made.new_state(n)
     total = np.zeros(n)
@@ -127,7 +114,7 @@ def test_error_of_qsgd_is_within_the_papers_bound():
     a step), exceeds its expectation by 0.1 n (|x| / s)**2 with probability exp(-40) at most.
     """
     n, t = 64, 2000
-    x = gradient(n).astype(float)
+    x = random(n).astype(float)
     for s in (1, 4, 16):
         made = codec("qsgd", levels=s, bucket=None)
         state = made.new_state(n)
@@ -139,7 +126,7 @@ def test_error_of_qsgd_is_within_the_papers_bound():
 
 def test_ranks_with_seeds_of_their_own_average_out():
     """Independent errors: the mean of 64 ranks has 1/64 of one's squared error, twice at most."""
-    x = gradient(4096)
+    x = random(4096)
     ranks = [codec("qsgd", levels=3, seed=rank) for rank in range(64)]
     payloads = [made.encode(x) for made in ranks]
     off = ranks[0].decode_mean(payloads).astype(float) - x
@@ -159,19 +146,13 @@ def test_equal_values_survive_terngrad_about_zero_and_not_about_the_mean():
 # Top-k.
 
 
-def plain_top(x, k):
-    """The k largest magnitudes, ties to the lower position, by sorting pairs."""
-    order = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
-    return sorted(order[:k])
-
-
 WIDTHS = [(None, "int64"), (None, "int32"), (64, "int64"), (64, "int32"), (64, "packed")]
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.7, 0.9, 0.99])
 @pytest.mark.parametrize(("chunk", "indices"), WIDTHS)
 def test_topk_is_its_definition(theta, chunk, indices):
-    x = np.round(gradient(1000) * 4).astype(np.float32) / 4  # with many ties
+    x = np.round(random(1000) * 4).astype(np.float32) / 4  # with many ties
     made = codec("topk", theta=theta, chunk=chunk, indices=indices)
     expected = np.zeros(1000, np.float32)
     for start, row in zip(itertools.count(0, chunk or 1000), rows_of(x, chunk), strict=False):
@@ -186,7 +167,7 @@ def test_theta_counts_in_decimals_as_written():
 
 
 def test_two_bit_values_are_the_means_of_four_bins():
-    x = gradient(4096)
+    x = random(4096)
     made = codec("topk", preset="compact")
     state = made.new_state(4096)
     found = made.decode(made.encode(x, state=state))
@@ -237,7 +218,7 @@ def test_onebit_is_its_definition_over_steps(variant, bucket, packing):
     state = made.new_state(200)
     e = np.zeros(200, np.float32)
     for step in range(4):
-        acc = gradient(200, step) + e
+        acc = random(200, step) + e
         expected = []
         for row in rows_of(acc, bucket):
             exact = [float(value) for value in row]
@@ -250,7 +231,7 @@ def test_onebit_is_its_definition_over_steps(variant, bucket, packing):
                 low = math.fsum(below) / max(len(below), 1)
                 high = math.fsum(above) / max(len(above), 1)
             expected += [low if value < 0 else high for value in exact]
-        found = made.decode(made.encode(gradient(200, step), state=state))
+        found = made.decode(made.encode(random(200, step), state=state))
         # Sums in float64 in another order, then one rounding.
         assert np.allclose(found, np.array(expected), rtol=2 * U, atol=0)
         e = acc - found
@@ -301,7 +282,7 @@ def test_casts_beyond_their_range_give_inf_and_count():
 
 
 def test_casts_are_within_their_relative_error():
-    x = gradient(5000)
+    x = random(5000)
     normal = np.abs(x) >= 2.0**-14
     for name, error in (("fp16", 2.0**-11), ("bf16", 2.0**-8)):
         made = codec(name)
@@ -350,7 +331,7 @@ def test_one_nan_in_a_sparse_payload_reaches_every_element(values):
 
 
 def test_a_bad_bucket_leaves_the_others_alone():
-    x = gradient(96)
+    x = random(96)
     x[40] = np.nan
     for name in ("qsgd", "terngrad", "onebit"):
         made = codec(name, bucket=32)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sessions
 
 from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.errors import CompressError
@@ -10,32 +11,10 @@ RANKS = 2
 LARGER = 2.0**10  # a power of two: everything that follows is exact
 
 
-def step(exchanges, name, gradients, wire=np.float32):
+def step(exchanges, gradients, **how):
     """One step of one tensor on all ranks; returns the mean that all get."""
-    dense = [each.dense(name, gradients[0].shape) for each in exchanges]
-    if all(dense):
-        pairs = zip(exchanges, gradients, strict=True)
-        sent = [each.whole(name, own.ravel(), wire=wire) for each, own in pairs]
-        mean = np.mean([each.astype(np.float64) for each in sent], axis=0).astype(np.float32)
-        for each in exchanges:
-            each.learn(name, mean)
-        return mean
-    rounds = [
-        each.exchange(name, g.ravel(), ranks=RANKS, rank=rank)
-        for rank, (each, g) in enumerate(zip(exchanges, gradients, strict=True))
-    ]
-    words = [next(each) for each in rounds]
-    while True:
-        total = np.sum(words, axis=0, dtype=np.int32)
-        words, means = [], []
-        for each in rounds:
-            try:
-                words.append(each.send(total))
-            except StopIteration as end:
-                means.append(end.value)
-        if means:
-            assert all(np.array_equal(means[0], mean) for mean in means)
-            return means[0]
+    flat = [own.ravel() for own in gradients]
+    return sessions.step(exchanges, "w", gradients[0].shape, flat, **how)[0]
 
 
 def ranks(**settings):
@@ -66,8 +45,8 @@ def test_a_new_loss_scale_changes_nothing_but_the_scale(shape, at, factor):
             for exchange in scaled:
                 exchange.rescale(factor)
         times = np.float32(factor if number >= at else 1)
-        expected = step(plain, "w", gradients) * times
-        found = step(scaled, "w", gradients * times)
+        expected = step(plain, gradients) * times
+        found = step(scaled, gradients * times)
         # 2**-20: float32 rounds by 2**-24, a decomposition of 64 columns by some times that.
         assert np.abs(found - expected).max() <= 2.0**-20 * np.abs(expected).max(), number
 
@@ -78,7 +57,7 @@ def test_what_half_precision_rounds_away_on_a_dense_step_is_sent_later():
     for number, gradients in enumerate(gradients_of((64, 48), 6)):
         gradients = gradients * np.float32(1 + 2.0**-12)  # no float16
         due = due + gradients.astype(np.float64).mean(axis=0).ravel()
-        paid = paid + step(exchanges, "w", gradients, np.float16).astype(np.float64)
+        paid = paid + step(exchanges, gradients, wire=np.float16).astype(np.float64)
         kept = np.mean([each.residual("w").astype(np.float64) for each in exchanges], axis=0)
         # Six steps round sums of float32, 2**-24 each, and the mean of the ranks once.
         assert np.abs(paid + kept - due).max() <= 20 * 2.0**-24 * np.abs(due).max(), number
@@ -91,7 +70,7 @@ def test_what_half_precision_cannot_hold_is_not_remembered_as_nonsense():
     gradients = gradients_of((64, 48), 1)[0]
     gradients[0, 0, 0] = 1e30
     with np.errstate(over="ignore"):
-        step(exchanges, "w", gradients, np.float16)
+        step(exchanges, gradients, wire=np.float16)
     assert np.isfinite(exchanges[0].residual("w")).all()
 
 
@@ -106,9 +85,9 @@ def test_gradients_may_lie_anywhere_in_the_range_of_float32(shape, power):
         # Of few bits: scaled by 2**-145, none is below the least float32.
         gradients = np.round(np.clip(gradients, -4, 3.75))
         with np.errstate(over="raise"):
-            found = step(scaled, "w", np.ldexp(gradients, power))
+            found = step(scaled, np.ldexp(gradients, power))
         # As float32 holds it: a dense mean of two whole numbers, too, whose halves may be lost.
-        expected = np.ldexp(step(plain, "w", gradients), power)
+        expected = np.ldexp(step(plain, gradients), power)
         assert np.isfinite(found).all(), number
         # 2**-20: see above. A mean below the normal range is rounded to the least number.
         room = 2.0**-20 * np.abs(expected).max() + 2.0**-149
@@ -123,7 +102,7 @@ def test_gradients_may_lie_anywhere_in_the_range_of_float32(shape, power):
 def test_an_exponent_that_is_none_of_float32_is_refused():
     exchanges = ranks()
     for gradients in gradients_of((64, 48), 4):
-        step(exchanges, "w", (gradients * 2.0**100).astype(np.float32))
+        step(exchanges, (gradients * 2.0**100).astype(np.float32))
     saved = exchanges[0].state_dict()
     assert saved["tensors"]["w"]["exponent"] in (101, 102, 103)
     for wrong in (1000, 2.5, "1", None, True):

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+import sessions as ranks_of
 
-from sn_compress.allreduce.allocate import Allocation, EnergyCurve, allocate, words_of
+from sn_compress.allreduce.allocate import Allocation, words_of
 from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
@@ -16,23 +17,6 @@ from sn_compress.errors import CompressError, PayloadError
 
 SHAPE = (24, 5, 3)
 N = math.prod(SHAPE)
-
-
-def total(generators, joined=()):
-    """Drive the ranks' rounds as an all-reduce would; `joined` are ranks that add nothing."""
-    live = {rank: g for rank, g in enumerate(generators) if rank not in joined}
-    words = {rank: next(g) for rank, g in live.items()}
-    while True:
-        summed = np.sum(list(words.values()), axis=0, dtype=np.int32)
-        ends = {}
-        for rank, g in live.items():
-            try:
-                words[rank] = g.send(summed)
-            except StopIteration as end:
-                ends[rank] = end.value
-        if ends:
-            assert len(ends) == len(live)
-            return list(ends.values())
 
 
 def rounds(part, values, *, ranks, rank=None, decay=1.0):
@@ -48,7 +32,8 @@ def step(parts, values, *, ranks=None, joined=(), decay=1.0):
     """One exchange among parts that are ranks 0, 1, ...: the results of those that live."""
     pairs = enumerate(zip(parts, values, strict=True))
     ranks = ranks or len(parts)
-    return total([rounds(p, v, ranks=ranks, rank=r, decay=decay) for r, (p, v) in pairs], joined)
+    each = [rounds(p, v, ranks=ranks, rank=r, decay=decay) for r, (p, v) in pairs]
+    return list(ranks_of.run(each, joined)[0].values())
 
 
 def of(part, start=None):
@@ -230,41 +215,6 @@ def test_a_support_sends_the_words_it_says(shape, ranks):
         assert [words.size] == part.words(ranks)
 
 
-def test_few_rows_that_change_from_step_to_step_arrive_a_step_later():
-    rng = np.random.default_rng(10)
-    parts = [of(Rows([(500, 8)], [4])) for _ in range(3)]
-    sent, given_ = np.zeros(4000), np.zeros(4000)
-    for _ in range(30):
-        values = [np.zeros((500, 8), np.float32) for _ in parts]
-        for v in values:
-            v[rng.choice(500, 4, replace=False)] = rng.uniform(0.5, 1, (4, 8))
-        last = np.mean(values, axis=0).reshape(-1)
-        sent += step(parts, [v.reshape(-1) for v in values])[0]
-        given_ += last
-    # What is outstanding is the last step and the rounding of the rows sent before: 42 levels on
-    # each side of a peak, so about a hundredth of each value.
-    assert np.linalg.norm(given_ - last - sent) < 0.3 * np.linalg.norm(last)
-
-
-def test_every_row_is_sent_in_the_end_even_if_nobody_names_it():
-    parts = [of(Rows([(64, 2)], [2])) for _ in range(2)]
-    loud = np.zeros((64, 2), np.float32)
-    loud[:2], loud[40] = 100, 1e-3
-    step(parts, [loud.reshape(-1)] * 2)
-    loud[40] = 0
-    sent = [step(parts, [loud.reshape(-1)] * 2)[0] for _ in range(200)]
-    assert all(part.state["age"].max() < 200 for part in parts)
-    assert np.isfinite(sent).all()
-
-
-def test_rows_want_to_know_their_rank():
-    for rank in (None, -1, 2):
-        with pytest.raises(CompressError, match="rank="):
-            next(rounds(of(Rows([(9, 2)], [1])), np.ones(18), ranks=2, rank=rank))
-    with pytest.raises(CompressError, match="expected 1 to 9"):
-        Rows([(9, 2)], [10])
-
-
 def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
     rng = np.random.default_rng(11)
     sessions = [AllReduceExchange(ratio=20, warmup=1) for _ in range(2)]
@@ -278,15 +228,7 @@ def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
         thin = [base + 0.1 * rng.standard_normal(base.shape) for _ in sessions]
         for name, values in (("table", table), ("thin", thin)):
             vectors = [v.astype(np.float32).reshape(-1) for v in values]
-            dense = [s.dense(name, shapes[name]) for s in sessions]
-            if dense[0]:
-                pairs = zip(sessions, vectors, strict=True)
-                mean = np.mean([s.whole(name, v) for s, v in pairs], axis=0)
-                for s in sessions:
-                    s.learn(name, mean)
-            else:
-                numbered = enumerate(zip(sessions, vectors, strict=True))
-                mean = total([s.exchange(name, v, ranks=2, rank=r) for r, (s, v) in numbered])[0]
+            mean, _ = ranks_of.step(sessions, name, shapes[name], vectors)
             if name == "table":
                 given_ += np.mean(vectors, axis=0)
                 got += mean
@@ -314,24 +256,6 @@ def test_without_a_rank_nothing_goes_by_rows():
     assert isinstance(session.tensors["table"].summable.part, LowRank)
 
 
-def test_ranks_go_where_energy_is_within_the_budget():
-    rng = np.random.default_rng(7)
-    thin = np.outer(rng.standard_normal(64), rng.standard_normal(96)).astype(np.float32)
-    noise = rng.standard_normal((64, 96)).astype(np.float32)
-    curves = {
-        "thin": EnergyCurve.of(thin.reshape(-1), (64, 96)),
-        "noise": EnergyCurve.of(noise.reshape(-1), (64, 96)),
-        "bias": EnergyCurve.of(noise[0], (96,)),
-    }
-    for budget in (300, 700, 2000):
-        chosen = allocate(curves, budget, 8)
-        spent = sum(sum(words_of(curves[n].shape, r, 8)) for n, r in chosen.items())
-        assert spent <= budget
-        assert chosen["bias"] == 0
-        assert chosen["thin"] <= 2 <= chosen["noise"]
-    assert allocate(curves, 10**6, 8) == {"thin": 64, "noise": 64, "bias": 0}
-
-
 def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
     rng = np.random.default_rng(8)
     sessions = [AllReduceExchange(ratio=10, warmup=2, every=5, min_elements=200) for _ in range(2)]
@@ -340,21 +264,9 @@ def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
     for step in range(14):
         for name, shape in shapes.items():
             values = gradients(rng, 2, math.prod(shape))
-            dense = [s.dense(name, shape) for s in sessions]
-            assert dense[0] == dense[1]
-            if dense[0]:
-                mean = np.mean(
-                    [s.whole(name, v) for s, v in zip(sessions, values, strict=True)], axis=0
-                )
-                for s in sessions:
-                    s.learn(name, mean)
-            else:
-                rounds = [
-                    s.exchange(name, v, ranks=2) for s, v in zip(sessions, values, strict=True)
-                ]
-                mean = total(rounds)[0]
+            mean, dense = ranks_of.step(sessions, name, shape, values)
             if name == "a":
-                kinds.append("d" if dense[0] else "s")
+                kinds.append("d" if dense else "s")
                 given_ += np.mean(values, axis=0)
                 got += mean
         if step == 7:  # a fresh pair goes on from saved states
@@ -403,14 +315,7 @@ def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
 
     def one_step(shape):
         values = gradients(rng, 2, math.prod(shape))
-        dense = [s.dense("a", shape) for s in sessions]
-        if dense[0]:
-            mean = np.mean([s.whole("a", v) for s, v in zip(sessions, values, strict=True)], axis=0)
-            for s in sessions:
-                s.learn("a", mean)
-        else:
-            rounds = [s.exchange("a", v, ranks=2) for s, v in zip(sessions, values, strict=True)]
-            mean = total(rounds)[0]
+        mean, _ = ranks_of.step(sessions, "a", shape, values)
         return np.mean(values, axis=0), mean
 
     assert not sessions[0].remembers("a")

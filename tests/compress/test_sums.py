@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sessions import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
@@ -34,90 +35,8 @@ def bucket():
     )
 
 
-def all_reduced(generators, damage=None):
-    """Drive ranks of either library as an all-reduce would; what they return."""
-    words, ends, number = [next(each) for each in generators], [], 0
-    while not ends:
-        total = np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
-        following = []
-        for rank, (generator, own) in enumerate(zip(generators, words, strict=True)):
-            mine = total.copy()
-            if damage == (rank, number):
-                mine[-1] ^= 1 << 9
-            try:
-                make = LIBRARIES["numpy" if isinstance(own, np.ndarray) else "torch"]
-                following.append(generator.send(make(mine)))
-            except StopIteration as end:
-                ends.append(end.value)
-        words, number = following, number + 1
-    return ends
-
-
-def drawn(rng, shapes, common):
-    return [
-        (mean + 0.5 * rng.standard_normal(shape)).astype(np.float32)
-        for mean, shape in zip(common, shapes, strict=True)
-    ]
-
-
 def bits(array):
     return np.asarray(array).reshape(-1).view(np.uint8)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_ranks_of_two_libraries_share_every_bit(ranks):
-    """Rank 0 computes in NumPy, the others in torch; each adds its own gradients."""
-    parts, rng = bucket(), np.random.default_rng(ranks)
-    common = [rng.standard_normal(shape) for shape in parts.shapes]
-    makes = [LIBRARIES["torch" if rank else "numpy"] for rank in range(ranks)]
-    first = [it.astype(np.float32) for it in common]
-    states = []
-    for make in makes:
-        like = [make(it.copy()) for it in first]
-        states.append(parts.begin(parts.new_state(like[0]), like))
-    owed = [[np.zeros(shape, np.float32) for shape in parts.shapes] for _ in range(ranks)]
-    for _ in range(50 if ranks < 8 else 15):  # eight ranks take as long as all others together
-        gradients = [drawn(rng, parts.shapes, common) for _ in range(ranks)]
-        held = [
-            [make(g + left) for g, left in zip(own, last, strict=True)]
-            for make, own, last in zip(makes, gradients, owed, strict=True)
-        ]
-        ends = all_reduced(
-            [
-                parts.step(state, own, ranks=ranks, rank=rank, exact=True)
-                for rank, (state, own) in enumerate(zip(states, held, strict=True))
-            ]
-        )
-        for end in ends[1:]:
-            for one, other in zip(ends[0].mean, end.mean, strict=True):
-                np.testing.assert_array_equal(bits(one), bits(other))
-            for name, value in ends[0].state.items():
-                np.testing.assert_array_equal(bits(value), bits(end.state[name]), name)
-        assert not ends[0].lost
-        states = [end.state for end in ends]
-        owed = [[np.asarray(it) for it in end.left] for end in ends]
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_no_part_reads_a_value(exact):
-    """Tensors of device `meta` have none."""
-    parts = bucket()
-    matrices = [torch.zeros(shape, device="meta") for shape in parts.shapes]
-    state = parts.rescale(parts.begin(parts.new_state(matrices[0]), matrices), 3)
-    steps = parts.step(state, matrices, ranks=3, rank=1, exact=exact)
-    sent = [next(steps)]
-    sent.append(steps.send(sent[0]))
-    with pytest.raises(StopIteration) as end:
-        steps.send(sent[1])
-    assert [words.shape[0] for words in sent] == parts.words(3)
-    assert all(words.dtype == torch.int32 for words in sent)
-    result = end.value.value
-    for arrays in (result.mean, result.left, [result.lost, result.damaged, result.sent]):
-        assert all(it.device.type == "meta" for it in arrays)
-    assert [tuple(it.shape) for it in result.mean] == parts.shapes
-    assert {name: (it.shape, it.dtype) for name, it in result.state.items()} == {
-        name: (it.shape, it.dtype) for name, it in state.items()
-    }
 
 
 def test_each_round_of_low_rank_is_one_graph(monkeypatch):
@@ -266,7 +185,7 @@ def owed_after(steps, shape, rank, *, carried):
         gradient = (left * decay) @ right.T
         if carried == "integers":
             rounds = exchange([part], [gradient.astype(np.float32).reshape(-1)], ranks=1, rank=0)
-            all_reduced([rounds])
+            run([rounds])
             norms.append(np.linalg.norm(part.memory))
             continue
         matrix = memory + gradient
@@ -302,7 +221,7 @@ def test_a_lost_step_is_as_if_it_had_not_been(library, bad):
             exchange(own, [make(v.copy()) for v in given], ranks=2, rank=rank)
             for rank, (own, given) in enumerate(zip(ranks, values, strict=True))
         ]
-        return [means for means, _ in all_reduced(generators)]
+        return [means for means, _ in run(generators)[0].values()]
 
     ranks, twins = fresh(), fresh()
     for turn in range(5):

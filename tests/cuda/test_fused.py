@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -15,9 +14,8 @@ from host import ORDERS, Host, address
 from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress.errors import CompressError
-from sn_compress.ops import launch, record
-from sn_compress.ops.launch import Format, Piece
-from sn_compress.ops.quantize import Layout
+from sn_compress.ops import launch
+from sn_compress.ops.launch import Piece
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -60,21 +58,6 @@ def test_the_order_of_threads_does_not_matter(order: str) -> None:
         np.testing.assert_array_equal(again.memory.view(np.uint32), first.memory.view(np.uint32))
         out = [decode(Host(o), form, first.words[None], values_in.size)[0] for o in ("up", order)]
         np.testing.assert_array_equal(out[1].view(np.uint32), out[0].view(np.uint32))
-
-
-def test_oracle_is_the_format_of_record_py() -> None:
-    for theta, values, parts in itertools.product((0.0, 0.3, 0.95), VALUES, (1, 2)):
-        transform = "spectrum" if parts == 2 else "identity"
-        place = "bitmap" if theta else "all"
-        form = oracle.make_format(128, transform, theta, values, positions=place)
-        layout = Layout(128, form.kept, values, 8, 3, "bitmap", parts)
-        assert dataclasses.replace(form, mantissa=0) == dataclasses.replace(
-            Format.of(layout, transform), mantissa=0
-        )
-        for coefs in samples(form).values():
-            words = np.empty((len(coefs), form.words), np.uint32)
-            record.encode_twin(coefs.copy(), None, words, layout)
-            np.testing.assert_array_equal(oracle.encode(coefs, None, form, 1, None)[0], words)
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])

@@ -232,3 +232,11 @@ def test_traffic_says_what_travels_how(caplog):
     ]
     traffic.plain("a", 100, 400)  # given up for good
     assert traffic.report()["low_rank"] == 1
+
+
+def test_overlap_where_it_would_have_no_effect_is_an_error():
+    for works in (FFTCompression, LowRankCompression, AutoCompression):
+        works.settings.refuse_overlap("anything")
+    for refused in (LowRankCompression, AutoCompression):
+        with pytest.raises(CompressError, match=r"overlap=True has no effect with.*Keras"):
+            refused.using(overlap=True).settings.refuse_overlap("TensorFlow and Keras")

@@ -10,67 +10,6 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 pytestmark = pytest.mark.horovod
 
-ALWAYS = [
-    "fp32", "fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups",
-    "groups-bf16", "order", "process-sets",
-]  # fmt: skip
-CASES = {
-    ("gather", 3): [*ALWAYS, "paper", "without-names", "two-optimizers"],
-    ("shared", 3): [*ALWAYS, "join"],
-    ("overlap", 2): [*ALWAYS, "join", "scaler"],
-    ("overlap", 3): ["fp32", "bf16", "order", "process-sets", "join"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("exchange", "ranks"), CASES)
-def test_ranks_stay_bit_identical_over_20_steps(horovodrun, exchange, ranks):
-    """The cases share one launch: starting ranks takes longer than any of them.
-
-    Three: sums then depend on their order, and pieces of a tensor are of several lengths.
-    """
-    cases = CASES[exchange, ranks]
-    run = horovodrun(ranks, RANKS / "train.py", exchange, *cases, timeout=280).check()
-    for case in cases:
-        assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
-
-
-@pytest.mark.slow
-def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun):
-    """To the bit, on three ranks too. Fused tensors are summed in an order that depends on when
-    they came, and a last bit decides which values are kept: two runs are alike only with nothing
-    fused.
-    """
-    cases = ["gather", "scaler", "shared", "scaler"]
-    run = horovodrun(3, RANKS / "train.py", *cases, HOROVOD_FUSION_THRESHOLD="0").check()
-    assert run.stdout.count("ok scaler\n") == 2 * 3, run.stdout
-
-
-def test_edges(horovodrun, tmp_path, cases_of):
-    run = horovodrun(2, RANKS / "behave.py", tmp_path, timeout=240).check()
-    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "behave.py"), run.stdout
-
-
-@pytest.mark.slow
-def test_gradients_travel_in_buckets(horovodrun, cases_of):
-    """Nothing fused, so that runs that compare bits sum in one order."""
-    run = horovodrun(2, RANKS / "buckets.py", timeout=200, HOROVOD_FUSION_THRESHOLD="0").check()
-    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "buckets.py"), run.stdout
-
-
-@pytest.mark.slow
-def test_theta_follows_every_kind_of_schedule(horovodrun):
-    run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
-    assert run.stdout.count(">:ok cosine") == 2, run.stdout  # the last of the kinds
-
-
-@pytest.mark.slow
-def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
-    """The cases share one launch: starting horovodrun takes longer than most of them."""
-    cases = cases_of(RANKS / "trust.py")
-    run = horovodrun(2, RANKS / "trust.py", timeout=200).check()
-    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "shared"])

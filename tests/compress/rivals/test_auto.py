@@ -1,27 +1,18 @@
 """Auto: the right candidate for the tensor, at a fixed size, carried over and averaged."""
 
-import dataclasses
 import math
-import time
-import tracemalloc
 
 import numpy as np
 import pytest
 import scipy.fft
-from fuzz import reseal
-from hypothesis import given
 from rivals.codecs.auto import AutoCodec
 from rivals.codecs.lowrank import LowRankCodec
-from samples import ENERGY, U, examples, random, specials, transform_error, vectors
+from samples import ENERGY, U, norm, random, specials, transform_error
 
-from sn_compress import CompressError, FFTCodec, Payload, PayloadError
+from sn_compress import CompressError, FFTCodec, Payload
 
 SHAPE = (64, 96)
 N = 64 * 96
-
-
-def norm(x) -> float:
-    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
 
 
 def heavy(n: int, seed: int = 0) -> np.ndarray:
@@ -126,31 +117,6 @@ def test_it_loses_no_more_than_any_candidate(backend, shape):
         assert payload.energy == pytest.approx(norm(x) ** 2, rel=4 * e + 2 * ENERGY)
 
 
-@examples
-@given(vectors())
-def test_any_vector(backend, x):
-    codec = AutoCodec(ratio=5)
-    state = codec.new_state(x.size)
-    x = x + np.float32(0)  # the sign of a zero is lost where a memory of zero is added
-    payload = codec.encode(x, state=state)
-    y = codec.decode(payload)
-    assert y.shape == x.shape
-    assert np.isfinite(y).all()
-    assert payload.nbytes == codec.payload_bytes(x.size)
-    assert payload.error <= payload.energy * (1 + 4 * ENERGY)
-    assert codec.encode(x).to_bytes() == payload.to_bytes(), "a fresh state changes nothing"
-
-
-def test_special_vectors(backend):
-    codec = AutoCodec(ratio=16, shape=(50, 100))
-    for kind, x in specials(5000).items():
-        payload = codec.encode(x)
-        y = codec.decode(payload)
-        assert np.isfinite(y).all(), kind
-        if not x.any():
-            assert not y.view(np.uint32).any()
-
-
 @pytest.mark.parametrize("value", [1e35, 1e36, 3.4e38])
 def test_a_candidate_that_overflows_is_not_the_best(backend, value):
     """Its block would be NaN, of which no error is counted."""
@@ -235,17 +201,6 @@ def test_what_went_in_comes_out_across_choices(backend):
     assert norm(sent + codec.state_to_values(state, N) - went_in) <= slack
 
 
-@pytest.mark.parametrize("ratio", [1.5, 2, 5, 20, 100])
-def test_every_candidate_takes_over_a_memory(backend, ratio):
-    """A choice may change to any of them in mid-training, with memory still to be sent."""
-    codec = AutoCodec(ratio=ratio, shape=SHAPE)
-    x = heavy(N)
-    for candidate in codec.candidates(N):
-        e = transform_error(candidate, N) if isinstance(candidate, FFTCodec) else 0.0
-        back = candidate.state_to_values(candidate.values_to_state(x), N)
-        assert norm(back - x) <= 2 * e * norm(x)  # there and back
-
-
 def test_choices_are_made_anew_every_so_often():
     codec = AutoCodec(ratio=20, shape=SHAPE, every=4)
     state = codec.new_state(N)
@@ -271,19 +226,6 @@ def test_a_first_gradient_that_is_not_finite_decides_nothing(backend):
     assert not codec.state_to_values(state, N).any()
     assert codec.encode(x, state=state).to_bytes() == codec.encode(x, state=fresh).to_bytes()
     assert isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec)
-
-
-def test_non_finite_leaves_choice_and_memory(backend):
-    codec = AutoCodec(ratio=20, shape=SHAPE, every=2)
-    for x in (flat(*SHAPE, 2), smooth(N)):
-        state = codec.new_state(N)
-        codec.encode(x + heavy(N) * np.float32(0.01), state=state)
-        choice, before = state.choice, codec.state_to_values(state, N)
-        bad = np.full(N, np.nan, np.float32)
-        for _ in range(4):
-            assert np.isnan(codec.decode(codec.encode(bad, state=state))).all()
-        assert state.choice == choice
-        np.testing.assert_array_equal(codec.state_to_values(state, N), before)
 
 
 def test_values_to_state():
@@ -320,64 +262,6 @@ def test_ranks_that_decide_together():
     assert (states[0].choice, states[0].age) == (before, 1)
 
 
-def forged(payload: Payload, **changes: object) -> Payload:
-    """The payload with changed fields and a right checksum, read anew."""
-    fields = {f.name: getattr(payload, f.name) for f in dataclasses.fields(payload)} | changes
-    sealed = Payload.seal(
-        np.array(fields["buffer"]), codec_id=fields["codec_id"], n=fields["n"],
-        settings=fields["settings"],
-    )  # fmt: skip
-    return Payload.from_bytes(sealed.to_bytes(), n=sealed.n)
-
-
-def test_forged_payloads_are_refused_cheaply():
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    free = AutoCodec(ratio=20)
-    for target in (codec, free):
-        sound = target.encode(heavy(N))
-        count = len(target.candidates(N))
-        tails = [
-            sound.settings[:1] + change + sound.settings[5:] for change in (b"\0" * 4, b"\xff" * 4)
-        ]
-        forgeries = [
-            *(forged(sound, settings=bytes([c]) + sound.settings[1:]) for c in (count, 200, 255)),
-            *(forged(sound, settings=tail) for tail in tails),
-            *(forged(sound, n=n) for n in (0, 1, N + 4096, 2**31, 2**40, 2**48)),
-            forged(sound, codec_id=1),
-            forged(sound, codec_id=2),
-            forged(sound, buffer=sound.buffer[:-16]),
-            AutoCodec(ratio=21).encode(heavy(N)),
-            FFTCodec().encode(heavy(N)),
-        ]
-        start = time.perf_counter()
-        tracemalloc.start()
-        for payload in forgeries:
-            with pytest.raises(PayloadError):
-                target.decode(payload)
-            with pytest.raises(PayloadError):
-                target.decode_mean([sound, payload])
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 4 << 20  # the sound one is decoded along
-        assert time.perf_counter() - start < 10
-    with pytest.raises(PayloadError):
-        codec.decode(free.encode(heavy(N - 96)))
-    with pytest.raises(CompressError, match="at least one payload"):
-        codec.decode_mean([])
-
-
-def test_other_choices_of_a_forger_decode_to_the_promised_size(backend):
-    """A body of one candidate under the number of another: refused, or finite-sized."""
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    sound = codec.encode(heavy(N))
-    for choice in range(len(codec.candidates(N))):
-        payload = forged(sound, settings=bytes([choice]) + sound.settings[1:])
-        try:
-            assert codec.decode(payload).shape == (N,)
-        except PayloadError as error:
-            assert str(error)  # noqa: PT017 - either outcome is right
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -410,16 +294,3 @@ def test_settings():
     assert codec.shape == SHAPE
     with pytest.raises(CompressError, match="do not fill shape"):
         codec.encode(heavy(N + 1))
-
-
-def test_half_precision_input_is_its_float32():
-    codec = AutoCodec(ratio=10)
-    x = smooth(5000).astype(np.float16)
-    assert codec.encode(x).to_bytes() == codec.encode(x.astype(np.float32)).to_bytes()
-
-
-def test_reseal_of_fuzz_is_ours():
-    data = bytearray(AutoCodec(ratio=10).encode(smooth(500)).to_bytes())
-    again = bytearray(data)
-    reseal(again)
-    assert again == data

@@ -10,28 +10,9 @@ from rivals.codecs import codec
 from rivals.codecs.demo import largest_divisor
 from rivals.codecs.dgc import warmup_theta
 from rivals.codecs.powersgd import powersgd_allreduce
+from samples import U, plain_top, random
 
 from sn_compress.ops import codes
-
-U = 2.0**-24
-
-
-def gradient(n: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
-    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
-
-
-def rows_of(x, bucket):
-    step = bucket or max(len(x), 1)
-    return [x[start : start + step] for start in range(0, len(x), step)]
-
-
-def plain_top(x, k):
-    """The k largest magnitudes, ties to the lower position, by sorting pairs."""
-    order = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
-    return sorted(order[:k])
-
 
 # DGC.
 
@@ -42,7 +23,7 @@ def test_dgc_is_its_definition_over_steps():
     state = made.new_state(n)
     u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
     for step in range(12):
-        g = gradient(n, step)
+        g = random(n, step)
         u = np.float32(m) * u + g
         v = v + u
         sent = np.zeros(n, np.float32)
@@ -70,7 +51,7 @@ def test_all_sent_dgc_is_momentum():
     made = codec("dgc", theta=0.0)
     state = made.new_state(50)
     for step in range(3):
-        g = gradient(50, step)
+        g = random(50, step)
         assert np.array_equal(made.decode(made.encode(g, state=state)), g)
 
 
@@ -96,7 +77,7 @@ def test_memory_passes_from_phase_to_phase():
     sizes = []
     for step in range(12):
         now = made.at(step)
-        payload = now.encode(gradient(1000, step), state=state)
+        payload = now.encode(random(1000, step), state=state)
         sizes.append(payload.nbytes)
         assert payload.nbytes == made.at(step).payload_bytes(1000)
         assert now.decode(payload).any()
@@ -127,7 +108,7 @@ def factor_error(r):
 
 @pytest.mark.parametrize(("shape", "r"), [((30, 40), 1), ((40, 30), 2), ((100, 7), 3)])
 def test_powersgd_is_its_definition(shape, r):
-    x = gradient(shape[0] * shape[1])
+    x = random(shape[0] * shape[1])
     made = codec("powersgd", shape=shape, rank=r)
     q = codes.normal_matrix(0, shape[1], r).astype(float)
     expected = plain_powersgd([x.reshape(shape).astype(float)], q).reshape(-1)
@@ -147,7 +128,7 @@ def test_powersgd_is_exact_on_matrices_of_its_rank(r):
 
 
 def test_the_warm_start_finds_the_best_factors():
-    x = gradient(60 * 50)
+    x = random(60 * 50)
     made = codec("powersgd", shape=(60, 50), rank=2)
     state = made.new_state(x.size)
     best = np.linalg.svd(x.reshape(60, 50).astype(float), compute_uv=False)[2:]
@@ -172,7 +153,7 @@ def test_a_gradient_of_zero_does_not_kill_the_factors():
 def test_factors_that_save_nothing_are_not_made():
     for shape, rank in (((2, 2), 1), ((1, 100), 1), ((10, 10), 5)):
         made = codec("powersgd", shape=shape, rank=rank)
-        x = gradient(shape[0] * shape[1])
+        x = random(shape[0] * shape[1])
         assert np.array_equal(made.decode(made.encode(x)), x)
         assert made.payload_bytes(x.size) == 32 + -(-4 * x.size // 16) * 16
 
@@ -180,7 +161,7 @@ def test_factors_that_save_nothing_are_not_made():
 @pytest.mark.parametrize("r", [1, 3])
 def test_the_all_reduced_form_is_the_published_one(r):
     shape = (30, 20)
-    vectors = [gradient(600, seed) for seed in range(4)]
+    vectors = [random(600, seed) for seed in range(4)]
     mean, q = powersgd_allreduce(vectors, shape, r)
     start = codes.normal_matrix(0, 20, r).astype(float)
     expected = plain_powersgd([v.reshape(shape).astype(float) for v in vectors], start)
@@ -193,7 +174,7 @@ def test_the_all_reduced_form_is_the_published_one(r):
 
 
 def test_for_one_rank_codec_and_all_reduced_form_agree_bit_by_bit():
-    x = gradient(600)
+    x = random(600)
     made = codec("powersgd", shape=(30, 20), rank=2)
     state = made.new_state(600)
     q = None
@@ -217,7 +198,7 @@ def basis(n):
 
 @pytest.mark.parametrize("shape", [(96, 130), (1, 1000), (31, 64)])
 def test_demo_is_its_definition(shape):
-    x = gradient(shape[0] * shape[1])
+    x = random(shape[0] * shape[1])
     height, width = (max(d for d in range(1, 65) if side % d == 0) for side in shape)
     made = codec("demo", shape=shape, topk=5)
     matrix = x.reshape(shape).astype(float)
@@ -238,7 +219,7 @@ def test_demo_is_its_definition(shape):
 
 
 def test_a_vector_is_one_row_and_primes_are_not_cut():
-    x = gradient(1000)
+    x = random(1000)
     vector, row = codec("demo", topk=3), codec("demo", shape=(1, 1000), topk=3)
     assert np.array_equal(vector.decode(vector.encode(x)), row.decode(row.encode(x)))
     assert [largest_divisor(n, 64) for n in (0, 1, 63, 64, 100, 97, 130)] == [
@@ -251,7 +232,7 @@ def test_a_vector_is_one_row_and_primes_are_not_cut():
 def test_demo_forgets_a_thousandth_a_step():
     made = codec("demo", topk=1)
     state = made.new_state(64)
-    x = gradient(64)
+    x = random(64)
     made.encode(x, state=state)
     left = state[0].copy()
     made.encode(np.zeros(64, np.float32), state=state)
@@ -262,6 +243,6 @@ def test_demo_forgets_a_thousandth_a_step():
 @pytest.mark.parametrize("name", ["dgc", "demo", "powersgd"])
 def test_one_nan_reaches_every_element_where_there_are_no_buckets(name):
     made = codec(name, **({} if name == "dgc" else {"shape": (32, 32)}))
-    x = gradient(1024)
+    x = random(1024)
     x[500] = np.inf
     assert np.isnan(made.decode(made.encode(x))).all()

@@ -29,7 +29,7 @@ from sn_compress.tensorflow.tape import memory_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
 
 from counted import SHAPES
-from test_scattered import carried
+from engines import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve

@@ -1,0 +1,96 @@
+"""Ranks of NumPy and of torch in one process, and the all-reduces of one bucket between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sn_compress.allreduce.bucket import Bucket
+
+LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+def driven(rounds, total):
+    """One rank's words, round by round, and its result; total(round, words) comes back."""
+    words = [next(rounds)]
+    try:
+        while True:
+            words.append(rounds.send(total(len(words) - 1, words[-1])))
+    except StopIteration as end:
+        return words, end.value
+
+
+class Ranks:
+    """Ranks of one bucket, every other one of torch; what they share has the same bits on all."""
+
+    def __init__(self, parts, ranks, libraries=LIBRARIES):
+        self.bucket, self.ranks = Bucket(parts), ranks
+        self.of = [libraries[rank % len(libraries)] for rank in range(ranks)]
+        self.states = [self.bucket.new_state(of(np.zeros(1, np.float32))) for of in self.of]
+        self.memories = [
+            [np.zeros(shape, np.float32) for shape in self.bucket.shapes] for _ in self.of
+        ]
+
+    def begin(self, means):
+        pairs = [zip(means, self.bucket.shapes, strict=True) for _ in self.of]
+        self.states = [
+            self.bucket.begin(state, [of(mean.reshape(shape)) for mean, shape in pair])
+            for of, state, pair in zip(self.of, self.states, pairs, strict=True)
+        ]
+
+    def step(self, gradients, joined=(), damage=None):
+        """One step. Returns the results by rank, without `joined`, and the sums that travelled.
+
+        gradients : by rank, then by tensor
+        damage : a round, a word and a bit of it that is turned
+        """
+        live = [rank for rank in range(self.ranks) if rank not in joined]
+        steps, sums, results = {}, [], {}
+        for rank in live:
+            pairs = zip(self.memories[rank], gradients[rank], strict=True)
+            matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
+            steps[rank] = self.bucket.step(
+                self.states[rank], matrices, ranks=self.ranks, rank=rank, exact=True
+            )
+        words = {rank: next(one) for rank, one in steps.items()}
+        while words:
+            expected = (self.bucket.words(self.ranks)[len(sums)],)
+            assert {each.shape for each in words.values()} == {expected}
+            total = np.sum([np.asarray(each) for each in words.values()], axis=0, dtype=np.int32)
+            if damage is not None and damage[0] == len(sums):
+                total[damage[1]] ^= np.int32(1 << damage[2])
+            sums.append(total)
+            words = {}
+            for rank, one in steps.items():
+                try:
+                    words[rank] = one.send(self.of[rank](total))
+                except StopIteration as end:
+                    results[rank] = end.value
+        first = results[live[0]]
+        for each in results.values():
+            for name, value in first.state.items():
+                assert bits(each.state[name]) == bits(value), name
+            for mine, others in zip(each.mean, first.mean, strict=True):
+                assert bits(mine) == bits(others)
+        if not bool(first.lost) and not bool(first.damaged):
+            for rank, each in results.items():
+                self.memories[rank] = [np.asarray(left) for left in each.left]
+                self.states[rank] = each.state
+        for rank in joined:
+            self.states[rank] = {n: self.of[rank](np.asarray(v)) for n, v in first.state.items()}
+        return results, sums
+
+
+def chance(rng, ranks, shapes, share=1.0):
+    """Gradients by rank, then by tensor; of each a share of the rows is not zero."""
+    return [
+        [
+            (rng.standard_normal(shape) * (rng.random((shape[0], 1)) < share)).astype(np.float32)
+            for shape in shapes
+        ]
+        for _ in range(ranks)
+    ]

@@ -1,0 +1,79 @@
+"""Sessions of the all-reduce, of ranks in one process, and the sums between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def total_of(words):
+    """The sum of all ranks' words."""
+    return np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
+
+
+def run(rounds, joined=()):
+    """Drive the ranks' rounds as an all-reduce would.
+
+    Returns the results by rank, without `joined`, and how many words travelled in each round.
+    """
+    live = {rank: each for rank, each in enumerate(rounds) if rank not in joined}
+    words = {rank: next(each) for rank, each in live.items()}
+    seen = []
+    while True:
+        (shape,) = {each.shape for each in words.values()}
+        seen.append(shape[0])
+        total, results = total_of(words.values()), {}
+        for rank, each in live.items():
+            try:
+                like = torch.from_numpy(total.copy()) if torch.is_tensor(words[rank]) else total
+                words[rank] = each.send(like)
+            except StopIteration as end:
+                results[rank] = end.value
+        if results:
+            assert len(results) == len(live)
+            return results, seen
+
+
+def rounds_of(sessions, name, gradients):
+    """The ranks' rounds of one tensor, of gradients by rank."""
+    pairs = enumerate(zip(sessions, gradients, strict=True))
+    return [own.exchange(name, g, ranks=len(sessions), rank=rank) for rank, (own, g) in pairs]
+
+
+def exchange(sessions, name, gradients):
+    """One tensor's exchange, of gradients by rank; see `run`. All get the same bits."""
+    means, seen = run(rounds_of(sessions, name, gradients))
+    assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
+    return means, seen
+
+
+def exchange_all(sessions, names, gradients):
+    """Several tensors in one exchange, of gradients by rank, then by name; see `run`."""
+    ranks = len(sessions)
+    means, seen = run(
+        [
+            own.exchange_all(names, [values[n] for n in names], ranks=ranks, rank=rank)
+            for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+        ]
+    )
+    for each in zip(*means.values(), strict=True):
+        assert len({np.asarray(mean).tobytes() for mean in each}) == 1
+    return means, seen
+
+
+def dense(sessions, name, gradients, **how):
+    """One tensor's dense step, of flat gradients by rank: the mean, from which sizes follow."""
+    pairs = zip(sessions, gradients, strict=True)
+    sent = [np.asarray(own.whole(name, values, **how)) for own, values in pairs]
+    mean = np.mean(sent, axis=0, dtype=np.float64).astype(np.float32)
+    for own, values in zip(sessions, gradients, strict=True):
+        own.learn(name, torch.from_numpy(mean) if torch.is_tensor(values) else mean)
+    return mean
+
+
+def step(sessions, name, shape, gradients, **how):
+    """One tensor's step, dense or not: the mean, and whether it was dense."""
+    (begins,) = {own.dense(name, shape) for own in sessions}
+    if begins:
+        return dense(sessions, name, gradients, **how), True
+    return np.asarray(exchange(sessions, name, gradients)[0][0]), False

@@ -1,0 +1,91 @@
+"""Scripts of ranks in the real, unpatched Horovod: each of their cases ends well on every rank.
+
+The cases of a script share one launch: starting horovodrun, and a framework, takes longer than most
+of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+slow = pytest.mark.slow
+pytestmark = pytest.mark.horovod
+# Nothing fused, so that runs which compare bits sum in one order: fused tensors are summed in one
+# that depends on when they came, and a last bit decides which values are kept.
+UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+@pytest.mark.parametrize("script", [
+    "behave.py",  # the one way to train in torch that is not slow
+    *(pytest.param(script, marks=slow) for script in (
+        "buckets.py", "trust.py", "keras_train.py", "tensorflow_behave.py", "tensorflow_sized.py",
+        "tensorflow_gathered.py", "tensorflow_outcomes.py", "tensorflow_trust.py",
+        "tensorflow_tune.py",
+    )),
+])  # fmt: skip
+def test_all_cases(horovodrun, tmp_path, cases_of, script):
+    given = [tmp_path] if script == "behave.py" else []
+    env = UNFUSED if script == "buckets.py" else {}
+    run = horovodrun(2, RANKS / script, *given, timeout=280, **env).check()
+    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / script), run.stdout
+
+
+TORCH = [
+    "fp32", "fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups",
+    "groups-bf16", "order", "process-sets",
+]  # fmt: skip
+TENSORFLOW = [
+    "fp32", "fp16", "bf16", "paper", "sum", "predivide", "groups", "groups-listed", "groups-bf16",
+    "shared", "shared-sum", "shared-groups", "generic-names", "process-sets",
+    "process-sets-traced",
+]  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize(("script", "ranks", "given", "cases"), [
+    # Three: sums then depend on their order, and pieces of a tensor are of several lengths.
+    ("train.py", 3, ["gather"], [*TORCH, "paper", "without-names", "two-optimizers"]),
+    ("train.py", 3, ["shared"], [*TORCH, "join"]),
+    ("train.py", 2, ["overlap"], [*TORCH, "join", "scaler"]),
+    ("train.py", 3, ["overlap"], ["fp32", "bf16", "order", "process-sets", "join"]),
+    ("tensorflow_train.py", 2, [], TENSORFLOW),
+    ("tensorflow_train.py", 3, [], ["bf16", "groups", "shared", "process-sets-traced"]),
+    ("keras_train.py", 3, [], ["accumulate", "mixed_precision", "shared", "process_sets"]),
+    ("tensorflow_gathered.py", 3, [], ["many_ranks_have_the_bits_of_the_engine"]),
+    # A plan changes memory, and nothing that the ranks exchange.
+    ("tensorflow_planned.py", 2, [], ["stepped", "low_rank", "fitted"]),
+])  # fmt: skip
+def test_these_cases(horovodrun, script, ranks, given, cases):
+    """Of trainings of 20 steps, ranks stay bit-identical."""
+    run = horovodrun(ranks, RANKS / script, *given, *cases, timeout=280).check()
+    for case in cases:
+        said = re.findall(rf">:ok {case}[ \n]", run.stdout)
+        assert len(said) == ranks, f"{case}\n{run.stdout}"
+
+
+@slow
+def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun):
+    """To the bit, on three ranks too."""
+    cases = ["gather", "scaler", "shared", "scaler"]
+    run = horovodrun(3, RANKS / "train.py", *cases, **UNFUSED).check()
+    assert run.stdout.count("ok scaler\n") == 2 * 3, run.stdout
+
+
+@slow
+@pytest.mark.parametrize(("script", "ranks", "given", "said"), [
+    ("schedules.py", 2, [], ">:ok cosine"),  # the last of the kinds
+    ("tensorflow_schedules.py", 2, [], ">:ok cosine"),
+    ("tune.py", 2, [], "ok\n"),
+    ("apoptosis.py", 2, [], "both stopped"),
+    ("apoptosis_planned.py", 2, [], "ok "),
+    ("tensorflow_apoptosis.py", 3, [], "all stopped"),
+    ("tensorflow_apoptosis_planned.py", 2, ["gather", "shared"], "ok shared\n"),
+])  # fmt: skip
+def test_what_a_script_says_at_its_end(horovodrun, script, ranks, given, said):
+    """Every kind of schedule, the tuner, and nets that shrink: alike on all ranks."""
+    run = horovodrun(ranks, RANKS / script, *given, timeout=280).check()
+    assert run.stdout.count(said) == ranks, run.stdout
