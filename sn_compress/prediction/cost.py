@@ -131,6 +131,7 @@ MODELS = {
 
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; those of ours are as large
+_LEAST_LINK_S = 1e-9
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
 Method = Literal["plain", "fp16", "shared", "gather"]
@@ -327,6 +328,30 @@ def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> f
 def collective_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
     """Seconds of a collective to which each rank brings `size` bytes."""
     return latency_s(collective, ranks, link) + transfer_s(collective, size, ranks, link)
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
+) -> Link:
+    """The link on which all-reduces of two sizes took these seconds.
+
+    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
+        from the small one the latency
+    operation_s : of the small one's seconds, what is not spent in messages
+
+    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
+    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
+    111
+    """
+    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
+        raise CompressError(
+            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
+            "expected a small and a large size, a time for each, and two ranks or more"
+        )
+    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
+    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
+    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
+    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
 
 
 def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:

@@ -36,7 +36,7 @@ from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
 from . import cost
-from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step, wire_bytes
+from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
 
 _SIDE = 1024  # the timed runs take a matrix of this many rows and columns
 _RANKS = 8  # of the payloads and sums in the timed runs
@@ -46,7 +46,6 @@ _BUCKET = 8 * 2**20  # elements, more than caches hold
 _PASSES = 3  # over a bucket: in, division, out
 _SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
 _LEAST_S = 1e-13  # per element: noise must not make a time negative
-_LEAST_LINK_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -157,30 +156,6 @@ def measure_rates(
         gather_tensor_s=gather_tensor,
         shared_tensor_s=shared_tensor,
     )
-
-
-def fit_link(
-    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
-) -> Link:
-    """The link on which all-reduces of two sizes took these seconds.
-
-    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
-        from the small one the latency
-    operation_s : of the small one's seconds, what is not spent in messages
-
-    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
-    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
-    111
-    """
-    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
-        raise CompressError(
-            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
-            "expected a small and a large size, a time for each, and two ranks or more"
-        )
-    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
-    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
-    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
-    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
 
 
 def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:

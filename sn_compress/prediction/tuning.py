@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from ..errors import CompressError
 from ..settings import Settings
-from .cost import Layer, Link, Method, Route, step
-from .predict import Rates, fit_link, measure_rates, routes_of
+from .cost import Layer, Link, Method, Route, fit_link, step
+from .predict import Rates, measure_rates, routes_of
 
 _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]

@@ -21,11 +21,12 @@ from sn_compress.prediction.cost import (
     break_even,
     choose,
     collective_s,
+    fit_link,
     layers,
     step,
     wire_bytes,
 )
-from sn_compress.prediction.predict import FREE, METHODS, Rates, fit_link, measure_rates, routes_of
+from sn_compress.prediction.predict import FREE, METHODS, Rates, measure_rates, routes_of
 from sn_compress.settings import Settings
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)
