@@ -183,13 +183,13 @@ class Tuner:
         self._trial_s = median
         ms, plain_ms = 1e3 * median, 1e3 * self._plain_s
         if median > (1 - self._margin) * self._plain_s:
-            said = f"plain {self._plain} is faster here: {plain_ms:.1f} ms a step, "
-            said += f"{ms:.1f} ms with compression"
+            line = f"plain {self._plain} is faster here: {plain_ms:.1f} ms a step, "
+            line += f"{ms:.1f} ms with compression"
             self.choice = "plain"
         else:
-            said = f"{self.decision.compressed} of {len(self._layers)} tensors are compressed: "
-            said += f"{ms:.1f} ms a step, {plain_ms:.1f} ms plain"
-        _log.info("%s; %s", said, self._why())
+            line = f"{self.decision.compressed} of {len(self._layers)} tensors are compressed: "
+            line += f"{ms:.1f} ms a step, {plain_ms:.1f} ms plain"
+        _log.info("%s; %s", line, self._why())
         self._enter("settled")
 
     def _enter(self, phase: str) -> None:
