@@ -262,10 +262,17 @@ def plan(
     # The largest first: of several samples the budget is of it.
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
     results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
+    by_parts: set[InputSignature] = set()
     for kind, given in samples:
+        if kind in by_parts:
+            continue
+        # A plan of ops is the same for other values; what parts of a model need may be more.
+        alike = tuple(other for its, other in samples if its == kind and other is not given)
         output = progress_output(settings.progress)
         with output, explained(given), sharing(time_limit_s), op_times(device_of(plain)):
-            result = planning.planned_step(plain, given)
+            result = replace(planning, alike=alike).planned_step(plain, given)
+        if result.step.covers_smaller:
+            by_parts.add(kind)
         results.append((kind, given, result))
         planning = replace(planning, after_first=result.after_first or planning.after_first)
         # Percent are of the first sample's own step.
