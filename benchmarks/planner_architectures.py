@@ -4,13 +4,14 @@
         [--resume] [--quick]
 
 Each network of architectures.py and architectures_more.py is planned by the back ends `graph` and
-`modules`, and where it cannot be traced whole by `regions`. The budget is what the model's own step takes with `torch.utils.checkpoint`
-around its blocks, as its library switches it on; as that drops the cache of keys and values, so do
-the others. For a network without such a switch, and where it saves nothing, the budget is
-parameters, gradients, buffers and input, and SHARE of what the step holds beside them. Then it is
-trained one step, with the plan and without, from the same state on other values than the sample's:
-loss and gradients are compared bit by bit. `sn_memory.torch.verify` gives the peaks. `plan_s` and
-the `step_s` are CPU seconds on one thread, those of steps the median of steps that take turns.
+`modules`, and where it cannot be traced whole by `regions`. The budget is what the model's own step
+takes with `torch.utils.checkpoint` around its blocks, as its library switches it on; as that drops
+the cache of keys and values, so do the others. For a network without such a switch, and where it
+saves nothing, the budget is parameters, gradients, buffers and input, and SHARE of what the step
+holds beside them. Then it is trained one step, with the plan and without, from the same state on
+other values than the sample's: loss and gradients are compared bit by bit. `sn_memory.torch.verify`
+gives the peaks. `plan_s` and the `step_s` are CPU seconds on one thread, those of steps the median
+of steps that take turns.
 
 `chosen` is what carries the plan out; `refused` means that `plan` raised, and `reason` is what it
 said; `crashed` that the process ended otherwise. `fake` counts the fake tensors that were left in

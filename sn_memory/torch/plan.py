@@ -103,9 +103,10 @@ def plan(
         its plans for other inputs.
     sample
         An input like those of training: a tensor, a tuple of positional arguments, or a mapping of
-        keyword arguments. Or a list of such inputs, each planned for: the smallest and the largest,
-        say, or some of one shape where values decide what runs. An input of another kind (shapes, types, modes, autocast) gets a plan when it comes: of
-        the plans there are the fastest that keeps the budget, or a new one, or modules that run
+        keyword arguments. Or a list of such inputs, each planned for: the smallest and the
+        largest, say, or some of one shape where values decide what runs. An input of
+        another kind (shapes, types, modes, autocast) gets a plan when it comes: of the
+        plans there are the fastest that keeps the budget, or a new one, or modules that run
         again.
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
