@@ -32,12 +32,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: host": (("torch/state", "torch/host"), 1774, 1300),
     "torch: compile": (("torch/compile",), 1225, 700),
     "torch: policy": (("torch/policy",), 1309, 750),
-    "torch: regions": (("torch/regions",), 2342, 900),
+    "torch: regions": (("torch/regions",), 2343, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
     "torch: activations": (("torch/activations",), 1944, 1200),
     "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (45_714, 28_000)
+TOTAL = (45_715, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100).

@@ -415,7 +415,8 @@ class _Choosing:
                 best = step
             if over <= 0 and (-over < _UNUSED * budget_bytes or not choice.any()):
                 break
-            room -= over
+            # What kernels take beside is about the same for the next: so much may be simulated.
+            room = step.plan.predicted_peak_bytes - over
         assert best is not None
         if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
             raise self._refused(best, budget_bytes)
