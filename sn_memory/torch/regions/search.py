@@ -212,8 +212,8 @@ class _Search:
             for first, *_ in self.courses[1:]:
                 self._courses(finder, first.given, [None])
         step = self._step_of(found, {})
-        seen = (self._observed(step, runs[0], counted=False)[0] for runs in self.courses)
-        return found, [call for observer in seen for call in observer.calls]
+        observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.courses]
+        return found, [call for observer in observed for call in observer.calls]
 
     def _courses(self, finder: Finder, given: Arguments, seeds: Sequence[int | None]) -> list[Run]:
         """Find what a sample's courses call; return them, the one that keeps most first."""
