@@ -4,13 +4,14 @@
         [--resume] [--quick]
 
 Each network of architectures.py and architectures_more.py is planned by the back ends `graph` and
-`modules`. The budget is what the model's own step takes with `torch.utils.checkpoint`
-around its blocks, as its library switches it on; as that drops the cache of keys and values, so do
-the others. For a network without such a switch, and where it saves nothing, the budget is
-parameters, gradients, buffers and input, and SHARE of what the step holds beside them. Then it is
-trained one step, with the plan and without, from the same state on other values than the sample's:
-loss and gradients are compared bit by bit. `sn_memory.torch.verify` gives the peaks. `plan_s` and
-the `step_s` are CPU seconds on one thread, those of steps the median of steps that take turns.
+`modules`, and where it cannot be traced whole by `regions`. The budget is what the model's own step
+takes with `torch.utils.checkpoint` around its blocks, as its library switches it on; as that drops
+the cache of keys and values, so do the others. For a network without such a switch, and where it
+saves nothing, the budget is parameters, gradients, buffers and input, and SHARE of what the step
+holds beside them. Then it is trained one step, with the plan and without, from the same state on
+other values than the sample's: loss and gradients are compared bit by bit. `sn_memory.torch.verify`
+gives the peaks. `plan_s` and the `step_s` are CPU seconds on one thread, those of steps the median
+of steps that take turns.
 
 `chosen` is what carries the plan out; `refused` means that `plan` raised, and `reason` is what it
 said; `crashed` that the process ended otherwise. `fake` counts the fake tensors that were left in
@@ -60,6 +61,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
 ALL = ARCHITECTURES | MORE
 Around = Callable[[], AbstractContextManager[Any]]
 BACKENDS = ("graph", "modules")
+# In the order of the table; the second where the first refuses the model.
+ROWS = ("graph", "regions", "modules")
 SHARE = 0.7
 STEPS = 9
 LIMIT_S = 600
@@ -238,12 +241,17 @@ def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
         least, _ = budget_of(wrapped, sample, SHARE, around)
         own, _ = budget_of(built(name, cache=False), sample, SHARE, around)
         budget = least if least < own else None
-    for backend in BACKENDS:
+    traces = True
+    for backend in ROWS:
+        if backend == "regions" and traces:
+            continue
         try:
             row = row_of(name, backend, budget=budget, cache=False, steps=STEPS, **settings)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the row
             reason = _short(f"{type(error).__name__}: {error}")
             row = {"architecture": name, "backend": backend, "chosen": "crashed", "reason": reason}
+        if backend == "graph":
+            traces = row["chosen"] != "refused" or "BudgetError" in row["reason"]
         yield row | {"checkpoint_bytes": least}
 
 
@@ -342,7 +350,7 @@ def main() -> None:
             for row in rows:
                 found[row["architecture"], row["backend"]] = row | about
                 print(table([row]).splitlines()[-1], row["reason"][:300], flush=True)
-            order = ((name, backend) for name in ALL for backend in BACKENDS)
+            order = ((name, backend) for name in ALL for backend in ROWS)
             save(args.json, [found[key] for key in order if key in found])
     if args.json == RESULTS:
         write_page(json.loads(RESULTS.read_text()))

@@ -1,9 +1,11 @@
 """Models whose course depends on values, trained within a budget by regions: peaks and gradients.
 
-    python -m benchmarks regions [--only NAME] [--shares 50 40] [--json FILE]
+    python -m benchmarks regions [--only NAME ...] [--shares 50 40] [--json FILE]
 
-Each net is planned on one batch and then makes five steps on other batches, beside a copy without a
-plan. Peaks are of torch's CPU allocator, which counts what kernels take for themselves as well.
+Each net is planned on one batch, or those that SAMPLES names, and then makes five steps on other
+batches, beside a copy without a plan. Peaks are of torch's CPU allocator, which counts what kernels
+take for themselves as well. Rows of FILE that are not made anew stay; of the file in results/ the
+table on the page is written as well.
 """
 
 from __future__ import annotations
@@ -11,20 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from tables import between_markers, markdown
 from torch import nn
 
 import sn_memory.torch
 from sn_memory.torch.model.tracker import AllocationTracker
 
 STEPS = 5
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "torch_memory.md"
+RESULTS = ROOT / "benchmarks" / "results" / "regions.json"
 Batches = Callable[[int], Any]
 
 
@@ -310,6 +318,19 @@ def lora() -> tuple[nn.Module, Batches]:
 NETS = {
     it.__name__: it for it in (wav2vec2, hubert, whisper, experts, pooled, masked, matched, lora)
 }
+# Seeds of the batches that a plan is made for; steps take others. How many rows stay is shown by no
+# shape of what these nets are given, so three batches are.
+SAMPLES = dict.fromkeys(("pooled", "masked", "lora"), (0, 6, 7))
+TITLES = {
+    "wav2vec2": "Wav2Vec2ForCTC, LayerDrop and SpecAugment",
+    "hubert": "HubertForCTC, the same",
+    "whisper": "Whisper, LayerDrop and SpecAugment",
+    "experts": "top-2 experts in a loop",
+    "pooled": "graph network, pooling by score",
+    "masked": "boolean masks",
+    "matched": "queries matched in the loss, as in DETR",
+    "lora": "GPT-2, adapters switched on by `nonzero` in a hook",
+}
 
 
 def seeded(seed: int) -> None:
@@ -349,30 +370,62 @@ def row(name: str, share: int, profile: bool) -> dict[str, Any]:
     seeded(0)
     plain = NETS[name]()[0].train()
     found: dict[str, Any] = {"net": name, "share": share}
+    samples = [batch(seed) for seed in SAMPLES.get(name, (0,))]
     began = time.perf_counter()
+    budget: int | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            planned = sn_memory.torch.plan(net, batch(0), f"{share}%", profile=profile)
+            planned = sn_memory.torch.plan(net, samples, f"{share}%", profile=profile)
         except sn_memory.BudgetError as error:
-            found |= {"least": error.peak_bytes, "budget": error.budget_bytes}
-            planned = sn_memory.torch.plan(net, batch(0), error.peak_bytes, profile=profile)
+            budget = error.budget_bytes
+            planned = sn_memory.torch.plan(net, samples, error.peak_bytes, profile=profile)
         found["plan_s"] = round(time.perf_counter() - began, 1)
         record = planned.sn_memory
         found["backend"] = record.backend
-        found.setdefault("budget", record.budget_bytes)
-        found["allowed"] = record.budget_bytes
-        found["predicted"] = record.plan.peak_bytes
-        found["plain"] = record.plan.baseline_peak_bytes
         rows = [
             (step(plain, batch(at), at), step(planned, batch(at), at)) for at in range(1, 1 + STEPS)
         ]
-    found["peaks"] = [mine[0] for _, mine in rows]
-    found["plain_peaks"] = [own[0] for own, _ in rows]
-    found["equal"] = [equal(mine[1], own[1]) for own, mine in rows]
+    top, whole = max(mine[0] for _, mine in rows), record.plan.baseline_peak_bytes
+    sizes = {
+        "budget": budget or record.budget_bytes,
+        "allowed": record.budget_bytes,
+        "predicted": record.plan.peak_bytes,
+        "top": top,
+        "plain": whole,
+    }
+    found |= {f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()}
+    found["percent"] = round(100 * top / whole)
+    found["equal"] = sum(equal(mine[1], own[1]) for own, mine in rows)
     found["seconds"] = [round(mine[2] / own[2], 2) for own, mine in rows]
-    found["plan"] = repr(record.plan)
+    print(record.plan, flush=True)
     return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table."""
+    head = (
+        "net", "asked, %", "back end", "plain, MiB", "allowed", "most of five steps", "% of plain",
+        "equal", "processor seconds",
+    )  # fmt: skip
+    return markdown(
+        head,
+        (
+            (
+                TITLES[it["net"]],
+                str(it["share"]),
+                it["backend"],
+                str(it["plain_mib"]),
+                str(it["allowed_mib"])
+                + ("" if it["allowed_mib"] == it["budget_mib"] else ", the least"),
+                str(it["top_mib"]),
+                str(it["percent"]),
+                f"{it['equal']} of {STEPS}",
+                f"{statistics.median(it['seconds']):.2f}",
+            )
+            for it in rows
+        ),
+    )
 
 
 def main() -> None:
@@ -380,29 +433,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[*NETS])
     parser.add_argument("--shares", nargs="*", type=int, default=[50, 40])
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    rows = []
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    found = {(it["net"], it["share"]): it for it in kept}
     for name in options.only:
         for share in options.shares:
-            found = row(name, share, options.profile)
-            rows.append(found)
-            top = max(found["peaks"])
-            print(
-                f"{name:9} {share}% {found['backend']:8} plan {found['plan_s']} s; budget "
-                f"{found['budget'] / 2**20:.1f} allowed {found['allowed'] / 2**20:.1f} predicted "
-                f"{found['predicted'] / 2**20:.1f} top {top / 2**20:.1f} plain "
-                f"{found['plain'] / 2**20:.1f} MiB ({100 * top / found['plain']:.0f} %) equal "
-                f"{sum(found['equal'])}/{STEPS} seconds {found['seconds']}",
-                flush=True,
-            )
-            print("   ", found["plan"].replace("\n", "\n    ")[:1500], flush=True)
+            made = row(name, share, options.profile)
+            found[name, share] = made
+            print(made, flush=True)
+    rows = sorted(found.values(), key=lambda it: ([*NETS].index(it["net"]), -it["share"]))
+    print(table(rows))
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if options.json.resolve() == RESULTS:
+            PAGE.write_text(between_markers(PAGE.read_text(), "regions", table(rows)))
 
 
 if __name__ == "__main__":

@@ -106,9 +106,10 @@ def plan(
         its plans for other inputs.
     sample
         An input like those of training: a tensor, a tuple of positional arguments, or a mapping of
-        keyword arguments. Or a list of such inputs, each planned for: the smallest and the largest,
-        say. An input of another kind (shapes, types, modes, autocast) gets a plan when it comes: of
-        the plans there are the fastest that keeps the budget, or a new one, or modules that run
+        keyword arguments. Or a list of such inputs, each planned for: the smallest and the
+        largest, say, or some of one shape where values decide what runs. An input of
+        another kind (shapes, types, modes, autocast) gets a plan when it comes: of the
+        plans there are the fastest that keeps the budget, or a new one, or modules that run
         again.
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
@@ -265,10 +266,17 @@ def plan(
     # The largest first: of several samples the budget is of it.
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
     results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
+    by_parts: set[InputSignature] = set()
     for kind, given in samples:
+        if kind in by_parts:
+            continue
+        # A plan of ops is the same for other values; what parts of a model need may be more.
+        alike = tuple(other for its, other in samples if its == kind and other is not given)
         output = progress_output(settings.progress)
         with output, explained(given), sharing(time_limit_s), op_times(device_of(plain)):
-            result = planning.planned_step(plain, given)
+            result = replace(planning, alike=alike).planned_step(plain, given)
+        if result.step.covers_smaller:
+            by_parts.add(kind)
         results.append((kind, given, result))
         planning = replace(planning, after_first=result.after_first or planning.after_first)
         # Percent are of the first sample's own step.

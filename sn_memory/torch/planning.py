@@ -135,6 +135,8 @@ class PlanOptions:
     after_first: bool = False
     # Where the backward pass begins, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
+    # More samples of the same shapes, for which parts of a model are planned as well.
+    alike: tuple[Arguments, ...] = ()
 
     def at_once(self, budget_bytes: int, device: Device | None) -> PlanOptions:
         """Return how to plan while training: a short search, no op timed, no trial.
@@ -340,9 +342,13 @@ class PlanOptions:
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> Step:
         """Return a step in which modules run again."""
         from .modules.backend import ModuleStep
+        from .modules.probe import Probe
 
         check_memory(model, given, "planning by modules runs the model")
         held = sum(storage.bytes for storage in resident_storages(model, self.optimizer))
+        if self.alike:
+            # Of samples of the same shapes the one that saves most.
+            given = max((given, *self.alike), key=lambda it: Probe(model, it).saved_bytes)
         step = ModuleStep(model, *given, self.budget, resident_bytes=held)
         if step.plan.courses > 1:
             warn(
@@ -379,6 +385,7 @@ class PlanOptions:
             held,
             why,
             safely=safely,
+            alike=self.alike,
         )
         return region_step(model, given, options)
 

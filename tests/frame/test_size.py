@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies.py",), 233, 300),
     "activations": (("activations",), 807, 800),
     "apoptosis": (("apoptosis",), 3196, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3676, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3691, 1700),
     "torch: target device": (("torch/target",), 1336, 700),
     "torch: guards": (("torch/model", "torch/ones"), 2988, 1700),
     "torch: trace": (("torch/trace",), 3347, 2300),
@@ -32,12 +32,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: host": (("torch/state", "torch/host"), 1774, 1300),
     "torch: compile": (("torch/compile",), 1225, 700),
     "torch: policy": (("torch/policy",), 1309, 750),
-    "torch: regions": (("torch/regions",), 2311, 900),
+    "torch: regions": (("torch/regions",), 2343, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
     "torch: activations": (("torch/activations",), 1944, 1200),
     "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (45_669, 28_000)
+TOTAL = (45_716, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), for casts (103) and for predicting nodes (104).

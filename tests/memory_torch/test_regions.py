@@ -5,6 +5,7 @@ import itertools
 import pickle
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import ReplayError, TraceError, plan
+from sn_memory.torch.model.step import Measured
 from sn_memory.torch.model.tracker import AllocationTracker
 from sn_memory.torch.regions import step as region_steps
 from sn_memory.torch.regions.choose import Choices, Timeline
 from sn_memory.torch.regions.plans import RegionPlan
+from sn_memory.torch.regions.search import _Choosing
+from sn_memory.torch.regions.step import RegionsPlan
 
 WIDTH, ROWS = 32, 256
 
@@ -522,3 +526,33 @@ def test_choices_are_near_the_best_and_above_the_bound(seed):
         assert choices.peak(found) <= low * 1.05 + budget * (part > 0)
         if choices.peak(found) <= budget:
             assert choices.seconds(found) <= 1.5 * best + 1e-9
+
+
+def test_what_kernels_take_beside_is_made_room_for():
+    """The choice that was measured above the budget is left, also where it had room to spare."""
+    line = Timeline(np.zeros(3, np.int64), np.array([0]), np.array([2]))
+    plans = [RegionPlan(None, kept, 0, 0, extra, "") for kept, extra in ((60, 0), (40, 1), (10, 2))]
+    made, kernels = [], 12
+
+    class Step(SimpleNamespace):
+        def copied(self):
+            made.append(Step(run=None))
+            return made[-1]
+
+    def measured(forward, run):
+        return Measured({}, made[-1].chosen.choices.peak(made[-1].chosen.choice) + kernels, "", 1.0)
+
+    search = SimpleNamespace(
+        options=SimpleNamespace(resident_bytes=0, safely=False),
+        measured=[None],
+        model=nn.Identity(),
+        run=measured,
+    )
+    asked = RegionsPlan((), 0, 0, 0, 100, 1.0, 1.0, 1.0, "")
+    kind = SimpleNamespace(plans=plans)
+    choosing = _Choosing(search, Step(), [("layer", kind, 0)], line, asked)
+    for budget, kept in ((50, 10), (52, 40), (71, 40), (72, 60)):
+        assert choosing.measured(budget).plan.choices[0].saved_bytes == kept
+    with pytest.raises(BudgetError) as caught:
+        choosing.measured(21)
+    assert caught.value.peak_bytes == 22

@@ -194,6 +194,58 @@ def test_each_of_several_samples_keeps_the_budget():
     assert len(made.sn_memory.kinds) == kinds
 
 
+@pytest.mark.parametrize(("backend", "share"), [("auto", 70), ("modules", 85)])
+def test_each_of_several_samples_of_one_shape_keeps_the_budget(backend, share):
+    class Shown(nn.Module):
+        """Only the rows that a mask shows."""
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(3))
+
+        def forward(self, x, shown):
+            rows = x[shown]
+            for it in self.blocks:
+                rows = rows + it(rows)
+            return rows.square().mean()
+
+    torch.manual_seed(0)
+    net = Shown()
+
+    def batch(seed, part):
+        return rows(seed), torch.arange(ROWS) < part * ROWS
+
+    # In any order: the rows that a mask shows are no part of its shape.
+    for parts in ((0.3, 1.0), (1.0, 0.3)):
+        samples = [batch(1, part) for part in parts]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = plan(
+                copy.deepcopy(net),
+                samples,
+                f"{share}%",
+                profile=False,
+                time_limit_s=6.0,
+                backend=backend,
+            )
+        record = made.sn_memory
+        assert record.backend == ("modules" if backend == "modules" else "regions")
+        peaks = []
+        for part in (0.3, 1.0):
+            x, shown = batch(2, part)
+            found = []
+            for it in (net, made):
+                it.zero_grad()
+                with Tracker([*it.parameters(), x, shown], kernels=True) as tracker:
+                    it(x, shown).backward()
+                found.append([p.grad for p in it.parameters()])
+                peaks.append(tracker.peak_bytes)
+            assert same(*found)
+            assert peaks[-1] <= record.budget_bytes
+        # Percent are of the one that needs most.
+        assert record.budget_bytes == pytest.approx(share / 100 * peaks[2], rel=0.02)
+
+
 class Crowded(nn.Module):
     """Another number of experts, in another order, from step to step; some get no row."""
 

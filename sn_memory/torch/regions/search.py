@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +73,8 @@ class RegionOptions:
     safely
         For an input that may not fit without a plan: the model's own step is not run, and of the
         choices that with the smallest peak stays where none keeps the budget.
+    alike
+        More samples, of the same shapes: what they hold decides what runs.
     """
 
     budget: float | str
@@ -83,6 +85,14 @@ class RegionOptions:
     resident_bytes: int
     why: str
     safely: bool = False
+    alike: tuple[Arguments, ...] = ()
+
+
+class Run(NamedTuple):
+    """A step to look at: what the model is given, and a seed for what it draws; None for any."""
+
+    given: Arguments
+    seed: int | None
 
 
 def region_step(model: torch.nn.Module, given: Arguments, options: RegionOptions) -> RegionStep:
@@ -93,7 +103,7 @@ def region_step(model: torch.nn.Module, given: Arguments, options: RegionOptions
     TraceError
         If no part of it is a region.
     BudgetError
-        If no choice keeps the budget on the sample, unless `safely`.
+        If no choice keeps the budget on each of the samples, unless `safely`.
     """
     return _Search(model, given, options).step()
 
@@ -104,7 +114,8 @@ class _Search:
         if not options.why:
             self.options = replace(options, why=_refusal(model, given))
         self.probe = Probe(model, given)
-        self.courses: list[int | None] = [None]
+        # Per sample its courses, the one that keeps most first; the largest of each leads.
+        self.courses = [[Run(each, None)] for each in (given, *options.alike)]
 
     def step(self) -> RegionStep:
         found, calls = self._found()
@@ -113,12 +124,12 @@ class _Search:
         baseline = self._baseline()
         self.seconds = baseline.seconds if baseline else 0.0
         report_progress("trial", 0, 1)
-        observer, leanest = self._observed(step, self.courses[0])
+        # The sample that needs most where nothing runs again is chosen for, and all are measured.
+        peak, observer, leanest = max(
+            (self._most(step, courses[0]) for courses in self.courses), key=lambda it: it[0]
+        )
         line = observer.timeline()
         if baseline is None:
-            ladders = [kind.plans for _, kind, _ in observer.calls]
-            choices = Choices(line, ladders)
-            peak = choices.peak(np.zeros(len(ladders), dtype=np.int64))
             baseline = replace(leanest, peak_bytes=peak + self.options.resident_bytes)
             self.seconds = leanest.seconds
         budget = parse_bytes(self.options.budget, whole=baseline.peak_bytes)
@@ -129,12 +140,24 @@ class _Search:
         )
         base = RegionsPlan(
             (), budget, 0, 0, baseline.peak_bytes, 0.0, self.seconds, 0.0, "", text,
-            courses=len(self.courses),
+            courses=sum(map(len, self.courses)),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, line, base).measured(budget)
         # Steps that are measured say nothing.
         chosen.said = set()
         return chosen
+
+    def _most(self, step: RegionStep, run: Run) -> tuple[int, StepObserver, Measured]:
+        """Return the peak of a step in which nothing runs again, simulated, and what was seen."""
+        observer, leanest = self._observed(step, run)
+        ladders = [kind.plans for _, kind, _ in observer.calls]
+        choices = Choices(observer.timeline(), ladders)
+        return choices.peak(np.zeros(len(ladders), dtype=np.int64)), observer, leanest
+
+    @property
+    def measured(self) -> list[Run]:
+        """The steps that a choice is measured on."""
+        return [run for courses in self.courses for run in courses[:_MEASURED]]
 
     def _saved(self, path: str) -> int:
         does = self.probe.behaviour.get(self.model.get_submodule(path), Behaviour())
@@ -158,7 +181,7 @@ class _Search:
                 profile=self.options.profile,
                 device=self.options.device,
             )
-            with self._restored():
+            with self._restored(self.given):
                 found = finder.look(self.given)
             if not found.regions:
                 raise TraceError(
@@ -166,7 +189,8 @@ class _Search:
                     f"{next(iter(found.refused.values()), 'it has no modules inside')}"
                 )
             new: Layouts = {}
-            observer, _ = self._observed(self._step_of(found, new), None, counted=False)
+            run = Run(self.given, None)
+            observer, _ = self._observed(self._step_of(found, new), run, counted=False)
             known = len(seen), len(arriving), len(shared)
             seen |= new
             for path, region in found.regions.items():
@@ -180,27 +204,34 @@ class _Search:
         for path, region in found.regions.items():
             region.alike.shares_inputs = structure(self.model.get_submodule(path)) in shared
         if self.probe.by_chance:
-            self._look_at_courses(finder)
-        observer, _ = self._observed(self._step_of(found, {}), self.courses[0], counted=False)
-        return found, observer.calls
+            self.courses = [
+                self._courses(finder, first.given, range(_COURSES)) for first, *_ in self.courses
+            ]
+            finder.siblings()
+        else:
+            for first, *_ in self.courses[1:]:
+                self._courses(finder, first.given, [None])
+        step = self._step_of(found, {})
+        observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.courses]
+        return found, [call for observer in observed for call in observer.calls]
 
-    def _look_at_courses(self, finder: Finder) -> None:
-        """Find what other courses call; order them, the one that keeps most first."""
-        kept: dict[int, int] = {}
-        for course in range(_COURSES):
-            with self._restored():
+    def _courses(self, finder: Finder, given: Arguments, seeds: Sequence[int | None]) -> list[Run]:
+        """Find what a sample's courses call; return them, the one that keeps most first."""
+        kept: dict[int | None, int] = {}
+        for course in seeds:
+            with self._restored(given):
                 seed(self.model, course)
-                kept[course] = finder.look(self.given).kept_bytes
+                kept[course] = finder.look(given).kept_bytes
             if len(kept) == _ALIKE and len({*kept.values()}) == 1:
                 break
-        finder.siblings()
         order = sorted(kept, key=kept.__getitem__, reverse=True)
-        self.courses = [*order] if len({*kept.values()}) > 1 else [order[0]]
+        many = len(order) if len({*kept.values()}) > 1 else 1
+        return [Run(given, course) for course in order[:many]]
 
-    def _restored(self) -> Any:
+    def _restored(self, given: Arguments) -> Any:
         probe = self.probe
         return restore_step(
-            self.model, self.given, inputs_too=probe.changes_inputs, written=probe.written
+            self.model, given, inputs_too=probe.changes_inputs, written=probe.written
         )
 
     def _step_of(self, found: Found, layouts: Layouts | None) -> RegionStep:
@@ -215,7 +246,7 @@ class _Search:
         return step
 
     def _observed(
-        self, step: RegionStep, course: int | None, *, counted: bool = True
+        self, step: RegionStep, run: Run, *, counted: bool = True
     ) -> tuple[StepObserver, Measured]:
         """Run a step in which all calls take their leanest plans; return what was seen.
 
@@ -226,12 +257,12 @@ class _Search:
         device = device_of(self.model)
         scratch = scratch_of_steps(device, profile=self.options.profile)
         try:
-            with self._restored():
-                seed(self.model, course)
+            with self._restored(run.given):
+                seed(self.model, run.seed)
                 found = run_step(
                     around(self.model, step.run),
                     self.model,
-                    self.given,
+                    run.given,
                     known=step.known,
                     count=counted,
                     heard=observer.heard,
@@ -248,17 +279,17 @@ class _Search:
         need = 2 * held + self.probe.saved_bytes
         if self.options.safely or not enough_memory(need, device_of(self.model)):
             return None
-        found = [self.run(self.model, course) for course in self.courses[:_MEASURED]]
+        found = [self.run(self.model, run) for run in self.measured]
         return max(found, key=lambda it: it.peak_bytes)
 
-    def run(self, forward: Callable[..., Any], course: int | None) -> Measured:
+    def run(self, forward: Callable[..., Any], run: Run) -> Measured:
         """Run and measure a step; put everything back."""
-        with self._restored():
-            seed(self.model, course)
+        with self._restored(run.given):
+            seed(self.model, run.seed)
             found = run_step(
                 forward,
                 self.model,
-                self.given,
+                run.given,
                 kernels=device_of(self.model).type == "cpu",
             )
         peak = found.peak_bytes + self.options.resident_bytes
@@ -352,7 +383,7 @@ class _Choosing:
         """Return the fastest step that was measured to keep the budget."""
         best: RegionStep | None = None
         room, smallest = budget_bytes, math.inf
-        courses = self.search.courses[:_MEASURED]
+        runs = self.search.measured
         seen: set[bytes] = set()
         for _ in range(_ROUNDS):
             step = self.chosen(room)
@@ -363,7 +394,7 @@ class _Choosing:
             seen.add(choice.tobytes())
             step.plan = replace(step.plan, budget_bytes=budget_bytes)
             found = max(
-                (self.search.run(around(self.search.model, step.run), it) for it in courses),
+                (self.search.run(around(self.search.model, step.run), it) for it in runs),
                 key=lambda it: it.peak_bytes,
             )
             over = found.peak_bytes - budget_bytes
@@ -384,7 +415,8 @@ class _Choosing:
                 best = step
             if over <= 0 and (-over < _UNUSED * budget_bytes or not choice.any()):
                 break
-            room -= over
+            # What kernels take beside is about the same for the next: so much may be simulated.
+            room = step.plan.predicted_peak_bytes - over
         assert best is not None
         if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
             raise self._refused(best, budget_bytes)
