@@ -38,6 +38,7 @@ class Shard:
         self.sizes = [sum(gradient.elements for gradient in of_one) for of_one in owned]
         self.mine = self.sizes[place.number]
         self.dtype, self.none = like.dtype, like[:0]
+        self._itemsize: int = like.dtype.itemsize
 
     @property
     def parts(self) -> list[list[Array]]:
@@ -47,12 +48,12 @@ class Shard:
     @property
     def scatter_bytes(self) -> int:
         """What this rank sends to others, for the node's means to be made."""
-        return (sum(self.sizes) - self.mine) * self.dtype.itemsize
+        return (sum(self.sizes) - self.mine) * self._itemsize
 
     @property
     def gather_bytes(self) -> int:
         """What this rank sends to others, for the means to be handed out."""
-        return (self.place.layout.size - 1) * self.mine * self.dtype.itemsize
+        return (self.place.layout.size - 1) * self.mine * self._itemsize
 
     def gradients(self, came: Sequence[Array] | Array) -> list[Gradient]:
         """The node's means of what this rank owns.
