@@ -226,16 +226,25 @@ class NodeSum:
         codec: Any,
         vectors: Sequence[Any],
         step: Callable[[Collectives, Mapping[int, Any]], Mapping[int, Any]],
-    ) -> dict[int, Any]:
-        """The means of all tensors, by place.
+    ) -> list[Any]:
+        """The means of all tensors.
 
         codec : of payloads, in the steps of the graph
         step : the exchange between nodes: of gradients, by place, their means
         """
-        by = NodeCollectives(call, self.place, self._kinds(settings, codec))
-        with tf.control_dependencies([by.all_are_here(vectors[0])]):
-            means = step(by, self._scatter(by, vectors))
-        return self._gather(by, means)
+        mark = tf.compat.v1.get_default_graph().unique_name("sn_nodes")
+        kinds = self._kinds(settings, codec)
+
+        # By itself: TensorFlow numbers the conditions of a graph, and names what is in Horovod's
+        # own by that, so all ranks have to have as many, whatever they own.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        def average(vectors: Sequence[Any]) -> list[Any]:
+            by = NodeCollectives(call, self.place, kinds, mark)
+            with tf.control_dependencies([by.all_are_here(vectors[0])]):
+                means = self._gather(by, step(by, self._scatter(by, vectors)))
+            return [means[at] for at in range(len(vectors))]
+
+        return list(average(list(vectors)))
 
     def _kinds(self, settings: Settings, codec: Any) -> set[tuple[int, str]]:
         """What owners of any number begin, by bucket."""
@@ -288,15 +297,22 @@ class NodeCollectives(Collectives):
     """Those of the owners of one number, as nodes of the graph; all ranks take part in each.
 
     kinds : of what owners of any number begin, with the bucket's; see `fill`
+    mark : of the names of collectives
     """
 
-    def __init__(self, call: Call, place: Place, kinds: Iterable[tuple[int, str]]) -> None:
+    def __init__(
+        self, call: Call, place: Place, kinds: Iterable[tuple[int, str]], mark: str
+    ) -> None:
         super().__init__(call)
-        self._every, self._place = self.ranks, place
+        self._every, self._mark = self.ranks, mark
         self._owners = place.layout.across()[place.number]
         self.ranks, self.rank = len(place.layout.nodes), place.node
         self._kinds = set(kinds)
         self._begun: set[tuple[int, str]] = set()
+
+    def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
+        """See Collectives."""
+        return words, super().named(words, mark)[1] | {"name": f"{self._mark}_{mark}"}
 
     def all_are_here(self, vector: Any) -> Any:
         """A node to wait for, an error if a rank has joined; vector : any of this step."""

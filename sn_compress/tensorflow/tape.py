@@ -411,7 +411,7 @@ def _by_graph(
         found = step(Collectives(call), dict(enumerate(vectors)))
     else:
         codec = memory.engine.theta.next_codec
-        found = dict(nodes.average(call, memory.settings, codec, vectors, step))
+        found = dict(enumerate(nodes.average(call, memory.settings, codec, vectors, step)))
     factor, means = call.factor(), [found[at] for at in range(len(vectors))]
     return begun, means if factor == 1 else [mean * factor for mean in means]
 
