@@ -197,9 +197,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
         shared = self.engine.shared
         known = name in shared.tensors or self.engine.feedback.remembers(name)
-        if known or self.nodes.owns(name, math.prod(shape)):
-            return known or shared.takes(name, shape)
-        return is_large(shape, shared.min_elements)  # what is small counts for one rank of a node
+        if known or is_large(shape, shared.min_elements):
+            return True
+        # What is small counts for one rank of a node.
+        return self.nodes.owns(name, math.prod(shape)) and shared.takes(name, shape)
 
     def sameness_of(self, owner: Any) -> ParameterCheck:
         """When the parameters of one tape or optimizer are compared."""

@@ -240,8 +240,13 @@ class NodeSum:
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def average(vectors: Sequence[Any]) -> list[Any]:
             by = NodeCollectives(call, self.place, kinds, mark)
-            with tf.control_dependencies([by.all_are_here(vectors[0])]):
-                means = self._gather(by, step(by, self._scatter(by, vectors)))
+            word = by.when_all_are_here(vectors[0][:1])
+            with tf.control_dependencies([word]):
+                means = step(by, self._scatter(by, vectors))
+            by.fill(word)
+            # Nothing else waits for what comes to an owner of nothing.
+            with tf.control_dependencies(by.begun):
+                means = self._gather(by, means, tf.identity(word))
             return [means[at] for at in range(len(vectors))]
 
         return list(average(list(vectors)))
@@ -273,18 +278,18 @@ class NodeSum:
         mean = reduce(tf.add, (came[rank] for rank in inside)) / len(inside)
         return self._cut(mean, self.mine)
 
-    def _gather(self, by: NodeCollectives, means: Mapping[int, Any]) -> dict[int, Any]:
-        """All tensors' means, of those that this rank owns."""
+    def _gather(self, by: NodeCollectives, means: Mapping[int, Any], word: Any) -> dict[int, Any]:
+        """All tensors' means, of those that this rank owns; word : see NodeCollectives.fill."""
         own, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
-        with tf.control_dependencies(by.fill()):
-            words = tf.concat([*(means[at] for at in self.mine), tf.zeros([0])], 0)
+        sizes = [1 + words for words in self._words]
+        words = tf.concat([word, *(means[at] for at in self.mine)], 0)
         came = by.exchange(
-            tf.tile(words, [len(inside)]), dict.fromkeys(inside, own),
-            dict(zip(inside, self._words, strict=True)), "sn_means",
+            tf.tile(words, [len(inside)]), dict.fromkeys(inside, 1 + own),
+            dict(zip(inside, sizes, strict=True)), "sn_means",
         )  # fmt: skip
         found: dict[int, Any] = {}
         for rank, part in zip(inside, self._owned, strict=True):
-            found |= self._cut(came[rank], part)
+            found |= self._cut(came[rank][1:], part)
         return found
 
     def _cut(self, words: Any, places: Sequence[int]) -> dict[int, Any]:
@@ -298,6 +303,10 @@ class NodeCollectives(Collectives):
 
     kinds : of what owners of any number begin, with the bucket's; see `fill`
     mark : of the names of collectives
+
+    Attributes
+    ----------
+    begun : what has come of all-to-alls so far
     """
 
     def __init__(
@@ -308,18 +317,19 @@ class NodeCollectives(Collectives):
         self._owners = place.layout.across()[place.number]
         self.ranks, self.rank = len(place.layout.nodes), place.node
         self._kinds = set(kinds)
-        self._begun: set[tuple[int, str]] = set()
+        self.begun: list[Any] = []
 
     def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
         """See Collectives."""
         return words, super().named(words, mark)[1] | {"name": f"{self._mark}_{mark}"}
 
-    def all_are_here(self, vector: Any) -> Any:
-        """A node to wait for, an error if a rank has joined; vector : any of this step."""
-        words, how = self.named(one_of(vector), "sn_ranks")
+    def when_all_are_here(self, word: Any) -> Any:
+        """A word of any gradient, [1], to wait for; an error if a rank has joined."""
+        words, how = self.named(one_of(word), "sn_ranks")
         present = hvd.allreduce(words, op=hvd.Sum, **how)
         all_are = tf.reduce_all(tf.equal(present, self._every))
-        return tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])
+        with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
+            return tf.identity(word)
 
     def exchange(
         self, words: Any, to_ranks: Mapping[int, int], of_ranks: Mapping[int, int], mark: str
@@ -331,6 +341,7 @@ class NodeCollectives(Collectives):
         splits = [to_ranks.get(rank, 0) for rank in range(self._every)]
         words, how = self.named(words, mark)
         came, _ = hvd.alltoall(words, splits=tf.constant(splits, tf.int32), **how)
+        self.begun.append(came)
         ranks = sorted(of_ranks)
         sizes = [of_ranks[rank] for rank in ranks]
         return dict(zip(ranks, tf.split(arrived(came, sizes), sizes), strict=True))
@@ -339,8 +350,7 @@ class NodeCollectives(Collectives):
         self, parts: Sequence[Any], sizes: Sequence[int], number: int, kind: str
     ) -> list[Any]:
         """What comes of each node, in order; `parts` are what each is to have."""
-        assert (number, kind) in self._kinds, (number, kind, self._kinds)
-        self._begun.add((number, kind))
+        self._kinds.remove((number, kind))
         to = sorted(zip(self._owners, parts, strict=True), key=lambda pair: pair[0])
         came = self.exchange(
             tf.concat([part for _, part in to], 0),
@@ -349,19 +359,17 @@ class NodeCollectives(Collectives):
         )  # fmt: skip
         return [came[rank] for rank in self._owners]
 
-    def fill(self) -> list[Any]:
-        """Take part, with nothing, in what only others had something for; nodes to wait for."""
-        left = sorted(self._kinds - self._begun)
-        none = dict.fromkeys(self._owners, 0)
-        return [
-            self.exchange(tf.zeros([0], tf.int32), none, none, f"sn_b{number}_{kind}")[
-                self._owners[0]
-            ]
-            for number, kind in left
-        ]
+    def fill(self, word: Any) -> None:
+        """Take part, for itself alone, in what only other owners had something for.
+
+        word : [1], computed in the step: a constant would be sent without waiting for anything
+        """
+        alone = {self._owners[self.rank]: 1}
+        for number, kind in sorted(self._kinds):
+            self.exchange(tf.cast(word, tf.int32), alone, alone, f"sn_b{number}_{kind}")
 
     def present(self, vector: Any, number: int) -> Any:
-        """See Collectives; all ranks are: `all_are_here` was asked."""
+        """See Collectives; all are, or `when_all_are_here` has ended the step."""
         return tf.constant([self.ranks])
 
     def total(self, words: Any, number: int, turn: int) -> Any:
