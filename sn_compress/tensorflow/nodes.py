@@ -217,7 +217,7 @@ class NodeSum:
         self.mine = self._owned[place.number]
         self._words = [sum(self._sizes[at] for at in own) for own in self._owned]
         own = self._words[place.number]
-        self.inside_bytes = 4 * (sum(self._words) - own + (place.layout.size - 1) * own)
+        self.inside_bytes = 4 * (sum(self._words) - own + (place.layout.size - 1) * (1 + own))
 
     def average(
         self,
@@ -365,8 +365,9 @@ class NodeCollectives(Collectives):
         word : [1], computed in the step: a constant would be sent without waiting for anything
         """
         alone = {self._owners[self.rank]: 1}
-        for number, kind in sorted(self._kinds):
-            self.exchange(tf.cast(word, tf.int32), alone, alone, f"sn_b{number}_{kind}")
+        for at, (number, kind) in enumerate(sorted(self._kinds)):
+            # Of the same words TensorFlow would make one all-to-all.
+            self.exchange(one_of(word) + at, alone, alone, f"sn_b{number}_{kind}")
 
     def present(self, vector: Any, number: int) -> Any:
         """See Collectives; all are, or `when_all_are_here` has ended the step."""
