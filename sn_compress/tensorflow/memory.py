@@ -14,7 +14,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
@@ -49,7 +49,7 @@ from .agreement import (
 from .graph import LEAST, GraphBucket, GraphStep
 from .graph_buckets import GatheredBucket, SummedBucket, decoding_digest, serves, until_dense
 from .nodes import Nodes, NodeSum
-from .tracing import Call, forget, functions_of
+from .tracing import Call, forget, functions_of, warn_of_engine_once
 from .variables import EngineOutcomes, Variables, digest_of
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         if choice is not None:
             refuse_untraced(bool(functions))
         if not functions:
-            _warn_engine_once()
+            warn_of_engine_once()
             return None
         self._functions.update(functions)
         self._traceable.add(tuple(every))
@@ -590,15 +590,6 @@ def memory_at(compression: Any, settings: Settings) -> OptimizerState:
     if compression not in _memories:
         _memories[compression] = OptimizerState(settings)
     return _memories[compression]
-
-
-@cache
-def _warn_engine_once() -> None:
-    _log.warning(
-        "no tf.function that is being traced was found in TensorFlow %s: gradients are compressed "
-        "by a Python function in the graph, which is slower",
-        tf.__version__,
-    )
 
 
 def exchanged_by_tapes(variables: Sequence[Any]) -> list[Any]:
