@@ -232,17 +232,17 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         mark = f"sn.{zlib.crc32(repr(shapes).encode()):08x}"
         if self.nodes.serve(call):
             self.nodes.average(gradients, call, mark, self.count_beside)
-            steady = self.nodes.agree(
+            unchanged = self.nodes.agree(
                 known, self._steady_steps, call.process_set, self.count_beside
             )
         else:
             host_step.average(self.engine, gradients, call, mark, self.count_beside)
-            steady = self._steady_steps(known)
+            unchanged = self._steady_steps(known)
         if (factor := call.factor()) != 1:
             for gradient in gradients:
                 gradient.values[:] *= np.float32(factor)
         again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
-        if again and steady >= LEAST:
+        if again and unchanged >= LEAST:
             self.trace_again()
 
     def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
@@ -330,7 +330,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 self._note_now(names, variables)
             until = self._steady_steps(names) if every else None
             if by_nodes is not None:
-                until = self.nodes.steady(key, until or 0)
+                until = self.nodes.steps_left(key, until or 0)
             if (rest if until is None else until) < LEAST:
                 return None
             self.read()  # steps that the engine counts from here on are those of other calls

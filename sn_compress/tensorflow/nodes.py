@@ -174,7 +174,7 @@ class Nodes:
         self._steady[tuple(names)] = steps
         return steps
 
-    def steady(self, key: tuple[str, ...], own: int) -> int:
+    def steps_left(self, key: tuple[str, ...], own: int) -> int:
         """For how many steps a call can be a graph; of payloads `own`, as all ranks know it."""
         agreed = self._steady.get(key, 0)
         on_host_first = self._brought is not None and key not in self._steady
