@@ -64,7 +64,7 @@ class Compression(metaclass=_Shown):
         torch). docs/horovod.md has those of Horovod itself
     hierarchy : "auto" (the default): with several nodes of several ranks each, gradients are summed
         inside a node, and exchanged compressed between nodes only; None: all ranks exchange with
-        all others. In torch's DistributedDataParallel and optimizers of Horovod's torch so far
+        all others. In torch's DistributedDataParallel, and in Horovod's torch and TensorFlow
     """
 
     settings: ClassVar[Settings]

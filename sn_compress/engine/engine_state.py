@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..errors import CompressError
 from ..saved import arrays_of, held, reading
 from ..settings import Settings
 from .engine import Engine
+from .hierarchy import Place, states_to_load
 
 _FORMAT = 1
 _ARRAY = "array of the file"
@@ -59,6 +60,27 @@ def load_state_dict(
         every = [state] if isinstance(state, dict) else list(state)
         states = every if mean else _chosen(state, ranks, rank)
         _load(engine, states, changes(states[0]))
+
+
+def take_loaded(
+    engine: Engine,
+    states: Sequence[dict[str, Any]] | None,
+    nodes: Place | None,
+    tensors: Iterable[tuple[str, int]],
+    *,
+    ranks: int,
+    rank: int,
+) -> None:
+    """Go on from what was loaded before the nodes were known; CompressError if it cannot be.
+
+    states : what was loaded; None where all ranks have the same of all tensors
+    tensors : see Place.own
+    """
+    if states is None and nodes is not None:
+        states = [state_dict(engine, ranks=1, rank=0)]
+    found = states_to_load(states, nodes, tensors) if states else None
+    if found is not None:
+        load_state_dict(engine, found, ranks=ranks, rank=rank, mean=True)
 
 
 def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:

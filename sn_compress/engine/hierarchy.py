@@ -11,8 +11,11 @@ all the same to it who sends what (docs/decisions/0098).
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import socket
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,9 @@ import numpy as np
 
 from ..consistency import Total
 from ..errors import CompressError
+from ..settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,32 @@ def find_layout(total: Total, node: str, *, rank: int, ranks: int) -> NodeLayout
     ids = np.zeros(ranks, np.int64)
     ids[rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:7], "big")
     return layout_of([int(each) for each in total("sn.nodes", ids)])
+
+
+def may_have_nodes(settings: Settings, process_set: Any) -> bool:
+    """Whether ranks of a process set of Horovod's go by nodes where there are some; all alike."""
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would come and go
+    # A tuner compares with Horovod's all-reduce of all; fewer than four are no two nodes of two.
+    return settings.hierarchy == "auto" and not (
+        settings.tune or elastic or process_set.process_set_id or process_set.size() < 4
+    )
+
+
+def horovods_layout(total: Total, process_set: Any) -> NodeLayout | None:
+    """The layout of Horovod's ranks; None, and a word by rank 0 why, where there is none; blocks.
+
+    A node is what ranks with one host name are on, as horovodrun was told it.
+    """
+    # As the launcher calls it, so that an address and a name of one machine are two.
+    node = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    rank = process_set.rank()
+    layout = find_layout(total, node, rank=rank, ranks=process_set.size())
+    if isinstance(layout, NodeLayout):
+        return layout
+    if rank == 0:
+        level = logging.WARNING if layout.startswith("nodes have") else logging.DEBUG
+        _log.log(level, "%s: all ranks exchange with all others", layout)
+    return None
 
 
 @dataclass
@@ -197,6 +229,20 @@ def saved_place(place: Place | None, loaded: Any, ranks: int) -> dict[str, Any] 
         return place.state()
     merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
     return None if merged else loaded[0].get("hierarchy")
+
+
+def with_rest(
+    state: dict[str, Any], mine: Mapping[str, Any], gather: Callable[[Any], Iterable[Any]]
+) -> dict[str, Any]:
+    """What a root has sent of its exchange, and what it has not, as by nodes others own the rest.
+
+    mine : this rank's; gather : brings an object of all ranks
+    """
+    keys = [key for key in BY_TENSOR if key in state]
+    rest = {key: {n: it for n, it in mine[key].items() if n not in state[key]} for key in keys}
+    for each in gather(rest):
+        state = state | {key: each[key] | state[key] for key in keys}
+    return state
 
 
 # Of a state's parts, what is kept by tensor.

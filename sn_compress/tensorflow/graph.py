@@ -28,12 +28,17 @@ from .tracing import Call
 from .variables import GraphOutcomes, Mark, variable
 
 LEAST = 10  # steps of the same sizes: for fewer it is not worth tracing a graph
-_FOR_EVER = 2**62
+FOR_EVER = 2**62
 _OVERDUE = 1000  # steps behind the last one, after which no trace will come
 _ENDED = (
     "CompressError: this graph is out of date: its error memories were loaded, synchronized, "
     "cleared, or used by another function. Call the tf.function, which is retraced, instead of an "
     "earlier concrete function."
+)
+
+_OTHER_SIZE = (
+    "PayloadError: the number of gathered words is not what all ranks together send. Do all ranks "
+    "run the same version with the same settings?"
 )
 
 
@@ -63,29 +68,53 @@ class Collectives:
         self._call = call
         self.ranks, self.rank = call.process_set.size(), call.process_set.rank()
 
-    def _named(self, words: Any, number: int, kind: str) -> tuple[Any, dict[str, Any]]:
+    def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
         """The words, and how Horovod names them: after their node where the user gave no name."""
-        mark, call = f"sn_b{number}_{kind}", self._call
+        call = self._call
         return tf.identity(words, name=mark), {
             "name": call.name and f"{mark}_{call.name}",
             "ignore_name_scope": call.ignore_name_scope,
             "process_set": call.process_set,
         }
 
+    def present(self, vector: Any, number: int) -> Any:
+        """The number of ranks that are in the step, [1] int32: one that has joined adds nothing."""
+        return self.total(one_of(vector), number, 0)
+
     def total(self, words: Any, number: int, turn: int) -> Any:
         """The sum of the ranks' words in a round."""
-        words, how = self._named(words, number, f"round{turn}")
+        words, how = self.named(words, f"sn_b{number}_round{turn}")
         return hvd.allreduce(words, op=hvd.Sum, **how)
 
-    def gather(self, words: Any, number: int) -> Any:
-        """The ranks' words one behind the other."""
-        words, how = self._named(words, number, "payload")
-        return hvd.allgather(words, **how)
+    def gather(self, words: Any, sizes: Sequence[int], number: int) -> Any:
+        """The ranks' words one behind the other, of each so many."""
+        words, how = self.named(words, f"sn_b{number}_payload")
+        return arrived(hvd.allgather(words, **how), sizes)
 
-    def alltoall(self, words: Any, splits: Sequence[int], number: int) -> Any:
-        """What the ranks have for this one; `splits` of these words are for each of them."""
-        words, how = self._named(words, number, "parts")
-        return hvd.alltoall(words, splits=tf.constant(splits, tf.int32), **how)[0]
+    def alltoall(
+        self, words: Any, to_ranks: Sequence[int], of_ranks: Sequence[int], number: int
+    ) -> Any:
+        """What the ranks have for this one; `to_ranks` of these words are for each of them."""
+        words, how = self.named(words, f"sn_b{number}_parts")
+        splits = tf.constant(to_ranks, tf.int32)
+        return arrived(hvd.alltoall(words, splits=splits, **how)[0], of_ranks)
+
+
+def one_of(vector: Any) -> Any:
+    """[1] int32 that adds this rank to a sum; of a vector, as sums of constants are folded away."""
+    return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
+
+
+def arrived(every: Any, sizes: Sequence[int]) -> Any:
+    """What has come, [words]; an error where that is not so.
+
+    sizes : words that come of each rank
+    """
+    size = sum(sizes)
+    whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
+    every.set_shape([size])  # who plans the step's memory has to know it
+    with tf.control_dependencies([whole]):
+        return tf.identity(every)
 
 
 class GraphBucket(Protocol):
@@ -182,6 +211,7 @@ class GraphStep:
     plain : what travels plain beside them, each with its elements and bytes: to be counted
     marks : of each tensor's variable; None where all gradients count as applied
     began : steps of the engine before this
+    inside_bytes : of a step by nodes, what this rank sends inside its node
     """
 
     def __init__(
@@ -194,12 +224,13 @@ class GraphStep:
         rest: int = 0,
         plain: Sequence[tuple[str, int, int]] = (),
         marks: Sequence[Mark] | None = None,
+        inside_bytes: int = 0,
     ) -> None:
         self.buckets, self.same, self.began = list(buckets), same, began
-        self._plain, self.rests = tuple(plain), rest > 0
+        self._plain, self.rests, self.inside_bytes = tuple(plain), rest > 0, inside_bytes
         self.names = [name for bucket in buckets for name in bucket.names]
         self._until = until
-        self.limit = min(_FOR_EVER if until is None else until, rest or _FOR_EVER)
+        self.limit = min(FOR_EVER if until is None else until, rest or FOR_EVER)
         self.steps = variable(np.int64(0))
         self.alive = variable(np.bool_(True))
         self._compared = variable(np.int64(same.steps))
@@ -257,6 +288,8 @@ class GraphStep:
         digests : of all tensors' variables, [tensors] int64; None without marks
         warn_dropped : called before the first step behind a gradient that was dropped
         """
+        if not self.buckets:
+            return []
         means, numbers = [], []
         dropped = [None] * len(self.buckets)
         if self._outcomes is not None:
@@ -326,6 +359,11 @@ class GraphStep:
     def ran(self) -> int:
         """Steps so far."""
         return int(self.steps.numpy())
+
+    @property
+    def left(self) -> int:
+        """Steps of these sizes that are left."""
+        return max((FOR_EVER if self._until is None else self._until) - self.ran, 0)
 
     @property
     def ended(self) -> bool:

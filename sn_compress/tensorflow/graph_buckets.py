@@ -30,7 +30,7 @@ from ..ops.fixed_point import times_power
 from ..report import TensorTraffic
 from . import kernels
 from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
-from .graph import Collectives, Undoable
+from .graph import FOR_EVER, Collectives, Undoable
 
 Memories = list[list[Any]]  # of each tensor, parts as the codec keeps them
 
@@ -38,10 +38,6 @@ _DAMAGED_SUM = (
     "PayloadError: the checksum of the sum does not match the sum of the checksums: corrupt in "
     "transit, or ranks run with different settings. If it happens again, suspect memory or the "
     "network."
-)
-_OTHER_SIZE = (
-    "PayloadError: the number of gathered words is not what all ranks together send. Do all ranks "
-    "run the same version with the same settings?"
 )
 JOINED = (
     "another rank called hvd.join(), and FFTCompression gathers payloads, which Horovod cannot do "
@@ -171,6 +167,8 @@ class SummedBucket:
 def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
     """Steps until the next one of these tensors that is for the engine; 0 unless all have sizes.
 
+    Without any tensor there will be none.
+
     A dense one, or one of a vote; where a tensor waits for energy, each.
     """
     steps = []
@@ -181,7 +179,7 @@ def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
         steps.append((exchange.every - 1 - (tensor.step - exchange.warmup)) % exchange.every)
         if (vote := exchange.until_vote(name)) is not None:
             steps.append(vote)
-    return min(steps)
+    return min(steps, default=FOR_EVER)
 
 
 class GatheredBucket:
@@ -248,13 +246,13 @@ class GatheredBucket:
         decay = 1.0 if self._feedback is None else self._feedback.decay
         nodes = PayloadNodes(self.codec, self._sizes, decay)
         self._shares, self._rank = None, by.rank
-        present = by.total(_one(vectors[0]), number, 0)
+        present = by.present(vectors[0], number)
         if self._scatter:
             self._shares = shares_of(self.codec, tuple(self._sizes), by.ranks)
         if self._shares is None:
             words, left, lost = nodes.encode(vectors, memories)
             words = _when_all_are_present(words, present, by.ranks)
-            came = _arrived(by.gather(words, number), [int(words.shape[0])] * by.ranks)
+            came = by.gather(words, [int(words.shape[0])] * by.ranks, number)
             means = nodes.decode(tf.reshape(came, [by.ranks, -1]), self._sizes)
         else:
             for_owners = PayloadNodes(self._shares.parts, self._sizes, decay)
@@ -355,31 +353,14 @@ class PayloadNodes:
         ]
 
 
-def _one(vector: Any) -> Any:
-    """[1] int32 that adds this rank to a sum; of a vector, as sums of constants are folded away."""
-    return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
-
-
 def _when_all_are_present(words: Any, present: Any, ranks: Any) -> Any:
     """What is to be gathered; an error where a rank has joined: it would end Horovod on all ranks.
 
-    present : [1] int32, the sum of `_one` of each rank, to which one that has joined adds nothing
+    present : [1] int32, the sum of `one_of` of each rank, to which one that has joined adds nothing
     """
     all_are = tf.reduce_all(tf.equal(present, ranks))
     with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
         return tf.identity(words)
-
-
-def _arrived(every: Any, sizes: Sequence[int]) -> Any:
-    """What has come, [words]; an error where that is not so.
-
-    sizes : words that come of each rank
-    """
-    size = sum(sizes)
-    whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
-    every.set_shape([size])  # who plans the step's memory has to know it
-    with tf.control_dependencies([whole]):
-        return tf.identity(every)
 
 
 def _through_owners(
@@ -414,8 +395,10 @@ def _through_owners(
     words, left, lost = parts.encode(list(map(values, others)), rows(others))
     words = _when_all_are_present(words, present, ranks)
     splits = [size // 4 for size in shares.parts_bytes]
-    came = by.alltoall(words, [0 if owner == rank else n for owner, n in enumerate(splits)], number)
-    came = _arrived(came, [0 if source == rank else splits[rank] for source in range(ranks)])
+    came = by.alltoall(
+        words, [0 if owner == rank else n for owner, n in enumerate(splits)],
+        [0 if source == rank else splits[rank] for source in range(ranks)], number,
+    )  # fmt: skip
     with tf.control_dependencies([came]):
         wire = tf.zeros([0], tf.int32)
     if mine:
@@ -429,7 +412,7 @@ def _through_owners(
         wire, kept, lost_again = nodes.encode(own_means, rows(mine, 1 / ranks))
         left += [[part * ranks for part in own] for own in kept]
         lost += lost_again
-    joined = _arrived(by.gather(wire, number), [size // 4 for size in shares.means_bytes])
+    joined = by.gather(wire, [size // 4 for size in shares.means_bytes], number)
     pieces = [piece for own in shares.pieces for piece in own]
     decoded = nodes.decode(joined[None], [piece.elements for piece in pieces])
     means = [

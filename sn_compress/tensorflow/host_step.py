@@ -5,7 +5,6 @@ Collectives are Horovod's, called from that function one after the other.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,15 +23,19 @@ from .tracing import Call
 
 
 def average(
-    engine: Engine, gradients: Sequence[Gradient], call: Call, count: Callable[[int], None]
+    engine: Engine,
+    gradients: Sequence[Gradient],
+    call: Call,
+    mark: str,
+    count: Callable[[int], None],
 ) -> None:
     """Average gradients in their place, all of them compressed; all ranks call it with the same.
 
+    mark : of the names of collectives
     count : told the bytes that this rank sends beside gradients
     """
     sets = call.process_set
     step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
-    mark = f"sn.{zlib.crc32(repr([gradient.shape for gradient in gradients]).encode()):08x}"
     for number, bucket in enumerate(_buckets(step.dense)):
         whole = _tensor(np.concatenate([engine.whole(gradient) for gradient in bucket]))
         mean = hvd.allreduce(
@@ -52,9 +55,6 @@ def average(
                 carries = rounds.send(came)
             except StopIteration:
                 carries = None
-    if (factor := call.factor()) != 1:
-        for gradient in gradients:
-            gradient.values[:] *= np.float32(factor)
 
 
 def cut(sizes: Sequence[int]) -> list[list[int]]:

@@ -26,7 +26,8 @@ from ..errors import CompressError
 from .agreement import agree_at_trace, fingerprint_of_compression
 from .memory import OptimizerState, exchanged_by_tapes
 from .memory import memory_of as _memory_of_compression
-from .tape import Plain, compressed_means, refuse_xla
+from .plain import Plain
+from .tape import compressed_means, refuse_xla
 from .tracing import Call, was_reduced
 from .variables import as_variables, fingerprint_of_variables, relative_names
 

@@ -8,17 +8,20 @@ long as its steps are alike, and gives it back (`graph.py`).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..allreduce.allocate import is_large
 from ..allreduce.exchange import AllReduceExchange
 from ..codecs.base import Floats
 from ..collective import Gradient
@@ -27,6 +30,7 @@ from ..consistency import Fingerprint, ParameterCheck
 from ..engine import engine_state
 from ..engine.engine import Engine
 from ..engine.feedback import ErrorFeedback
+from ..engine.hierarchy import loadable, saved_place, with_rest
 from ..errors import CompressError
 from ..prediction import new_tuner
 from ..settings import Settings
@@ -44,7 +48,8 @@ from .agreement import (
 )
 from .graph import LEAST, GraphBucket, GraphStep
 from .graph_buckets import GatheredBucket, SummedBucket, decoding_digest, serves, until_dense
-from .tracing import Call, forget, functions_of
+from .nodes import Nodes, NodeSum
+from .tracing import Call, forget, functions_of, warn_of_engine_once
 from .variables import EngineOutcomes, Variables, digest_of
 
 if TYPE_CHECKING:
@@ -94,6 +99,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
         self._tuned_set: int | None = None  # the process set it is of
         self._counted = 0  # steps in the report when graphs were read last
+        self.nodes = Nodes(self.settings, self.engine)
 
     def clear(self) -> None:
         """Forget all variables and what was dropped of them: for models that are gone."""
@@ -106,6 +112,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._begin()
         self.engine.traffic.speaks = logs
         self.engine.exchange.restart(residuals)
+        self.nodes.restarted = dict(residuals)
 
     def begin_anew(self) -> None:
         """When ranks have come or gone, on all of them: count steps from here."""
@@ -175,6 +182,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             if not tf.executing_eagerly():
                 return
             self.asked.add(key)
+            self.nodes.find(process_set, partial(total, process_set, self.count_beside))
             if self.settings.exchange == "shared":
                 self.engine.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
             elif self.settings.exchange == "gather" and unlike_in_nodes(
@@ -191,7 +199,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
         shared = self.engine.shared
         known = name in shared.tensors or self.engine.feedback.remembers(name)
-        return known or shared.takes(name, shape)
+        if known or is_large(shape, shared.min_elements):
+            return True
+        # What is small counts for one rank of a node.
+        return self.nodes.owns(name, math.prod(shape)) and shared.takes(name, shape)
 
     def sameness_of(self, owner: Any) -> ParameterCheck:
         """When the parameters of one tape or optimizer are compared."""
@@ -218,11 +229,21 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         known = [name for name in names if name is not None]
         self.retire(known)
         self._note(known, digests)
-        pieces = zip(names, shapes, vectors, strict=True)
-        gradients = [Gradient(*piece) for piece in pieces]
-        host_step.average(self.engine, gradients, call, self.count_beside)
+        gradients = [Gradient(*it) for it in zip(names, shapes, vectors, strict=True)]
+        mark = f"sn.{zlib.crc32(repr(shapes).encode()):08x}"
+        if self.nodes.serve(call):
+            self.nodes.average(gradients, call, mark, self.count_beside)
+            unchanged = self.nodes.agree(
+                known, self._steady_steps, call.process_set, self.count_beside
+            )
+        else:
+            host_step.average(self.engine, gradients, call, mark, self.count_beside)
+            unchanged = self._steady_steps(known)
+        if (factor := call.factor()) != 1:
+            for gradient in gradients:
+                gradient.values[:] *= np.float32(factor)
         again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
-        if again and self._steady_steps(known) >= LEAST:
+        if again and unchanged >= LEAST:
             self.trace_again()
 
     def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
@@ -268,6 +289,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         choice: Choice | None = None,
         variables: Sequence[Any] | None = None,
         stepped: Collection[GraphStep] = (),
+        by_nodes: NodeSum | None = None,
     ) -> GraphStep | None:
         """The step of a call that is being traced as nodes; None where the engine takes it.
 
@@ -276,22 +298,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         choice : of AutoCompression; the graph counts steps while the tuner rests
         variables : of all these tensors; None where all gradients count as applied
         stepped : those of which the graph that is being traced has made nodes
+        by_nodes : where buckets are of what this rank owns of the call's tensors, perhaps of none
         """
-        if elastic() or not (buckets or choice) or tf.executing_eagerly():
+        if elastic() or not (buckets or choice or by_nodes) or tf.executing_eagerly():
             return None
-        if self.settings.exchange != "shared" and not self._has_nodes(buckets):
+        every: Mapping[str, int] = dict(pair for bucket in buckets for pair in bucket.items())
+        names, every = tuple(every), every if by_nodes is None else by_nodes.sizes
+        if self.settings.exchange != "shared" and not self._has_nodes(list(every.values())):
             return None
         functions = functions_of(sys._getframe(1))
         if choice is not None:
             refuse_untraced(bool(functions))
         if not functions:
-            _warn_engine_once()
+            warn_of_engine_once()
             return None
         self._functions.update(functions)
-        names = tuple(name for bucket in buckets for name in bucket)
-        self._traceable.add(names)
+        self._traceable.add(tuple(every))
         rest, plain = (choice.rest, choice.counted) if choice else (0, [])
-        key = (*names, *(name for name, _, _ in plain))
+        key = (*every, *(name for name, _, _ in plain))
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return None
@@ -304,7 +328,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(key)
             if variables is not None:
                 self._note_now(names, variables)
-            until = self._steady_steps(names) if names else None
+            until = self._steady_steps(names) if every else None
+            if by_nodes is not None:
+                until = self.nodes.steps_left(key, until or 0)
             if (rest if until is None else until) < LEAST:
                 return None
             self.read()  # steps that the engine counts from here on are those of other calls
@@ -315,6 +341,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 [self._bucket(bucket, undoable=variables is not None) for bucket in buckets],
                 self.sameness_of(owner), began=self.engine.theta.steps, until=until, rest=rest,
                 plain=plain, marks=marks,
+                inside_bytes=0 if by_nodes is None else by_nodes.inside_bytes,
             )  # fmt: skip
             return self.graphs.setdefault(key, graph)
 
@@ -337,12 +364,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             return until_dense(self.engine.shared, names)
         return self.engine.theta.steady_steps()
 
-    def _has_nodes(self, buckets: Sequence[Mapping[str, int]]) -> bool:
-        """Whether payloads can be nodes of a graph: with these settings, and alike on all ranks.
-
-        Casts cannot: the engine makes them.
-        """
-        sizes = [n for bucket in buckets for n in bucket.values()]
+    def _has_nodes(self, sizes: Sequence[int]) -> bool:
+        """Whether payloads can be nodes of a graph, alike on all ranks; casts cannot."""
         of_graph = self.settings.exchange == "gather" and not self._unlike
         return of_graph and serves(self.codec, sizes)
 
@@ -358,9 +381,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def trace_again(self) -> None:
         """Let all functions be traced again that have used this memory; on all ranks at once."""
         self._traces += 1
-        self._forget()
+        self.forget_traces()
 
-    def _forget(self) -> None:
+    def forget_traces(self) -> None:
+        """Likewise, and what was traced stays what the tuner chose."""
         for function in list(self._functions):
             forget(function)
 
@@ -369,11 +393,12 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         engine, traffic = self.engine, self.engine.traffic
         with tf.init_scope():
             counts = [graph.read() for graph in self.graphs.values()]
-            for graph in self.graphs.values():
+            for graph, count in zip(self.graphs.values(), counts, strict=True):
+                self.nodes.count(count.steps * graph.inside_bytes)
                 self.outcomes.marks.update(graph.marks())
                 if graph.undoable:
                     engine.transaction.reopen(graph.names)
-                if graph.names:  # calls of one step have counted it alike
+                if graph.names or graph.inside_bytes:  # calls of one step have counted it alike
                     engine.theta.steps = max(engine.theta.steps, graph.began + graph.ran)
         # The engine has counted some of these steps, for other calls in them.
         beside = max(traffic.steps - self._counted, 0)
@@ -385,10 +410,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         )  # fmt: skip
         self._counted = traffic.steps
         if saturated:
-            _log.warning(
-                "gradients: values beyond the fixed window were clipped; see `saturated` in the "
-                "report"
-            )
+            _log.warning("values beyond the fixed window were clipped: `saturated` in the report")
 
     def retire(self, names: Iterable[str] | None = None) -> None:
         """End the graphs of all calls, or of those with some of these names; trace again."""
@@ -400,8 +422,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         for key in ends:
             with tf.init_scope():
                 graph = self.graphs.pop(key)
+                self.nodes.ended(key, graph)
                 graph.alive.assign(False)
-        self._forget()
+        self.forget_traces()
 
     def _end_graphs(self) -> None:
         """Of graphs that were traced so far nothing goes on."""
@@ -475,25 +498,6 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         asked.set_shape([])
         return asked
 
-    def with_owed(self, tensor: Any, name: str) -> Any:
-        """A gradient that travels plain, with what was not sent of it yet."""
-        shared = self.engine.shared
-        if not shared.remembers(name):
-            return tensor
-
-        def pay(gradient: Any) -> Any:
-            if not shared.remembers(name) or not np.isfinite(gradient).all():
-                return np.zeros(gradient.size, np.float32)
-            left = shared.release(name)
-            self._forget()
-            return left
-
-        with tf.device("CPU"):
-            # What is owed is no function of the gradient: nothing is differentiated through Python.
-            values = tf.stop_gradient(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
-            left = tf.numpy_function(pay, [values], tf.float32)
-        return tensor + tf.cast(tf.reshape(left, tensor.shape), tensor.dtype)
-
     # What is asked between steps, and saved
 
     def exchange(self) -> ErrorFeedback | AllReduceExchange:
@@ -504,7 +508,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def report(self) -> dict[str, float]:
         """See Compression.report."""
         self.read()
-        return self.engine.traffic.report() | (self.tuner.report() if self.tuner else {})
+        chosen = self.tuner.report() if self.tuner else {}
+        return self.engine.traffic.report() | chosen | self.nodes.report()
 
     def remembers(self, name: str) -> bool:
         """Whether anything of a tensor has yet to be sent."""
@@ -513,20 +518,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def residual(self, name: str) -> Floats:
         """What this rank has yet to send of a tensor, [n] float32."""
-        return self.exchange().residual(name)
+        # By nodes of the node's mean: as the gradient of one of its ranks it is that many more.
+        return self.exchange().residual(name) * np.float32(self.nodes.size)
 
     def state_dict(self) -> dict[str, Any]:
         """The error memories by variable ("0:kernel"), as arrays; they differ between ranks."""
         self.read()
-        return engine_state.state_dict(self.engine, **_place())
+        place = _place()
+        return engine_state.state_dict(self.engine, **place) | {
+            "hierarchy": saved_place(self.nodes.place, self.nodes.loaded, place["ranks"])
+        }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over what state_dict returned, on whichever rank, or the list of all ranks'."""
         self._end_graphs()
         place = _place()
-        if isinstance(state, dict):
-            state = state | place
-        engine_state.load_state_dict(self.engine, state, ranks=place["ranks"], rank=place["rank"])
+        fits = state | place if isinstance(state, dict) else loadable(state, place["ranks"])
+        engine_state.load_state_dict(self.engine, fits, ranks=place["ranks"], rank=place["rank"])
+        self.nodes.load([state] if isinstance(state, dict) else list(state))
         self.outcomes.marks.clear()
 
     def serialize(self) -> bytes:
@@ -543,7 +552,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         engine = self.engine
         own = engine.exchange
         state = {**own.state_dict(), "theta": engine.theta.state_dict()}
-        state = hvd.broadcast_object(state, root_rank, process_set=process_set)
+        mine, state = state, hvd.broadcast_object(state, root_rank, process_set=process_set)
+        if process_set.process_set_id == 0:
+            state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
         residuals = {}
         for name, n in sorted(own.sizes(state).items()):
             left = own.residual(name) if own.remembers(name) else None
@@ -551,6 +562,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         own.take_over(state, residuals)
         engine.theta.load_state_dict(state["theta"])
         engine.forget_step()
+        self.nodes.load(None)
         self.outcomes.marks.clear()
 
 
@@ -576,15 +588,6 @@ def memory_at(compression: Any, settings: Settings) -> OptimizerState:
     if compression not in _memories:
         _memories[compression] = OptimizerState(settings)
     return _memories[compression]
-
-
-@cache
-def _warn_engine_once() -> None:
-    _log.warning(
-        "no tf.function that is being traced was found in TensorFlow %s: gradients are compressed "
-        "by a Python function in the graph, which is slower",
-        tf.__version__,
-    )
 
 
 def exchanged_by_tapes(variables: Sequence[Any]) -> list[Any]:

@@ -36,10 +36,12 @@ from .agreement import (
 from .graph import Collectives, GraphStep
 from .host_step import cut
 from .memory import OptimizerState, memory_at, memory_of
+from .nodes import NodeSum
+from .plain import Plain, wire_type
 from .tracing import Call, find_call, passed
 from .variables import NO_VARIABLE, as_variables, digest_of, fingerprint_of_variables
 
-__all__ = ["Plain", "compress", "compressed_means", "memory_of", "refuse_xla"]
+__all__ = ["compress", "compressed_means", "memory_of", "refuse_xla"]
 
 _log = logging.getLogger(__name__)
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
@@ -93,41 +95,6 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     mark = "sn_plain" if place is None else f"sn_{place}"
     token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
     return token, Mean(tensor, exchange.means[place], call)
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A tensor that went uncompressed in a type Horovod can reduce."""
-
-    dtype: tf.DType
-
-    @_as_written
-    def finish(self, reduced: Any) -> Any:
-        return tf.cast(reduced, self.dtype)
-
-
-def wire_type(tensor: Any) -> Any:
-    """As what a tensor that is not compressed travels: Horovod reduces no bfloat16."""
-    return tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
-
-
-class Plain:
-    """A compression of Horovod's that only makes a type of what Horovod cannot reduce: bfloat16."""
-
-    @staticmethod
-    @_as_written
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Called by Horovod."""
-        wire = wire_type(tensor)
-        return (
-            (tensor, None) if wire == tensor.dtype else (tf.cast(tensor, wire), Cast(tensor.dtype))
-        )
-
-    @staticmethod
-    @_as_written
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Called by Horovod."""
-        return tensor if ctx is None else ctx.finish(tensor)
 
 
 @dataclass(frozen=True)
@@ -209,15 +176,18 @@ def exchanged(
     taken = {place: tensor for place, tensor in tensors.items() if names[place] not in plain}
     sizes = [tensor.shape.num_elements() for tensor in taken.values()]
     own = [names[place] for place in taken]
+    nodes = memory.nodes.sum(call, dict(zip(own, sizes, strict=True)))
+    mine = list(range(len(own))) if nodes is None else nodes.mine  # those in buckets
     variables, scale = _variables(call, memory, taken), None
     vectors = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in taken.values()]
     if call.sources is not None and (scale := memory.scale()) is not None:
         vectors = [values / scale for values in vectors]
-    earlier, graph, buckets = _earlier(memory), None, cut(sizes)
+    earlier, graph, parts = _earlier(memory), None, cut([sizes[at] for at in mine])
+    buckets = [[mine[at] for at in part] for part in parts]
     if None not in own:
         graph = memory.graph_step(
             [{str(own[at]): sizes[at] for at in part} for part in buckets], source.owner,
-            choice, variables, earlier.graphs,
+            choice, variables and [variables[at] for at in mine], earlier.graphs, nodes,
         )  # fmt: skip
     asked = None
     if choice is not None and (graph is None or not graph.rests):
@@ -229,21 +199,41 @@ def exchanged(
         with tf.control_dependencies([*earlier.nodes(), *([] if begun is None else [begun])]):
             means = _by_engine(call, memory, own, taken, vectors, variables, slots)
     else:
-        begun, means = _by_graph(call, memory, source, graph, buckets, vectors, variables)
+        begun, means = _by_graph(call, memory, source, graph, buckets, vectors, variables, nodes)
         earlier.graphs.add(graph)
         if asked is not None:
             begun += asked
-        elif not buckets:
+        elif not taken:
             begun = None  # all travel as in stock Horovod, which waits for nothing
     if scale is not None:
         means = [mean * scale for mean in means]
     earlier.means[:] = means
     sent = {
-        place: memory.with_owed(tensor, str(names[place]))
+        place: _with_owed(tensor, str(names[place]), memory)
         for place, tensor in tensors.items()
         if place not in taken
     }
     return Exchanged(begun, dict(zip(taken, means, strict=True)), sent)
+
+
+def _with_owed(tensor: Any, name: str, memory: OptimizerState) -> Any:
+    """A gradient that travels plain, with what was not sent of it yet."""
+    shared = memory.engine.shared
+    if not shared.remembers(name):
+        return tensor
+
+    def pay(gradient: Any) -> Any:
+        if not shared.remembers(name) or not np.isfinite(gradient).all():
+            return np.zeros(gradient.size, np.float32)
+        left = shared.release(name)
+        memory.forget_traces()
+        return left
+
+    with tf.device("CPU"):
+        # What is owed is no function of the gradient: nothing is differentiated through Python.
+        values = tf.stop_gradient(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
+        left = tf.numpy_function(pay, [values], tf.float32)
+    return tensor + tf.cast(tf.reshape(left, tensor.shape), tensor.dtype)
 
 
 @dataclass
@@ -395,6 +385,7 @@ def _by_graph(
     buckets: Sequence[Sequence[int]],
     vectors: Sequence[Any],
     variables: Sequence[Any] | None,
+    nodes: NodeSum | None,
 ) -> tuple[Any, list[Any]]:
     """A node for the beginning of a step, and the means of gradients, without Python."""
     begun, due = graph.begin(memory.trace_again)
@@ -402,22 +393,27 @@ def _by_graph(
         begun += compared(due, source.variables, call.process_set, memory.count_beside, graph.now)
     for label, slices in source.sparse:
         graph.count_sparse(str(label), slices.values, slices.indices)
-    if not buckets:
+    if not vectors:
         return begun, []
 
     with tf.control_dependencies([begun]):
         vectors = list(map(tf.identity, vectors))
-    digests = None if variables is None else _digests(variables)
-    averaged = graph.step(
-        [[vectors[at] for at in part] for part in buckets], Collectives(call), digests,
-        memory.warn_dropped,
-    )  # fmt: skip
-    factor = call.factor()
-    means: list[Any] = [None] * len(vectors)
-    for part, own in zip(buckets, averaged, strict=True):
-        for at, mean in zip(part, own, strict=True):
-            means[at] = mean if factor == 1 else mean * factor
-    return begun, means
+    own = [at for part in buckets for at in part]
+    digests = _digests([variables[at] for at in own]) if variables and own else None
+
+    def step(by: Collectives, given: Mapping[int, Any]) -> dict[int, Any]:
+        averaged = graph.step(
+            [[given[at] for at in part] for part in buckets], by, digests, memory.warn_dropped
+        )
+        return dict(zip(own, (mean for part in averaged for mean in part), strict=True))
+
+    if nodes is None:
+        found = step(Collectives(call), dict(enumerate(vectors)))
+    else:
+        codec = memory.engine.theta.next_codec
+        found = dict(enumerate(nodes.average(call, memory.settings, codec, vectors, step)))
+    factor, means = call.factor(), [found[at] for at in range(len(vectors))]
+    return begun, means if factor == 1 else [mean * factor for mean in means]
 
 
 def compressed_means(

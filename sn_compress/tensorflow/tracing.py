@@ -12,8 +12,10 @@ when the next step is to be another graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -23,6 +25,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 
 from ..errors import CompressError
 
+_log = logging.getLogger(__name__)
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
@@ -112,6 +115,16 @@ def functions_of(frame: FrameType | None) -> list[Any]:
             found.append(owner)
         frame = frame.f_back
     return found
+
+
+@cache
+def warn_of_engine_once() -> None:
+    """Say that steps cannot be nodes of a graph."""
+    _log.warning(
+        "no tf.function that is being traced was found in TensorFlow %s: gradients are compressed "
+        "by a Python function in the graph, which is slower",
+        tf.__version__,
+    )
 
 
 def passed(frame: FrameType | None) -> list[Any]:

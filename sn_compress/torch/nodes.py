@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..collective import Gradient
 from ..engine.hierarchy import NodeLayout, Place
+from ..engine.shard import Shard
 from .process_group import Collectives
-from .shard import Shard
 
 
 class NodeGroups(Place):

@@ -5,9 +5,9 @@ import torch
 
 from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.collective import Gradient
+from sn_compress.engine import all_to_all
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.hierarchy import NodeLayout, Place
-from sn_compress.torch import all_to_all
 
 # The last one is a node's only tensor of its dtype.
 SHAPES = {"a": (96, 80), "b": (7,), "c": (64, 64), "d": (50, 60), "e": (3,)}

@@ -48,7 +48,6 @@ LAYERS = (
     ("sn_compress.torch.outcomes",),
     ("sn_compress.torch.gossip",),
     ("sn_compress.torch.process_group", "sn_compress.torch.layout"),
-    ("sn_compress.torch.shard", "sn_compress.torch.all_to_all"),
     ("sn_compress.torch.under_horovod",),
     ("sn_compress.torch",),
 )

@@ -37,6 +37,31 @@ def test_ranks_stay_bit_identical_over_20_steps(horovodrun, exchange):
         assert run.stdout.count(f"ok {case}\n") == 4, f"{case}\n{run.stdout}"
 
 
+def test_tensorflow_goes_by_nodes(horovodrun, cases_of):
+    script = RANKS / "tensorflow_nodes.py"
+    run = horovodrun(4, script, options=HOSTS, timeout=290).check()
+    assert run.stdout.count(">:ok ") == 4 * cases_of(script), run.stdout
+
+
+def test_tensorflow_goes_by_many_nodes(horovodrun):
+    case = "many_nodes_learn_as_without"
+    run = horovodrun(6, RANKS / "tensorflow_nodes.py", case, timeout=290).check()
+    assert run.stdout.count(f">:ok {case}") == 6, run.stdout
+
+
+@pytest.mark.parametrize("how", [["kill"], ["join"], ["join", "shared"]])
+def test_tensorflow_ends_where_a_rank_is_gone(horovodrun, how):
+    """Rank 1, of the first node; all others learn it in their own step."""
+    run = horovodrun(4, RANKS / "tensorflow_fail.py", *how, options=HOSTS, timeout=120)
+    assert not run.timed_out, run.stdout
+    assert run.returncode != 0
+    assert run.stdout.count("reached step 5") == 4, run.stdout
+    assert "all steps done" not in run.stdout
+    assert "terminate called" not in run.stdout, run.stdout
+    if how[0] == "join":
+        assert run.stdout.count("with hierarchy=None") >= 3, run.stdout
+
+
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_killed_rank_ends_the_run(horovodrun, exchange):
     """Rank 1 is killed; rank 0 shares its node, ranks 2 and 3 are on the other one."""

@@ -1,5 +1,4 @@
 """What the seam of Horovod's torch stands on: who calls, what is on its way, what is kept.
 
-May import torch, Horovod's torch and all of the core; of `torch` only `outcomes.py`, `shard.py` and
-`all_to_all.py`.
+May import torch, Horovod's torch and all of the core; of `torch` only `outcomes.py`.
 """

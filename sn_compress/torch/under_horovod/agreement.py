@@ -20,7 +20,7 @@ from ...arrays import numpy_view
 from ...codecs import registry
 from ...consistency import Fingerprint, agree, all_equal, digest_words, plain, result_of
 from ...engine import engine_state
-from ...engine.hierarchy import BY_TENSOR, loadable, saved_place
+from ...engine.hierarchy import loadable, saved_place, with_rest
 from ...errors import CompressError
 from ...ops.products import hardware_fingerprint
 from ...saved import held, reading
@@ -308,11 +308,7 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     }
     mine, state = state, hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
     if sets.process_set_id == 0:
-        # By nodes the root has some of the tensors only, and others the rest.
-        keys = [key for key in BY_TENSOR if key in state]
-        rest = {key: {n: it for n, it in mine[key].items() if n not in state[key]} for key in keys}
-        for each in hvd.allgather_object(rest, name="sn.rest"):
-            state |= {key: each[key] | state[key] for key in keys}
+        state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory

@@ -15,10 +15,10 @@ import torch
 
 from ...collective import Collective, Gradient
 from ...consistency import result_of
+from ...engine import all_to_all
+from ...engine.all_to_all import AllToAll
 from ...engine.hierarchy import Place
 from ...errors import CompressError
-from .. import all_to_all
-from ..all_to_all import AllToAll
 from .memory import OptimizerState, SideStream
 
 

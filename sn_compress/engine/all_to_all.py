@@ -15,20 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 
+from ..arrays import Array, asarray_like, device_of, namespace, put_all, split, to_host
 from ..collective import Collective, Gradient
-from ..engine.engine import Engine
-from ..engine.hierarchy import Place
 from ..errors import CompressError
-from .shard import WIDE, Shard
+from .engine import Engine
+from .hierarchy import Place
+from .shard import Shard, wide
 
 # Bytes of what is sent begin at multiples of this. It is two words, so what is a rank's message has
 # an even number of them; one that says why a rank has failed has an odd one.
 _ALIGNED = 16
-_WORD = torch.int64
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class AllToAll:
     splits : of each rank, how many
     """
 
-    words: torch.Tensor
+    words: Array
     splits: tuple[int, ...]
     kind: str = "alltoall"
 
 
-Rounds = Generator[list[AllToAll], list[list[torch.Tensor]], None]  # results by rank
-Vectors = Sequence[torch.Tensor]
+Rounds = Generator[list[AllToAll], list[list[Array]], None]  # results by rank
+Vectors = Sequence[Array]
 # What of one collective goes to the owners of this number, node by node, and how many elements come
 # of each of them; and what is done over rounds of these, is sent what came, and returns something.
 Parcels = tuple[Vectors, Sequence[int]]
@@ -53,38 +54,42 @@ Work = Generator[list[Parcels], list[Vectors], Any]
 Begins = Callable[[list[str]], object]
 
 
-def total(vectors: Vectors) -> torch.Tensor:
+def total(vectors: Vectors) -> Array:
     """The sum of words, each modulo 2**32, or of floats, in their order."""
-    found = vectors[0].clone()
+    found = namespace(vectors[0]).asarray(vectors[0], copy=True)
     for each in vectors[1:]:
         found += each
     return found
 
 
-def mean(vectors: Vectors) -> torch.Tensor:
+def mean(vectors: Vectors) -> Array:
     """The mean, in their dtype; half precision is summed in single precision."""
-    dtype = vectors[0].dtype
-    return (total([each.to(WIDE.get(dtype, dtype)) for each in vectors]) / len(vectors)).to(dtype)
+    xp, dtype = namespace(vectors[0]), vectors[0].dtype
+    summed = total([xp.astype(each, wide(each), copy=False) for each in vectors])
+    return xp.astype(summed / len(vectors), dtype, copy=False)
 
 
-def combined(words: torch.Tensor, combine: Callable[[Vectors], torch.Tensor], place: Place) -> Work:
+def pieces_of(size: int, nodes: int) -> list[int]:
+    """Of so many words, how many each of the nodes combines."""
+    return [size // nodes + (node < size % nodes) for node in range(nodes)]
+
+
+def combined(words: Array, combine: Callable[[Vectors], Array], place: Place) -> Work:
     """What is made of all nodes' words, element by element; the same bits on all of them."""
     nodes = len(place.layout.nodes)
     if nodes == 2:  # as many bytes as below, in one round
-        (came,) = yield [([words] * 2, [words.numel()] * 2)]
+        (came,) = yield [([words] * 2, [len(words)] * 2)]
         return combine(came)
-    pieces = words.tensor_split(nodes)
-    sizes = [piece.numel() for piece in pieces]
-    (came,) = yield [(pieces, [sizes[place.node]] * nodes)]
+    sizes = pieces_of(len(words), nodes)
+    (came,) = yield [(split(words, sizes), [sizes[place.node]] * nodes)]
     (came,) = yield [([combine(came)] * nodes, sizes)]
-    return torch.cat(list(came))
+    return _joined(came)
 
 
 def averaged(views: Vectors, place: Place) -> Work:
     """Vectors of one dtype become their mean over nodes."""
-    means = yield from combined(torch.cat(list(views)), mean, place)
-    for view, each in zip(views, means.split([view.numel() for view in views]), strict=True):
-        view.copy_(each)
+    means = yield from combined(_joined(views), mean, place)
+    put_all(views, split(means, list(map(len, views))))
 
 
 def carried(carry: Collective, place: Place) -> Work:
@@ -92,11 +97,11 @@ def carried(carry: Collective, place: Place) -> Work:
     nodes, words = len(place.layout.nodes), carry.words
     if carry.kind == "sum":
         return (yield from combined(words, total, place))
-    parcels: Parcels = [words] * nodes, carry.sizes or [words.numel()] * nodes
+    parcels: Parcels = [words] * nodes, carry.sizes or [len(words)] * nodes
     if carry.kind == "alltoall":
-        parcels = words.split(carry.to_ranks(place.node)), carry.of_ranks(place.node)
+        parcels = split(words, carry.to_ranks(place.node)), carry.of_ranks(place.node)
     (came,) = yield [parcels]
-    return torch.cat(list(came))
+    return _joined(came)
 
 
 def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
@@ -129,7 +134,11 @@ def together(works: Sequence[Work]) -> Work:
 
 
 def exchanged(
-    engine: Engine, place: Place, given: Sequence[Sequence[Gradient]], begins: Begins
+    engine: Engine,
+    place: Place,
+    given: Sequence[Sequence[Gradient]],
+    begins: Begins,
+    taken: bool = False,
 ) -> Work:
     """What this rank owns becomes the mean over nodes. `given` has a list of each dtype."""
     begins([str(gradient.name) for gradients in given for gradient in gradients])
@@ -138,9 +147,9 @@ def exchanged(
     dense: list[Gradient] = []
     compressed: list[Gradient] = []
     for gradients in given:
-        step = engine.sort(gradients, ranks=nodes, total=_no_total, begun=True)
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken, begun=True)
         for gradient in step.dense:
-            gradient.values.copy_(engine.whole(gradient))
+            put_all([gradient.values], [engine.whole(gradient)])
         if views := [each.values for each in (*step.plain, *step.dense)]:
             works.append(averaged(views, place))
         dense += step.dense
@@ -156,21 +165,29 @@ def _no_total(name: str, words: Any) -> Any:
     raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
 
 
-def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: Begins) -> Rounds:
+def rounds(
+    engine: Engine,
+    place: Place,
+    gradients: Sequence[Gradient],
+    begins: Begins,
+    *,
+    taken: bool = False,
+) -> Rounds:
     """Average gradients of one device in their place; all ranks take the same ones, in one order.
 
-    `engine.begin` was called with them. begins : is told the names of those that this rank owns,
-    when the engine's step of them begins
+    `engine.begin` was called with them.
+
+    begins : is told the names of those that this rank owns, when the engine's step of them begins
+    taken : see Engine.sort
 
     Raises CompressError where another rank has failed.
     """
-    by_dtype: dict[torch.dtype, list[Gradient]] = {}
+    by_dtype: dict[Any, list[Gradient]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
     shards = [Shard(place, each) for each in by_dtype.values()]
-    ranks, device = place.layout.size * len(place.layout.nodes), shards[0].device
-    nothing = torch.zeros(0, dtype=_WORD, device=device)
-    steps = _steps(engine, shards, begins)
+    ranks, like = place.layout.size * len(place.layout.nodes), gradients[0].values
+    steps = _steps(shards, partial(exchanged, engine, place, begins=begins, taken=taken))
     came: Any = None
     while True:
         try:
@@ -181,22 +198,23 @@ def rounds(engine: Engine, place: Place, gradients: Sequence[Gradient], begins: 
             break
         except Exception as error:
             text = f"rank {place.rank}: {type(error).__name__}: {error}".encode()
-            words = _words([torch.tensor(list(text), dtype=torch.uint8, device=device)])
-            words = torch.cat([words, words[:1] * 0])
-            yield [AllToAll(words.repeat(ranks), (len(words),) * ranks)]
+            octets = np.frombuffer(text, np.uint8).copy()  # torch warns of what it may not write to
+            words = _words([asarray_like(octets, like)])
+            words = _joined([words, words[:1] * 0])
+            yield [AllToAll(_joined([words] * ranks), (len(words),) * ranks)]
             raise
-        words = torch.cat([nothing, *(each for of_one in every for each in of_one)])
+        words = _joined([_words([like[:0]]), *(each for of_one in every for each in of_one)])
         (came,) = yield [AllToAll(words, tuple(sum(map(len, of_one)) for of_one in every))]
         if failed := [words for words in came if len(words) % 2]:
-            reason = bytes(failed[0].view(torch.uint8).tolist()).rstrip(b"\0").decode()
+            reason = to_host(failed[0]).tobytes().rstrip(b"\0").decode()
             raise CompressError(f"another rank has failed in this step: {reason}")
     for number, shard in enumerate(shards):
         shard.finish([of_owner[number] for of_owner in means])
 
 
 def _steps(
-    engine: Engine, shards: Sequence[Shard], begins: Begins
-) -> Generator[Mapping[int, Sequence[Vectors]], list[torch.Tensor], list[list[torch.Tensor]]]:
+    shards: Sequence[Shard], exchange: Callable[..., Work]
+) -> Generator[Mapping[int, Sequence[Vectors]], list[Array], list[list[Array]]]:
     """What each rank is to have, all-to-all by all-to-all; returns all owners' means."""
     place = shards[0].place
     inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
@@ -207,7 +225,7 @@ def _steps(
     others = [rank for rank in inside if rank != place.rank]
     missing = {rank for rank in others if any(size for _, size in owned[rank])}
 
-    def take(came: list[torch.Tensor]) -> None:
+    def take(came: list[Array]) -> None:
         for rank in missing & {rank for rank in others if len(came[rank])}:
             means[rank] = came[rank]
         missing.difference_update(means)
@@ -218,7 +236,7 @@ def _steps(
     summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
     given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
     means = {rank: came[rank][:0] for rank in others if rank not in missing}  # words
-    work = exchanged(engine, place, given, begins)
+    work = exchange(given)
     answers: Any = None
     with suppress(StopIteration):
         while True:
@@ -243,17 +261,24 @@ def _steps(
     ]
 
 
-def _words(vectors: Vectors) -> torch.Tensor:
+def _words(vectors: Vectors) -> Array:
     """Their bytes, one behind the other, as an even number of words."""
-    octets = torch.cat([vector.view(torch.uint8) for vector in vectors])
-    return torch.nn.functional.pad(octets, (0, -len(octets) % _ALIGNED)).view(_WORD)
+    xp = namespace(vectors[0])
+    octets = [vector.view(xp.uint8) for vector in vectors]
+    missing = -sum(map(len, octets)) % _ALIGNED
+    rest = xp.zeros(missing, dtype=xp.uint8, device=device_of(octets[0]))
+    return _joined([*octets, rest]).view(xp.int64)
 
 
-def _opened(words: torch.Tensor, kinds: Sequence[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
+def _opened(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:
     """The vectors in what came of a rank: of each its dtype and elements are known."""
-    found, start, octets = [], 0, words.view(torch.uint8)
+    found, start, octets = [], 0, words.view(namespace(words).uint8)
     for dtype, elements in kinds:
         nbytes = elements * dtype.itemsize
         found.append(octets[start : start + nbytes].view(dtype))
         start += nbytes + -nbytes % _ALIGNED
     return found
+
+
+def _joined(vectors: Vectors) -> Array:
+    return namespace(vectors[0]).concat(list(vectors))

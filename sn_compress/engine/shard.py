@@ -7,13 +7,17 @@ comes of all of them, which is exchanged between nodes; and it hands out what ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
+from ..arrays import Array, namespace, put_all, split
+from ..collective import Gradient, dtype_name
+from .hierarchy import Place
 
-from ..collective import Gradient
-from ..engine.hierarchy import Place
 
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+def wide(values: Array) -> Any:
+    """The dtype in which such values are summed: single precision where theirs is less."""
+    half = dtype_name(values) in ("float16", "bfloat16")
+    return namespace(values).float32 if half else values.dtype
 
 
 class Shard:
@@ -33,47 +37,46 @@ class Shard:
         self._owned, like = owned, gradients[0].values
         self.sizes = [sum(gradient.elements for gradient in of_one) for of_one in owned]
         self.mine = self.sizes[place.number]
-        self.dtype: torch.dtype = like.dtype
-        self.device: torch.device = like.device
-        self.none = like[:0]
+        self.dtype, self.none = like.dtype, like[:0]
+        self._itemsize: int = like.dtype.itemsize
 
     @property
-    def parts(self) -> list[list[torch.Tensor]]:
+    def parts(self) -> list[list[Array]]:
         """Of this rank's gradients what each rank of the node owns, one behind the other."""
         return [[it.values for it in of_one] or [self.none] for of_one in self._owned]
 
     @property
     def scatter_bytes(self) -> int:
         """What this rank sends to others, for the node's means to be made."""
-        return (sum(self.sizes) - self.mine) * self.dtype.itemsize
+        return (sum(self.sizes) - self.mine) * self._itemsize
 
     @property
     def gather_bytes(self) -> int:
         """What this rank sends to others, for the means to be handed out."""
-        return (self.place.layout.size - 1) * self.mine * self.dtype.itemsize
+        return (self.place.layout.size - 1) * self.mine * self._itemsize
 
-    def gradients(self, came: Sequence[torch.Tensor] | torch.Tensor) -> list[Gradient]:
+    def gradients(self, came: Sequence[Array] | Array) -> list[Gradient]:
         """The node's means of what this rank owns.
 
         came : of each rank of the node, in order, its values of that, [mine]
         """
         # In this order, and in single precision where it is less: a sum of its own order in each
         # node would do as well, as all ranks get what the owner makes of it.
-        wide = WIDE.get(self.dtype, self.dtype)
-        total = came[0].to(wide, copy=True)
+        xp = namespace(came[0])
+        total = xp.astype(came[0], wide(came[0]), copy=True)
         for each in came[1:]:
             total += each
-        self.values = (total / len(came)).to(self.dtype)
+        self.values = xp.astype(total / len(came), self.dtype, copy=False)
         mine = self._owned[self.place.number]
-        views = self.values.split([gradient.elements for gradient in mine])
+        views = split(self.values, [gradient.elements for gradient in mine]) if mine else []
         return [Gradient(it.name, it.shape, view) for it, view in zip(mine, views, strict=True)]
 
-    def finish(self, means: Sequence[torch.Tensor]) -> None:
+    def finish(self, means: Sequence[Array]) -> None:
         """Write all owners' means into the gradients.
 
         means : of each owner, in order, what `values` were in the end
         """
         for of_one, mean in zip(self._owned, means, strict=True):
-            sizes = [gradient.elements for gradient in of_one]
-            for gradient, values in zip(of_one, mean.split(sizes), strict=True):
-                gradient.values.copy_(values)
+            if of_one:
+                means_of = split(mean, [gradient.elements for gradient in of_one])
+                put_all([gradient.values for gradient in of_one], means_of)
