@@ -315,6 +315,8 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
         self._storages.clear()
+        for memory in self._memories:  # else what was packed would live until gc finds this pass
+            memory.kept.clear()
 
     @property
     def saved(self) -> Saved:
