@@ -24,9 +24,10 @@ from ...activations import coverage, treatment
 from ...activations.saved import LossyTreatment, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
-from .packing import GROUP, two_values
+from .packing import GROUP, Test, two_values
 from .treatments import (
     Compressor,
+    ConvByImages,
     Exact,
     Kept,
     Layout,
@@ -36,8 +37,10 @@ from .treatments import (
     Window,
     flat,
     grid_bytes,
+    in_memory,
     is_dense,
     is_packable,
+    parts_of,
     run_in_row,
 )
 
@@ -68,6 +71,8 @@ class Call:
     plain_bytes: int = 0
     held_bytes: int = 0
     lossy: list[str] = field(default_factory=list)
+    kept: list[weakref.ref[Kept]] = field(default_factory=list)  # let go when autograd does
+    by_images: bool = False
 
     def given(self, *names: str) -> dict[str, Any]:
         """Its arguments by name; `names` are those of its first parameters, in order."""
@@ -109,6 +114,27 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
         return None
     fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype in _PACKED
     return (x, inplace) if fits else None
+
+
+def convolved(call: Call) -> tuple[Any, ...] | None:
+    """Return what ConvByImages needs of a convolution of a batch that is worth it; else None."""
+    if call.name not in ("conv1d", "conv2d", "conv3d"):
+        return None
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = dict.fromkeys(names) | {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    x, weight, bias, *sizes, groups = (given | call.given(*names)).values()
+    axes = weight.dim() - 2
+    if isinstance(sizes[1], str) or any(
+        type(it) not in (torch.Tensor, torch.nn.Parameter) for it in (x, weight)
+    ):
+        return None
+    if x.dtype not in _PACKED or x.dim() != axes + 2 or not is_dense(x) or in_memory(x)[0] != 0:
+        return None
+    needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not needed or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return None
+    sizes = [_each(size, axes) for size in sizes]
+    return (x, weight, bias, *sizes, groups) if len(list(parts_of(x))) > 1 else None
 
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
@@ -336,18 +362,25 @@ class Pass:
             return func(*args, **kwargs)
         call = self._call = Call(name, self._place(name), args, kwargs)
         try:
-            given = rectified(call) if self.is_innermost() else None
-            if given is not None:
-                result = SignRelu.apply(given[0], self._sign, given[1])
-            elif call.name == ATTENTION and self.is_innermost():
-                result = self._attend(func, call)
-            else:
-                result = func(*args, **kwargs)
+            result = self._run(func, call)
             if self.watch is not None and call.lossy:
                 self.watch(call, result)
         finally:
             self._call = None
         return result
+
+    def _run(self, func: Any, call: Call) -> Any:
+        """Run a call, so that its backward pass needs little at a time where there is a way."""
+        if self.is_innermost():
+            if (given := rectified(call)) is not None:
+                return SignRelu.apply(given[0], call.kept, given[1])
+            if (given := convolved(call)) is not None:
+                call.by_images = given[0].untyped_storage()._cdata not in self._left_alone
+                if call.by_images:
+                    return ConvByImages.apply(call.kept, *given)
+            if call.name == ATTENTION:
+                return self._attend(func, call)
+        return func(*call.args, **call.kwargs)
 
     def _place(self, name: str) -> str:
         """Name a call by module, op, and which of several it is."""
@@ -368,17 +401,10 @@ class Pass:
         # Counted as a slot all the same: the others keep their names from pass to pass.
         if storage._cdata in self._left_alone:
             call.slots += 1
-            return Exact(tensor), Layout.of(tensor)
+            alone = Exact(tensor)
+            call.kept.append(weakref.ref(alone))
+            return alone, Layout.of(tensor)
         return self._delivered(tensor, call, lambda *it: self._keep(tensor, call, *it))
-
-    def _sign(self, y: torch.Tensor) -> tuple[Kept, Layout]:
-        """Keep what the backward pass of a ReLU needs."""
-        assert self._call is not None
-        return self._delivered(
-            y,
-            self._call,
-            lambda key, memory: self._counted(self.compressor.sign(y), key, memory),
-        )
 
     def _delivered(
         self, tensor: torch.Tensor, call: Call, keep: Callable[[str, _Memory], Kept]
@@ -394,6 +420,7 @@ class Pass:
         self._elements += layout.numel
         before = memory.compressed_bytes + memory.nbytes * memory.exact
         kept = keep(key, memory)
+        call.kept.append(weakref.ref(kept))
         call.held_bytes += memory.compressed_bytes + memory.nbytes * memory.exact - before
         return kept, layout
 
@@ -482,6 +509,9 @@ class Pass:
             return self._counted(Mask(flat(tensor), "not zero", value), key, memory)
         if kind in ("linear", "norm", "nonlinear", "mask"):
             return self._lossy(tensor, call, key, memory, "nonlinear" if kind == "mask" else kind)
+        if kind == "sign":  # a ReLU lets the gradient of NaN through
+            test: Test = "above zero" if call.name.startswith("leaky") else "above zero or NaN"
+            return self._counted(Mask(flat(tensor), test, 1.0), key, memory)
         kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
@@ -528,7 +558,8 @@ class Pass:
         # Kept before for a reader who needs fewer bits, or no rows.
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
-            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=rows)
+            view = (dense, ()) if call.by_images and kind == "linear" else rows
+            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=view)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
