@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ...activations import coverage, treatment
-from ...activations.saved import LossyTreatment, Treatment, compressed_bytes
+from ...activations.saved import LossyTreatment, Timed, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
+from ..target.accelerator import now
 from .packing import GROUP, Test, two_values
 from .treatments import (
     Compressor,
@@ -68,8 +69,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slots: int = 0
-    plain_bytes: int = 0
-    held_bytes: int = 0
     lossy: list[str] = field(default_factory=list)
     kept: list[weakref.ref[Kept]] = field(default_factory=list)  # let go when autograd does
     by_images: bool = False
@@ -133,8 +132,9 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
     needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not needed or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return None
-    sizes = [_each(size, axes) for size in sizes]
-    return (x, weight, bias, *sizes, groups) if len(list(parts_of(x))) > 1 else None
+    # A part's gradient of the weight is there beside their sum.
+    pays = len(parts_of(x)) > 1 and x.numel() > 2 * weight.numel()
+    return (x, weight, bias, *(_each(size, axes) for size in sizes), groups) if pays else None
 
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
@@ -252,6 +252,8 @@ class Saved:
     plain_bytes: int
     compressed_bytes: int
     elements: int
+    ways: tuple[tuple[str, int, int], ...] = ()
+    """What was done with tensors: its name, how many, and bytes that autograd would hold."""
 
     @property
     def ratio(self) -> float:
@@ -266,6 +268,7 @@ class Saved:
         return (
             f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
             f"{self.ratio:.1f} times less"
+            + "".join(f"; {n} {what}, {show_bytes(size)}" for what, n, size in self.ways if n)
         )
 
 
@@ -280,12 +283,17 @@ class _Memory:
     kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
+    @property
+    def held_bytes(self) -> int:
+        return self.compressed_bytes + self.nbytes * self.exact
+
 
 @dataclass(frozen=True)
 class Input:
     """What a module was given: where it lies, and whether it would be packed or left alone."""
 
     elements: int
+    nbytes: int
     row_bytes: int
     where: tuple[Any, ...]
     memory: _Memory
@@ -300,7 +308,8 @@ class Pass:
     left_alone : storages that are there anyway: of the model, and of what it was given
     watch : called with each call that saved something lossy, and its result
     attention : plain bytes for each element that calls of attention are given, by the place of
-        those that run again; `attended` has held bytes, these and the inputs of the others
+        those that run again; `attended` has seconds and inputs of the others
+    first : whether to note what packing and unpacking take, in `timed` and `packing_s`
 
     path : of modules, the innermost last
     """
@@ -311,21 +320,22 @@ class Pass:
         left_alone: frozenset[int],
         watch: Callable[[Call, Any], None] | None = None,
         attention: dict[str, float] | None = None,
+        *,
+        first: bool = False,
     ) -> None:
-        self.attention = attention or {}
-        self.attended: dict[str, tuple[int, float, list[Input]]] = {}
+        self.attention, self.first = attention or {}, first
+        self.attended: dict[str, tuple[float, list[Input]]] = {}
+        self.timed: list[Timed] = []
+        self.packing_s = 0.0
         self.compressor, self.controller = compressor, compressor.controller
         self.path: list[str] = []
         self._left_alone = left_alone
         self._counts: dict[tuple[str, str], int] = {}  # of calls so far, by path and op
         self.watch = watch
         self._call: Call | None = None
-        # Compressed bytes by the innermost module that saved them, and what autograd would hold.
-        self.bytes_of: dict[str, int] = {}
-        self.plain_of: dict[str, int] = {}
         self.decided: set[str] = set()  # paths of modules in which values decide what is done
         self._input: Call | None = None  # stands for the module that runs again and now starts
-        self._again_bytes = 0.0  # that autograd would hold of such modules
+        self._again_bytes, self._again = 0.0, 0  # that autograd would hold of such; how many
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
         self._elements = 0
@@ -348,15 +358,20 @@ class Pass:
     def saved(self) -> Saved:
         """What was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
-        held = sum(m.compressed_bytes + m.nbytes * m.exact for m in self._memories)
-        return Saved(plain + round(self._again_bytes), held, self._elements)
+        held = sum(memory.held_bytes for memory in self._memories)
+        again = round(self._again_bytes)
+        ways = [("modules run again", self._again, again)]
+        for way, exact in (("tensors packed", False), ("left as they are", True)):
+            sizes = [m.nbytes for m in self._memories if m.saved and m.exact == exact]
+            ways.append((way, len(sizes), sum(sizes)))
+        return Saved(plain + again, held, self._elements, tuple(ways))
 
     # The op that runs.
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if _decides(name, args, kwargs):
-            self.decided.add(self.path[-1] if self.path else "")
+            self.decided.update(self.path)
         # What an op calls is part of that op, and reading an attribute is none.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
@@ -412,16 +427,20 @@ class Pass:
         key, layout = f"{call.place}/{call.slots}", Layout.dense(tensor)
         call.slots += 1
         memory = self._memory(tensor.untyped_storage())
-        if not memory.saved and self._input is None:
-            memory.saved = True
-            path = self.path[-1] if self.path else ""
-            self.plain_of[path] = self.plain_of.get(path, 0) + memory.nbytes
-            call.plain_bytes += memory.nbytes
+        new = memory.nbytes if not memory.saved and self._input is None else 0
+        memory.saved |= new > 0
         self._elements += layout.numel
-        before = memory.compressed_bytes + memory.nbytes * memory.exact
+        before, start = memory.held_bytes, now(tensor.device) if self.first else 0.0
         kept = keep(key, memory)
         call.kept.append(weakref.ref(kept))
-        call.held_bytes += memory.compressed_bytes + memory.nbytes * memory.exact - before
+        if self.first:
+            kept.restore(layout)  # as the backward pass will
+            seconds = now(tensor.device) - start
+            self.packing_s += seconds
+            self.controller.timed(key, seconds)
+            held, within = memory.held_bytes - before, frozenset((*self.path, call.place))
+            way, rounded = type(kept).__name__, hasattr(kept, "variance")
+            self.timed.append(Timed(within, way, rounded, tensor.nbytes, new, held, seconds))
         return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
@@ -440,14 +459,9 @@ class Pass:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
             memory.exact = True
         else:
-            self._hold(memory, kept.nbytes)
+            memory.compressed_bytes += kept.nbytes
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
-
-    def _hold(self, memory: _Memory, nbytes: int) -> None:
-        memory.compressed_bytes += nbytes
-        if self.path:
-            self.bytes_of[self.path[-1]] = self.bytes_of.get(self.path[-1], 0) + nbytes
 
     @contextmanager
     def saving_input(self, plain_bytes: float, call: Call | None = None) -> Iterator[None]:
@@ -455,7 +469,7 @@ class Pass:
 
         `plain_bytes` are those that autograd would hold of what it saves otherwise.
         """
-        self._again_bytes += plain_bytes
+        self._again_bytes, self._again = self._again_bytes + plain_bytes, self._again + 1
         self._input = call or Call("input", self._place("input"), (), {})
         try:
             yield
@@ -470,10 +484,10 @@ class Pass:
         if call.place in self.attention and any(part.requires_grad for part in parts):
             with self.saving_input(self.attention[call.place] * size, call):
                 return checkpoint(func, *parts, use_reentrant=False, **given)
+        start = now(parts[0].device) - self.packing_s
         result = func(*call.args, **call.kwargs)
-        self.attended[call.place] = call.held_bytes, call.plain_bytes / size, [
-            self.input_of(part) for part in parts
-        ]  # fmt: skip
+        seconds = now(parts[0].device) - self.packing_s - start
+        self.attended[call.place] = seconds, [self.input_of(part) for part in parts]
         return result
 
     def foresee(self, inputs: dict[str, Input]) -> None:
@@ -499,7 +513,7 @@ class Pass:
         packed &= is_packable(x)
         rows = rows_of(Call("input", "", (), {}), x) if packed and is_dense(x) else None
         row_bytes = n // x.shape[-1] * grid_bytes(x.shape[-1]) - grid_bytes(n) if rows else 0
-        return Input(n, row_bytes, _where(x), memory, left_alone, packed)
+        return Input(n, x.nbytes, row_bytes, _where(x), memory, left_alone, packed)
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
         """Compress a tensor."""
@@ -550,7 +564,8 @@ class Pass:
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
         if bits is None or tolerance < 2.0**-100:
             memory.exact = True
-            self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
+            if not self.controller.knows(key):
+                self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
             return Exact(tensor)
         kept = memory.kept.get(where)
         dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
@@ -565,7 +580,7 @@ class Pass:
                 self.controller.overflowed(key)
                 return Exact(tensor)
             memory.kept[where] = kept
-            self._hold(memory, kept.nbytes)
+            memory.compressed_bytes += kept.nbytes
             if kept.by_rows:
                 more = kept.nbytes - compressed_bytes(n, bits)
                 self.controller.observe_other(f"{key}/rows", nbytes=more)

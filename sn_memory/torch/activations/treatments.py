@@ -526,9 +526,9 @@ class ConvByImages(torch.autograd.Function):
                 whole[0][part] = found[0]
             for slot in (1, 2):
                 if wanted[slot]:
-                    whole[slot] = (
-                        found[slot] if whole[slot] is None else whole[slot].add_(found[slot])
-                    )
+                    sums = whole[slot]
+                    whole[slot] = found[slot] if sums is None else sums.add_(found[slot])
+            del x, found  # before the next images come
         return None, *whole, None, None, None, None
 
 
