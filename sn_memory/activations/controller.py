@@ -243,6 +243,10 @@ class Controller:
         bits = {row.key: self.bits(row.key, kind=row.kind) for row in self.rows()}
         return self._seen.held_at(bits)
 
+    def held_at(self, bits: int) -> int:
+        """What would be kept with these bits of inputs of linear ops and norms."""
+        return self._seen.held(bits, bits, self.nonlinear_bits)
+
     def rows(self) -> list[Row]:
         """What is known of each tensor, in the order they were first saved."""
         return list(self._seen.rows.values())

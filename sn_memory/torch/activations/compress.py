@@ -21,9 +21,11 @@ from ..errors import ReplayError, TraceError
 from ..model.modes import transformed, warn
 from ..model.snapshot import StateSnapshot, version_of
 from ..model.step import OUTSIDE_TORCH, Generators, restore_rng_state
-from ..target.accelerator import now
-from .saving import Call, Input, Pass, Saved, coverage_of, storages_of, weight_of
+from .saving import Call, Input, Pass, Saved, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor
+
+# Without a budget, times the seconds for which packing frees a byte that running again may take.
+_DEAREST: Final = 4
 
 
 def compress_activations(
@@ -262,45 +264,68 @@ class CompressedActivations:
             if name not in first.decided
         }
         found |= first.attended
-        kept: dict[str, Cost] = {
+        kept = {
             place: packing_of([it for it in first.timed if place in it.within], rates)
             for place in found
         }
-        budget = self.controller.budget_bytes
-        saving: dict[str, float] = {}
-        # The innermost first; what is around takes their place if it saves more than they do.
-        for place in reversed(found):
-            seconds, inputs = found[place]
-            packed = kept[place]
-            whole = place in self._inputs and self._has_parts(place)
-            # Its parts' tensors are all there at once when it runs again.
-            if whole and packed.plain_bytes >= every.held_bytes:
-                continue
-            least = self._least(inputs)
-            again_s = seconds + rates.get("", 0.0) * sum(it.nbytes for it in inputs if it.packed)
-            gain = packed.saved_by(Cost(again_s, packed.plain_bytes, least), self.price)
-            inside = [it for it in saving if _is_within(it, place)]
-            if gain > sum(saving[it] for it in inside):
-                saving = {it: s for it, s in saving.items() if it not in inside} | {place: gain}
-        if budget is not None and every.plain_bytes <= budget:
-            saving = {}
+        again = {
+            place: Cost(
+                seconds + rates.get("", 0.0) * sum(it.nbytes for it in inputs if it.packed),
+                kept[place].plain_bytes,
+                self._least(inputs),
+            )
+            for place, (seconds, inputs) in found.items()
+        }
+        for place in [it for it in found if it in self._inputs and self._has_parts(it)]:
+            # What its parts save is all there at once when they run again.
+            if kept[place].plain_bytes >= every.held_bytes:
+                del again[place]
+        saving = self._cheaper(kept, again, every.plain_bytes)
         for place in (it for it in found if it in saving):
-            inputs = found[place][1]
-            plain = kept[place].plain_bytes / sum(call.elements for call in inputs)
-            self.rerun.append(place)
-            self.controller.forget(place or "model")
-            if place in first.attended:
-                self._attention[place] = plain
-                first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
-                continue
-            module = self.model.get_submodule(place)
-            ours = partial(self._again, module, module.forward, plain)
-            self._forwards.append((module, vars(module).get("forward"), ours))
-            module.forward = ours
-            places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
-            keys = (f"{place or 'model'}/input{each}/0" for each in places)
-            first.foresee(dict(zip(keys, inputs, strict=True)))
+            self._let_rerun(place, kept[place].plain_bytes, found[place][1], first)
         self._inputs = {}
+
+    def _let_rerun(self, place: str, plain_bytes: float, inputs: list[Input], first: Pass) -> None:
+        """Let a module, or a call of attention, run again from now on."""
+        plain = plain_bytes / sum(call.elements for call in inputs)
+        self.rerun.append(place)
+        self.controller.forget(place or "model")
+        if place in first.attended:
+            self._attention[place] = plain
+            first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
+            return
+        module = self.model.get_submodule(place)
+        ours = partial(self._again, module, module.forward, plain)
+        self._forwards.append((module, vars(module).get("forward"), ours))
+        module.forward = ours
+        places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
+        keys = (f"{place or 'model'}/input{each}/0" for each in places)
+        first.foresee(dict(zip(keys, inputs, strict=True)))
+
+    def _cheaper(
+        self, kept: dict[str, Cost], again: dict[str, Cost], plain_bytes: float
+    ) -> dict[str, float]:
+        """Return what runs again and the seconds that each saves, a byte at its price.
+
+        A budget that they leave too small raises the price.
+        """
+        budget, price = self.controller.budget_bytes, self.price
+        if budget is not None and plain_bytes <= budget:
+            return {}
+        dearest = price * (_DEAREST if budget is None else 2**20)
+        price = dearest if budget is None else price
+        while True:
+            saving: dict[str, float] = {}
+            # The innermost first; what is around takes their place if it saves more than they do.
+            for place in reversed(again):
+                gain = kept[place].saved_by(again[place], price)
+                inside = {it for it in saving if _is_within(it, place)}
+                if gain > sum(saving[it] for it in inside):
+                    saving = {it: saving[it] for it in saving if it not in inside} | {place: gain}
+            freed = sum(kept[it].held_bytes - again[it].held_bytes for it in saving)
+            if price >= dearest or budget is None or self.controller.held_at(4) - freed <= budget:
+                return saving
+            price *= 2
 
     def _has_parts(self, name: str) -> bool:
         return next(self.model.get_submodule(name).children(), None) is not None

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter, thread_time
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from ...activations import coverage, treatment
 from ...activations.saved import LossyTreatment, Timed, Treatment, compressed_bytes
 from ...base.sizes import show_bytes
 from ..model.snapshot import version_of
-from ..target.accelerator import now
+from ..target.accelerator import is_apart, synchronize
 from .packing import GROUP, Test, two_values
 from .treatments import (
     Compressor,
@@ -89,6 +90,12 @@ class Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._call(func, args, kwargs or {})
+
+
+def now(device: torch.device) -> float:
+    """Return seconds, once all before is done; of a host this thread's own, as others run there."""
+    synchronize(device)
+    return perf_counter() if is_apart(device) else thread_time()
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
