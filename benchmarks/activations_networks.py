@@ -216,12 +216,12 @@ def main() -> None:
     path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
     about = {"commit": commit(), "machine": machine()}
     nets = ["AlexNet"] if args.quick else args.nets
-    rows = [row for row in load(path) if row["net"] not in nets]
-    for net in nets:
+    for net in nets:  # saved net by net
         methods = METHODS[:2] if args.quick else METHODS
-        rows += [row | about for row in rows_of(net, methods, 1 if args.quick else ROUNDS)]
-    rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
-    save(path, rows)
+        made = [row | about for row in rows_of(net, methods, 1 if args.quick else ROUNDS)]
+        rows = [row for row in load(path) if row["net"] != net] + made
+        rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
+        save(path, rows)
     print(f"{table(rows)}\n\nrows: {path}")
 
 
