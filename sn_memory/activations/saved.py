@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
+from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError
 
 LossyTreatment = Literal["linear", "norm", "nonlinear"]
@@ -273,6 +274,33 @@ def compressed_bytes(n: int, bits: int | None) -> int:
     (1340, 10240)
     """
     return 4 * n if bits is None else math.ceil(n * (bits / 8 + _GRID_BYTES))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
+
+    plain_bytes: int
+    compressed_bytes: int
+    elements: int
+    ways: tuple[tuple[str, int, int], ...] = ()
+    """What was done with tensors: its name, how many, and bytes that autograd would hold."""
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes over compressed ones."""
+        return self.plain_bytes / max(self.compressed_bytes, 1)
+
+    @property
+    def saving_bytes(self) -> int:
+        return self.plain_bytes - self.compressed_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
+            f"{self.ratio:.1f} times less"
+            + "".join(f"; {n} {what}, {show_bytes(size)}" for what, n, size in self.ways if n)
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def modules_take_no_time(monkeypatch):
 
 @pytest.fixture
 def modules_take_long(monkeypatch):
-    monkeypatch.setattr(compress, "now", lambda device, clock=count(): float(next(clock)))
+    clock = count()
+    monkeypatch.setattr(compress, "now", lambda device: float(next(clock)))
 
 
 class Net(nn.Module):
@@ -987,7 +988,7 @@ def test_a_convolution_takes_images_one_at_a_time():
 
     first = twice()
     second = thrice(first)
-    with compress_activations(model, bits=8) as compressed:
+    with compress_activations(model, bits=8):
         most = []
         for _ in range(2):
             model.zero_grad()

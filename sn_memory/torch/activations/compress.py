@@ -15,13 +15,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...activations import Controller
-from ...activations.saved import Cost, compressed_bytes, packing_of, rates_of
+from ...activations.saved import Cost, Saved, compressed_bytes, packing_of, rates_of
 from ...base.sizes import parse_bytes
 from ..errors import ReplayError, TraceError
 from ..model.modes import transformed, warn
 from ..model.snapshot import StateSnapshot, version_of
 from ..model.step import OUTSIDE_TORCH, Generators, restore_rng_state
-from .saving import Call, Input, Pass, Saved, coverage_of, now, storages_of, weight_of
+from .saving import Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor
 
 # Without a budget, times the seconds for which packing frees a byte that running again may take.
@@ -519,8 +519,8 @@ class RestoredModule:
             object.__setattr__(part, "__dict__", _copied(then))
 
     def __exit__(self, *_: object) -> None:
-        for (part, _), now_held in zip(self._then, self._now.pop(), strict=True):
-            object.__setattr__(part, "__dict__", now_held)
+        for held, present in zip(self._then, self._now.pop(), strict=True):
+            object.__setattr__(held[0], "__dict__", present)
 
 
 _TENSORS: Final = ("_parameters", "_buffers")

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ...activations import coverage, treatment
-from ...activations.saved import LossyTreatment, Timed, Treatment, compressed_bytes
-from ...base.sizes import show_bytes
+from ...activations.saved import LossyTreatment, Saved, Timed, Treatment, compressed_bytes
 from ..model.snapshot import version_of
 from ..target.accelerator import is_apart, synchronize
 from .packing import GROUP, Test, two_values
@@ -127,17 +126,19 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
     if call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict.fromkeys(names) | {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    x, weight, bias, *sizes, groups = (given | call.given(*names)).values()
-    axes = weight.dim() - 2
-    if isinstance(sizes[1], str) or any(
-        type(it) not in (torch.Tensor, torch.nn.Parameter) for it in (x, weight)
+    given = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.given(*names)
+    x, weight, bias, *sizes, groups = (given[name] for name in names)
+    plain = all(type(it) in (torch.Tensor, torch.nn.Parameter) for it in (x, weight))
+    if (
+        not plain
+        or isinstance(sizes[1], str)
+        or not (torch.is_grad_enabled() and weight.requires_grad)
     ):
         return None
-    if x.dtype not in _PACKED or x.dim() != axes + 2 or not is_dense(x) or in_memory(x)[0] != 0:
+    axes = weight.dim() - 2
+    if x.dtype not in _PACKED or x.dtype != weight.dtype or x.dim() != axes + 2:
         return None
-    needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not needed or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+    if not is_dense(x) or in_memory(x)[0] != 0 or torch.is_autocast_enabled(x.device.type):
         return None
     # A part's gradient of the weight is there beside their sum.
     pays = len(parts_of(x)) > 1 and x.numel() > 2 * weight.numel()
@@ -250,33 +251,6 @@ def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, 
 
 def _each(value: Any, count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
-
-    plain_bytes: int
-    compressed_bytes: int
-    elements: int
-    ways: tuple[tuple[str, int, int], ...] = ()
-    """What was done with tensors: its name, how many, and bytes that autograd would hold."""
-
-    @property
-    def ratio(self) -> float:
-        """Plain bytes over compressed ones."""
-        return self.plain_bytes / max(self.compressed_bytes, 1)
-
-    @property
-    def saving_bytes(self) -> int:
-        return self.plain_bytes - self.compressed_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
-            f"{self.ratio:.1f} times less"
-            + "".join(f"; {n} {what}, {show_bytes(size)}" for what, n, size in self.ways if n)
-        )
 
 
 @dataclass
