@@ -26,6 +26,8 @@ from .treatments import Compressor
 
 # Without a budget, times the seconds for which packing frees a byte that running again may take.
 _DEAREST: Final = 4
+# What they save has grids of its own rows, which their input, kept for any module, has not.
+_NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
 
 
 def compress_activations(
@@ -261,7 +263,7 @@ class CompressedActivations:
         found = {
             name: (self._forward_s[name], self._inputs[name])
             for name in self._inputs
-            if name not in first.decided
+            if name not in first.decided and not isinstance(self.model.get_submodule(name), _NORMS)
         }
         found |= first.attended
         kept = {
