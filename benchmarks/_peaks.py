@@ -1,8 +1,9 @@
-"""Columns of peaks, and how rows of them are made, for the benchmarks of both frameworks."""
+"""Peaks by the allocator, columns of peaks, and how rows are made, for both frameworks."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,50 @@ def make_rows(
     ]
     save(path, [row for row in load(path) if row["net"] not in chosen] + rows)
     print(f"{table(rows)}\n\nrows: {path}")
+
+
+def activation_bytes(loss: Callable[[], Any], weights: Sequence[Any]) -> tuple[int, int]:
+    """Return bytes at the end of a forward pass and the most of a step, by the CPU's allocator.
+
+    Kernels' scratch is among them, and weights' gradients are not, once they are done or before.
+    """
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    for weight in weights:
+        weight.grad = None
+    gc.collect()
+    gc.disable()  # what was there before and goes meanwhile would count as given back
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+            found = loss()
+            with record_function("our backward pass"):
+                found.backward()
+    finally:
+        gc.enable()
+    tree: list[Any] = watched.profiler.kineto_results.experimental_event_tree()
+    events, turn_ns = [], 0
+    while tree:
+        event = tree.pop()
+        tree += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields))
+        elif event.name == "our backward pass":
+            turn_ns = event.start_time_ns
+    events.sort(key=lambda event: event[0])
+    last = {it.ptr: at for at, (_, it) in enumerate(events) if it.alloc_size > 0}
+    gradients = {last[weight.grad.data_ptr()] for weight in weights if weight.grad is not None}
+    sizes: dict[int, int] = {}
+    now = most = held = 0
+    for at, (time_ns, it) in enumerate(events):
+        if it.alloc_size > 0 and at not in gradients:
+            sizes[it.ptr] = it.alloc_size
+            now += it.alloc_size
+        elif it.alloc_size < 0:  # of what was there before, nothing is known
+            now -= sizes.pop(it.ptr, 0)
+        most = max(most, now)
+        held = now if time_ns < turn_ns else held
+    return held, most
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -159,7 +159,7 @@ class Controller:
     def forget(self, place: str) -> None:
         """Forget the tensors that a module saved: it saves others from now on."""
         for known in (self._seen.rows, self._seen.others, self._bits):
-            for key in [key for key in known if key.startswith(f"{place}/")]:
+            for key in [key for key in known if key.startswith((f"{place}/", f"{place}."))]:
                 del known[key]
 
     def observe_other(self, key: str, *, nbytes: int) -> None:
@@ -181,6 +181,11 @@ class Controller:
         """Take note of a measured deviation of the gradient's error."""
         if key in self._seen.rows:
             self._seen.rows[key] = replace(self._seen.rows[key], measured_sd=sd)
+
+    def timed(self, key: str, seconds: float) -> None:
+        """Take note of what packing and unpacking a tensor takes."""
+        if key in self._seen.rows:
+            self._seen.rows[key] = replace(self._seen.rows[key], seconds=seconds)
 
     def overflowed(self, key: str) -> None:
         """Take note that too many elements escaped: wider next time, or kept as it is."""
@@ -238,6 +243,10 @@ class Controller:
         bits = {row.key: self.bits(row.key, kind=row.kind) for row in self.rows()}
         return self._seen.held_at(bits)
 
+    def held_at(self, bits: int) -> int:
+        """What would be kept with these bits of inputs of linear ops and norms."""
+        return self._seen.held(bits, bits, self.nonlinear_bits)
+
     def rows(self) -> list[Row]:
         """What is known of each tensor, in the order they were first saved."""
         return list(self._seen.rows.values())
@@ -248,8 +257,8 @@ class Controller:
             f"{'tensor':40} {'elements':>10} {'bits':>5} {'predicted':>10} {'measured':>10} of"
         ]
         for row in self._seen.rows.values():
-            sd, measured = row.predicted_sd(), row.measured_sd
             bits = self.bits(row.key, kind=row.kind)
+            sd, measured = 0.0 if bits is None else row.predicted_sd(), row.measured_sd
             shown = "exact" if bits is None else bits
             lines.append(
                 f"{row.key:40} {row.n:10,} {shown:>5} "

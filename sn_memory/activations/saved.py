@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
+from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError
 
 LossyTreatment = Literal["linear", "norm", "nonlinear"]
@@ -210,6 +211,8 @@ class Row:
         Name of the memory it lies in, where others have it too.
     kind
         What its op is in it.
+    seconds
+        To pack and unpack it, in the first pass; 0: not measured.
     """
 
     key: str
@@ -227,6 +230,7 @@ class Row:
     measured_sd: float | None = None
     group: str = ""
     kind: LossyTreatment = "linear"
+    seconds: float = 0.0
 
     def predicted_sd(self, bits: int | None = None) -> float | None:
         """Return the deviation of the error of dW at these bits, or those it has.
@@ -270,6 +274,98 @@ def compressed_bytes(n: int, bits: int | None) -> int:
     (1340, 10240)
     """
     return 4 * n if bits is None else math.ceil(n * (bits / 8 + _GRID_BYTES))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
+
+    plain_bytes: int
+    compressed_bytes: int
+    elements: int
+    ways: tuple[tuple[str, int, int], ...] = ()
+    """What was done with tensors: its name, how many, and bytes that autograd would hold."""
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes over compressed ones."""
+        return self.plain_bytes / max(self.compressed_bytes, 1)
+
+    @property
+    def saving_bytes(self) -> int:
+        return self.plain_bytes - self.compressed_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
+            f"{self.ratio:.1f} times less"
+            + "".join(f"; {n} {what}, {show_bytes(size)}" for what, n, size in self.ways if n)
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What it takes to keep some tensors one way: seconds, plain bytes, and those held instead."""
+
+    seconds: float
+    plain_bytes: float
+    held_bytes: float
+
+    def saved_by(self, other: Cost, price: float) -> float:
+        """Return the seconds that another way saves; a byte is worth what it costs elsewhere.
+
+        None are saved by a way that holds more bytes, however fast it is.
+
+        price : seconds that packing takes for each byte it frees, in the whole network
+
+        Examples
+        --------
+        >>> packed, again = Cost(3.0, 400, 100), Cost(1.0, 400, 90)
+        >>> packed.saved_by(again, price=0.01), again.saved_by(packed, price=0.01)
+        (2.1, 0.0)
+        """
+        if other.held_bytes > self.held_bytes:
+            return 0.0
+        return self.seconds - other.seconds + price * (self.held_bytes - other.held_bytes)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A tensor that a first pass kept: the modules and the call that saved it, and what that took.
+
+    `nbytes` are its own, `plain_bytes` what autograd would hold that nobody saved before; `way` is
+    how it is kept, `rounded` whether in fewer bits.
+    """
+
+    within: frozenset[str]
+    way: str
+    rounded: bool
+    nbytes: int
+    plain_bytes: int
+    held_bytes: int
+    seconds: float
+
+
+def rates_of(timed: Sequence[Timed]) -> dict[str, float]:
+    """Return seconds of packing and unpacking a byte by way; "": of all that is rounded.
+
+    Of all tensors kept one way together, as one alone is over too soon to be measured.
+    """
+    taken: dict[str, list[float]] = {}
+    for it in timed:
+        for way in (it.way, "") if it.rounded else (it.way,):
+            total = taken.setdefault(way, [0.0, 0.0])
+            total[0], total[1] = total[0] + it.seconds, total[1] + it.nbytes
+    return {way: seconds / max(nbytes, 1) for way, (seconds, nbytes) in taken.items()}
+
+
+def packing_of(timed: Sequence[Timed], rates: Mapping[str, float]) -> Cost:
+    """Return what it takes to keep these tensors as the first pass did."""
+    return Cost(
+        sum(rates[it.way] * it.nbytes for it in timed),
+        sum(it.plain_bytes for it in timed),
+        sum(it.held_bytes for it in timed),
+    )
 
 
 def _levels(bits: int) -> int:
@@ -341,14 +437,14 @@ class Choice:
     Attributes
     ----------
     bits
-        By key.
+        By key; None: left as it is.
     nonlinear_bits
         Of what is not linear.
     nonlinear, tensors
         How many memories are of that kind, and of all kinds.
     """
 
-    bits: dict[str, int]
+    bits: dict[str, int | None]
     nonlinear_bits: int
     nonlinear: int
     tensors: int
@@ -358,6 +454,9 @@ def choose(
     seen: Observed, budget_bytes: int, *, nonlinear_bits: int, least_nonlinear_bits: int
 ) -> Choice:
     """Return bits with which all that is kept takes at most a budget.
+
+    Where more than the most bits fit, tensors are left as they are whose packing takes the most
+    seconds for each byte it frees.
 
     Parameters
     ----------
@@ -390,10 +489,28 @@ def choose(
             budget_bytes=budget_bytes,
             op=max(seen.rows.values(), key=lambda row: row.n).key,
         )
-    bits = {row.key: width for rows in rest.values() for row in rows}
+    bits: dict[str, int | None] = {row.key: width for rows in rest.values() for row in rows}
     bits |= {row.key: norm for rows in norms.values() for row in rows}
     bits |= _shared_out(linear, budget_bytes - least)
+    left = budget_bytes - seen.held(WIDTHS[-1], widths[0], widths[0])
+    bits |= _left_alone([*linear.values(), *norms.values(), *rest.values()], widths[0], left)
     return Choice(bits, width, len(rest), len(rest) + len(norms) + len(linear))
+
+
+def _left_alone(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict[str, None]:
+    """Keys of tensors that bytes are left for, beyond the most bits."""
+    more = {
+        id(rows): compressed_bytes(rows[0].n, None) - compressed_bytes(rows[0].n, bits)
+        for rows in groups
+    }
+    found: dict[str, None] = {}
+    for rows in sorted(
+        groups, key=lambda it: (-sum(row.seconds for row in it) / more[id(it)], it[0].key)
+    ):
+        if rows[0].seconds and more[id(rows)] <= left_bytes:
+            left_bytes -= more[id(rows)]
+            found |= dict.fromkeys(row.key for row in rows)
+    return found
 
 
 def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:

@@ -21,8 +21,8 @@ from .trace.trace import Trace, trace
 from .verify import verify
 
 if TYPE_CHECKING:
+    from ..activations.saved import Saved
     from .activations.compress import CompressedActivations, compress_activations
-    from .activations.saving import Saved
     from .host.buffers import HostState, PinnedState
     from .policy.policy import SelectivePolicy, checkpoint_policy
 
@@ -31,7 +31,7 @@ _HOME = {
     "CompressedActivations": ".activations.compress",
     "HostState": ".host.buffers",
     "PinnedState": ".host.buffers",
-    "Saved": ".activations.saving",
+    "Saved": "..activations.saved",
     "SelectivePolicy": ".policy.policy",
     "checkpoint_policy": ".policy.policy",
     "compress_activations": ".activations.compress",

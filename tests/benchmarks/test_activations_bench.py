@@ -67,6 +67,40 @@ def test_a_peak_is_measured_in_a_row():
     assert "| transformer | 4 bits | " in activations_memory.table([row])
 
 
+def test_bytes_are_those_of_the_allocator_without_gradients_of_weights():
+    torch = pytest.importorskip("torch")
+    import activations_networks as networks
+    from _peaks import activation_bytes
+
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8), nn.Linear(8, 16))
+    x, size = torch.randn(128, 64), 128 * 256 * 4
+    calls = networks.losses(net, x, ("plain", "ours", "checkpoint", "nearest", "fp8"))
+    found = {name: activation_bytes(loss, list(net.parameters())) for name, loss in calls.items()}
+    small = 16 * 128 * 8 * 4  # results of the last layers and of the loss
+    held, most = found["plain"]
+    assert size <= held <= size + small
+    assert held + size <= most <= held + 2 * size + small
+    assert size // 8 <= found["nearest"][0] - size * 6 // 256 <= size // 8 + small
+    assert size // 4 <= found["fp8"][0] <= size // 4 + small
+    assert found["ours"][0] <= size // 8 + small
+    assert found["checkpoint"][0] < found["plain"][0]
+    for form, error in ((networks.Nearest, 0.25), (networks.Float8, 0.25)):
+        assert float((form(x).restore() - x).abs().max()) < error
+    rows = [
+        {
+            "net": "AlexNet",
+            "method": name,
+            "images": 1,
+            "held_bytes": a,
+            "peak_bytes": b,
+            "step_s": 1.0,
+        }
+        for name, (a, b) in found.items()
+    ]
+    assert "| AlexNet, 1 images | plain | 0.1 | 1.0 |" in networks.table(rows)
+
+
 def test_bytes_of_a_keras_net_are_counted_once():
     pytest.importorskip("tensorflow")
     import activations_tensorflow

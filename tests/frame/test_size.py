@@ -2,8 +2,8 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91, 102: activations, 92: regions), and was once where
-comprehensions took the names of what they run over.
+new capability alone, whose decision says so (91, 102, 105: activations, 92: regions), and was once
+where comprehensions took the names of what they run over.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan": (("plan",), 2789, 1500),
     "plan/search": (("plan/search",), 1938, 1700),
     "plan/policies": (("plan/policies.py",), 233, 300),
-    "activations": (("activations",), 807, 800),
+    "activations": (("activations",), 933, 800),
     "apoptosis": (("apoptosis",), 3196, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3691, 1700),
     "torch: target device": (("torch/target",), 1336, 700),
@@ -34,10 +34,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1309, 750),
     "torch: regions": (("torch/regions",), 2343, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
-    "torch: activations": (("torch/activations",), 1944, 1200),
+    "torch: activations": (("torch/activations",), 2116, 1200),
     "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (45_716, 28_000)
+TOTAL = (46_014, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103) and for predicting

@@ -20,6 +20,7 @@ from sn_memory.activations import (
     suggest_batch,
     treatment,
 )
+from sn_memory.activations.saved import Cost, Timed, packing_of, rates_of
 
 
 def relu(rng, *shape):
@@ -251,3 +252,38 @@ def test_suggested_batches_fit_and_one_more_does_not():
         )  # fmt: skip
     with pytest.raises(ValueError, match="expected sizes above zero"):
         suggest_batch(10, fixed_bytes=1, sample_bytes=0, compressed_sample_bytes=1)
+
+
+def test_what_runs_again_holds_no_more_and_costs_no_more_than_a_byte_is_worth():
+    rates = rates_of(
+        [
+            Timed(frozenset({"", "a"}), "OnHost", True, 400, 400, 100, 3.0),
+            Timed(frozenset({"", "b"}), "OnHost", True, 400, 400, 100, 1.0),
+            Timed(frozenset({"", "b"}), "Mask", False, 100, 0, 4, 0.1),
+        ]
+    )
+    assert rates == pytest.approx({"OnHost": 0.005, "": 0.005, "Mask": 0.001})
+    packed = packing_of([Timed(frozenset({"a"}), "OnHost", True, 400, 400, 100, 3.0)], rates)
+    assert packed == Cost(2.0, 400, 100)
+    price = 0.01
+    assert packed.saved_by(Cost(1.0, 400, 101), price) == 0
+    assert packed.saved_by(Cost(2.4, 400, 50), price) == pytest.approx(0.1)
+    assert packed.saved_by(Cost(2.6, 400, 50), price) == pytest.approx(-0.1)
+
+
+def test_what_packs_slowest_is_left_as_it_is_where_a_budget_has_bytes_left():
+    controller = Controller(budget_bytes=7_000)
+    for key, seconds in (("a/linear/0", 1.0), ("b/linear/0", 2.0), ("c/gelu/0", 3.0)):
+        kind = "nonlinear" if key.startswith("c") else "linear"
+        controller.observe(key, n=1024, bits=8, variance=1.0, kind=kind)
+        controller.timed(key, seconds)
+    controller.refresh()
+    # Three of 1,048 bytes, and 3,048 more for each that is left alone.
+    found = [controller.bits(row.key, kind=row.kind) for row in controller.rows()]
+    assert found == [8, 8, None]
+    assert controller.total_bytes == 4096 + 2 * 1048 <= 7_000
+    # Nobody measured: packed, as far as it goes.
+    unmeasured = Controller(budget_bytes=7_000)
+    unmeasured.observe("a/linear/0", n=1024, bits=8, variance=1.0)
+    unmeasured.refresh()
+    assert unmeasured.bits("a/linear/0") == 8

@@ -14,20 +14,21 @@ from typing import Any, Final, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ... import settings
 from ...activations import Controller
-from ...activations.saved import compressed_bytes
+from ...activations.saved import Cost, Saved, compressed_bytes, packing_of, rates_of
 from ...base.sizes import parse_bytes
 from ..errors import ReplayError, TraceError
 from ..model.modes import transformed, warn
 from ..model.snapshot import StateSnapshot, version_of
 from ..model.step import OUTSIDE_TORCH, Generators, restore_rng_state
-from .saving import Call, Input, Pass, Saved, coverage_of, storages_of, weight_of
+from .saving import Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor
 
-# Times the bytes of its input that a module has to save before it runs again: what it saves beside
-# its input, a norm's statistics say, is no reason. Of attention, a fused kernel's result is none.
-_WORTH: Final = 1.25
-_ATTENTION_WORTH: Final = 1.5
+# Without a budget, times the seconds for which packing frees a byte that running again may take.
+_DEAREST: Final = 4
+# What they save has grids of its own rows, which their input, kept for any module, has not.
+_NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
 
 
 def compress_activations(
@@ -120,8 +121,9 @@ class CompressedActivations:
     saved
         Of the last forward pass.
     rerun
-        Paths of modules that run again in the backward pass from their input, which is all that is
-        kept of them: without parts, and with more saved in the first pass than that input takes.
+        Paths of modules, and calls of attention, that run again in the backward pass from their
+        input, which is all that is kept of them: by what the first pass measured, that frees bytes
+        for fewer seconds than packing does.
     """
 
     def __init__(
@@ -146,12 +148,14 @@ class CompressedActivations:
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._magnitudes: dict[torch.nn.Parameter, float] = {}
         self._watched: list[Any] = []
-        # Modules without parts of their own that saved more than their input takes run again.
         self.rerun: list[str] = []
         self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
         self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
         self._attention: dict[str, float] = {}  # calls of it that run again: see Pass
         self._effects: list[SideEffects] = []  # of those that run just now
+        self._forward_s: dict[str, float] = {}
+        self.price = 0.0
+        """Seconds that packing takes for each byte it frees, measured in the first pass."""
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -181,7 +185,11 @@ class CompressedActivations:
     def report(self) -> str:
         """Return bytes saved, and a row per tensor: bits, predicted and measured error."""
         rerun = f"run again from their input: {', '.join(self.rerun)}\n" if self.rerun else ""
-        return f"{self.saved}\n{rerun}{self.controller.report()}"
+        price = (
+            f"packing and unpacking take {self.price * 2**30:.3g} s for each GiB that they free; "
+            f"nothing is offloaded\n"
+        )
+        return f"{self.saved}\n{price}{rerun}{self.controller.report()}"
 
     # The forward pass: what is entered, the path of modules.
 
@@ -195,7 +203,9 @@ class CompressedActivations:
         watch = self._watch if self.controller.due(self._step) else None
         self._step += 1
         there = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
-        self.current = Pass(self.compressor, storages_of(there), watch, self._attention)
+        self.current = Pass(
+            self.compressor, storages_of(there), watch, self._attention, first=self._step == 1
+        )
         self.current.__enter__()
 
     def _warn_uncompressed(self) -> None:
@@ -225,46 +235,118 @@ class CompressedActivations:
         self.current.path.append(name)
         if self._step == 1 and _has_one_input(module, args, kwargs):
             self._inputs.setdefault(name, []).append(self.current.input_of(args[0]))
-            self._effects.append(SideEffects(module, args[0]))
+            start = now(args[0].device) - self.current.packing_s
+            self._effects.append(SideEffects(module, args[0], start))
 
     def _leave(self, module: torch.nn.Module, *_: object) -> None:
         if self.current is None or not self.current.path:
             return
         name = self.current.path.pop()
-        if self._effects and self._effects[-1].module is module and self._effects.pop().changed():
-            self.current.decided.add(name)
+        if self._effects and self._effects[-1].module is module:
+            effects = self._effects.pop()
+            seconds = now(effects.device) - self.current.packing_s - effects.start
+            self._forward_s[name] = self._forward_s.get(name, 0.0) + max(0.0, seconds)
+            if effects.changed():
+                self.current.decided.update((*self.current.path, name))
 
-    # Modules that run again: a GELU of seven ops, a norm of five.
+    # What runs again: a GELU of seven ops, attention, a perceptron of two layers.
 
     def _choose_reruns(self, first: Pass) -> None:
-        """Let modules run again whose input, compressed, takes less than what they saved."""
-        for module, name in self._names.items():
-            if name not in self._inputs or name in first.decided:
-                continue
-            inputs = self._inputs[name]
-            if first.bytes_of.get(name, 0) <= _WORTH * self._least(inputs):
-                continue
-            plain = first.plain_of.get(name, 0) / sum(call.elements for call in inputs)
-            ours = partial(self._again, module, module.forward, plain)
-            self._forwards.append((module, vars(module).get("forward"), ours))
-            module.forward = ours
-            self.rerun.append(name)
-            self.controller.forget(name or "model")
-            places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
-            keys = (f"{name or 'model'}/input{place}/0" for place in places)
-            first.foresee(dict(zip(keys, inputs, strict=True)))
-        for place, (held, plain, inputs) in first.attended.items():
-            if held > _ATTENTION_WORTH * self._least(inputs):
-                self._attention[place] = plain
-                self.rerun.append(place)
-                self.controller.forget(place)
-                first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
+        """Let run again what frees bytes for fewer seconds that way than packed.
+
+        Ranks that measure otherwise may choose otherwise: what they exchange, gradients of all
+        weights in the same order, does not depend on it. Where a choice is to be the same in each
+        run, bytes that a module saves stand for the seconds it takes.
+        """
+        rates = rates_of(first.timed)
+        every = packing_of(first.timed, rates)
+        freed = every.plain_bytes - every.held_bytes
+        self.price = every.seconds / freed if freed > 0 else 0.0
+        found = {
+            name: (self._forward_s[name], self._inputs[name])
+            for name in self._inputs
+            if name not in first.decided and not isinstance(self.model.get_submodule(name), _NORMS)
+        }
+        found |= first.attended
+        kept = {
+            place: packing_of([it for it in first.timed if place in it.within], rates)
+            for place in found
+        }
+        again = {
+            place: Cost(
+                (kept[place].plain_bytes if settings.deterministic else seconds)
+                + rates.get("", 0.0) * sum(it.nbytes for it in inputs if it.packed),
+                kept[place].plain_bytes,
+                self._least(inputs),
+            )
+            for place, (seconds, inputs) in found.items()
+        }
+        for place in [it for it in found if it in self._inputs and self._has_parts(it)]:
+            # What its parts save is all there at once when they run again. Bytes do not tell what
+            # its products take.
+            if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
+                del again[place]
+        saving = self._cheaper(kept, again, every.plain_bytes)
+        for place in (it for it in found if it in saving):
+            self._let_rerun(place, kept[place].plain_bytes, found[place][1], first)
         self._inputs = {}
 
+    def _let_rerun(self, place: str, plain_bytes: float, inputs: list[Input], first: Pass) -> None:
+        """Let a module, or a call of attention, run again from now on."""
+        plain = plain_bytes / sum(call.elements for call in inputs)
+        self.rerun.append(place)
+        self.controller.forget(place or "model")
+        if place in first.attended:
+            self._attention[place] = plain
+            first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
+            return
+        module = self.model.get_submodule(place)
+        ours = partial(self._again, module, module.forward, plain)
+        self._forwards.append((module, vars(module).get("forward"), ours))
+        module.forward = ours
+        places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
+        keys = (f"{place or 'model'}/input{each}/0" for each in places)
+        first.foresee(dict(zip(keys, inputs, strict=True)))
+
+    def _cheaper(
+        self, kept: dict[str, Cost], again: dict[str, Cost], plain_bytes: float
+    ) -> dict[str, float]:
+        """Return what runs again and the seconds that each saves, a byte at its price.
+
+        A budget that they leave too small raises the price.
+        """
+        budget, price = self.controller.budget_bytes, self.price
+        if budget is not None and plain_bytes <= budget:
+            return {}
+        dearest = price * (_DEAREST if budget is None else 2**20)
+        price = dearest if budget is None else price
+        while True:
+            saving: dict[str, float] = {}
+            # The innermost first; what is around takes their place if it saves more than they do.
+            for place in reversed(again):
+                gain = kept[place].saved_by(again[place], price)
+                inside = {it for it in saving if _is_within(it, place)}
+                if gain > sum(saving[it] for it in inside):
+                    saving = {it: saving[it] for it in saving if it not in inside} | {place: gain}
+            freed = sum(kept[it].held_bytes - again[it].held_bytes for it in saving)
+            if price >= dearest or budget is None or self.controller.held_at(4) - freed <= budget:
+                return saving
+            price *= 2
+
+    def _has_parts(self, name: str) -> bool:
+        return next(self.model.get_submodule(name).children(), None) is not None
+
     def _least(self, inputs: list[Input]) -> int:
-        """Bytes of inputs that are kept compressed."""
-        elements, rows = (sum(getattr(it, of) for it in inputs) for of in ("elements", "row_bytes"))
-        return compressed_bytes(elements, self.controller.nonlinear_bits) + int(rows)
+        """Bytes of inputs that are kept compressed, or as they are."""
+        bits = self.controller.nonlinear_bits
+        return sum(
+            compressed_bytes(it.elements, bits) + it.row_bytes
+            if it.packed
+            else 0
+            if it.left_alone or it.memory.exact
+            else it.memory.nbytes
+            for it in inputs
+        )
 
     def _again(
         self,
@@ -398,9 +480,10 @@ class SideEffects:
     A second run would change it once more, or find it changed.
     """
 
-    def __init__(self, module: torch.nn.Module, x: torch.Tensor) -> None:
-        self.module = module
-        self._held = StateSnapshot(vars(module).items())
+    def __init__(self, module: torch.nn.Module, x: torch.Tensor, start: float = 0.0) -> None:
+        self.module, self.device, self.start = module, x.device, start
+        held = (pair for part in module.modules() for pair in vars(part).items())
+        self._held = StateSnapshot(held)
         self._versions = Versions([x, *module.parameters(), *module.buffers()])
         self._drawn = Generators(OUTSIDE_TORCH.values())
 
@@ -427,9 +510,9 @@ class RestoredModule:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._then = _copied(vars(module))
+        self._then = [(part, _copied(vars(part))) for part in module.modules()]
         self._versions = Versions([*module.parameters(), *module.buffers()])
-        self._now: list[dict[str, Any]] = []
+        self._now: list[list[dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         if self._versions.changed():
@@ -437,11 +520,13 @@ class RestoredModule:
                 f"a parameter or buffer of {type(self._module).__name__}, which runs again in the "
                 "backward pass, was changed in place since the forward pass. Change it after."
             )
-        self._now.append(vars(self._module))
-        object.__setattr__(self._module, "__dict__", _copied(self._then))
+        self._now.append([vars(part) for part, _ in self._then])
+        for part, then in self._then:
+            object.__setattr__(part, "__dict__", _copied(then))
 
     def __exit__(self, *_: object) -> None:
-        object.__setattr__(self._module, "__dict__", self._now.pop())
+        for held, present in zip(self._then, self._now.pop(), strict=True):
+            object.__setattr__(held[0], "__dict__", present)
 
 
 _TENSORS: Final = ("_parameters", "_buffers")
@@ -456,6 +541,10 @@ def _is_float(value: Any) -> bool:
 
 
 def _has_one_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a module has no parts and takes one tensor of floats, so that it can run again."""
-    parts = next(module.children(), None)
-    return parts is None and not kwargs and len(args) == 1 and _is_float(args[0])
+    """Whether a module takes one tensor of floats and nothing else, so that it can run again."""
+    return not kwargs and len(args) == 1 and _is_float(args[0])
+
+
+def _is_within(place: str, module: str) -> bool:
+    """Whether a module, or a call in one, is a part of a module."""
+    return not module or place.startswith((f"{module}.", f"{module}/"))

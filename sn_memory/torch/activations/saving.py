@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter, thread_time
 from typing import Any, Literal
 
 import torch
@@ -20,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ... import settings
 from ...activations import coverage, treatment
-from ...activations.saved import LossyTreatment, Treatment, compressed_bytes
-from ...base.sizes import show_bytes
+from ...activations.saved import LossyTreatment, Saved, Timed, Treatment, compressed_bytes
 from ..model.snapshot import version_of
-from .packing import GROUP, two_values
+from ..target.accelerator import is_apart, synchronize
+from .packing import GROUP, Test, two_values
 from .treatments import (
     Compressor,
+    ConvByImages,
     Exact,
     Kept,
     Layout,
@@ -36,8 +39,10 @@ from .treatments import (
     Window,
     flat,
     grid_bytes,
+    in_memory,
     is_dense,
     is_packable,
+    parts_of,
     run_in_row,
 )
 
@@ -65,9 +70,9 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slots: int = 0
-    plain_bytes: int = 0
-    held_bytes: int = 0
     lossy: list[str] = field(default_factory=list)
+    kept: list[weakref.ref[Kept]] = field(default_factory=list)  # let go when autograd does
+    by_images: bool = False
 
     def given(self, *names: str) -> dict[str, Any]:
         """Its arguments by name; `names` are those of its first parameters, in order."""
@@ -85,6 +90,12 @@ class Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._call(func, args, kwargs or {})
+
+
+def now(device: torch.device) -> float:
+    """Return seconds, once all before is done; of a host this thread's own, as others run there."""
+    synchronize(device)
+    return perf_counter() if is_apart(device) else thread_time()
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
@@ -109,6 +120,30 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
         return None
     fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype in _PACKED
     return (x, inplace) if fits else None
+
+
+def convolved(call: Call) -> tuple[Any, ...] | None:
+    """Return what ConvByImages needs of a convolution of a batch that is worth it; else None."""
+    if call.name not in ("conv1d", "conv2d", "conv3d"):
+        return None
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.given(*names)
+    x, weight, bias, *sizes, groups = (given[name] for name in names)
+    plain = all(type(it) in (torch.Tensor, torch.nn.Parameter) for it in (x, weight))
+    if (
+        not plain
+        or isinstance(sizes[1], str)
+        or not (torch.is_grad_enabled() and weight.requires_grad)
+    ):
+        return None
+    axes = weight.dim() - 2
+    if x.dtype not in _PACKED or x.dtype != weight.dtype or x.dim() != axes + 2:
+        return None
+    if not is_dense(x) or in_memory(x)[0] != 0 or torch.is_autocast_enabled(x.device.type):
+        return None
+    # A part's gradient of the weight is there beside their sum.
+    pays = len(parts_of(x)) > 1 and x.numel() > 2 * weight.numel()
+    return (x, weight, bias, *(_each(size, axes) for size in sizes), groups) if pays else None
 
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
@@ -219,30 +254,6 @@ def _each(value: Any, count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
-
-    plain_bytes: int
-    compressed_bytes: int
-    elements: int
-
-    @property
-    def ratio(self) -> float:
-        """Plain bytes over compressed ones."""
-        return self.plain_bytes / max(self.compressed_bytes, 1)
-
-    @property
-    def saving_bytes(self) -> int:
-        return self.plain_bytes - self.compressed_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
-            f"{self.ratio:.1f} times less"
-        )
-
-
 @dataclass
 class _Memory:
     """A storage seen in this forward pass: what autograd would hold, and what is held instead."""
@@ -254,12 +265,17 @@ class _Memory:
     kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
+    @property
+    def held_bytes(self) -> int:
+        return self.compressed_bytes + self.nbytes * self.exact
+
 
 @dataclass(frozen=True)
 class Input:
     """What a module was given: where it lies, and whether it would be packed or left alone."""
 
     elements: int
+    nbytes: int
     row_bytes: int
     where: tuple[Any, ...]
     memory: _Memory
@@ -274,7 +290,8 @@ class Pass:
     left_alone : storages that are there anyway: of the model, and of what it was given
     watch : called with each call that saved something lossy, and its result
     attention : plain bytes for each element that calls of attention are given, by the place of
-        those that run again; `attended` has held bytes, these and the inputs of the others
+        those that run again; `attended` has seconds and inputs of the others
+    first : whether to note what packing and unpacking take, in `timed` and `packing_s`
 
     path : of modules, the innermost last
     """
@@ -285,21 +302,22 @@ class Pass:
         left_alone: frozenset[int],
         watch: Callable[[Call, Any], None] | None = None,
         attention: dict[str, float] | None = None,
+        *,
+        first: bool = False,
     ) -> None:
-        self.attention = attention or {}
-        self.attended: dict[str, tuple[int, float, list[Input]]] = {}
+        self.attention, self.first = attention or {}, first
+        self.attended: dict[str, tuple[float, list[Input]]] = {}
+        self.timed: list[Timed] = []
+        self.packing_s = 0.0
         self.compressor, self.controller = compressor, compressor.controller
         self.path: list[str] = []
         self._left_alone = left_alone
         self._counts: dict[tuple[str, str], int] = {}  # of calls so far, by path and op
         self.watch = watch
         self._call: Call | None = None
-        # Compressed bytes by the innermost module that saved them, and what autograd would hold.
-        self.bytes_of: dict[str, int] = {}
-        self.plain_of: dict[str, int] = {}
         self.decided: set[str] = set()  # paths of modules in which values decide what is done
         self._input: Call | None = None  # stands for the module that runs again and now starts
-        self._again_bytes = 0.0  # that autograd would hold of such modules
+        self._again_bytes, self._again = 0.0, 0  # that autograd would hold of such; how many
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
         self._elements = 0
@@ -315,37 +333,51 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
         self._storages.clear()
+        for memory in self._memories:  # else what was packed would live until gc finds this pass
+            memory.kept.clear()
 
     @property
     def saved(self) -> Saved:
         """What was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
-        held = sum(m.compressed_bytes + m.nbytes * m.exact for m in self._memories)
-        return Saved(plain + round(self._again_bytes), held, self._elements)
+        held = sum(memory.held_bytes for memory in self._memories)
+        again = round(self._again_bytes)
+        ways = [("modules run again", self._again, again)]
+        for way, exact in (("tensors packed", False), ("left as they are", True)):
+            sizes = [m.nbytes for m in self._memories if m.saved and m.exact == exact]
+            ways.append((way, len(sizes), sum(sizes)))
+        return Saved(plain + again, held, self._elements, tuple(ways))
 
     # The op that runs.
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if _decides(name, args, kwargs):
-            self.decided.add(self.path[-1] if self.path else "")
+            self.decided.update(self.path)
         # What an op calls is part of that op, and reading an attribute is none.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
         call = self._call = Call(name, self._place(name), args, kwargs)
         try:
-            given = rectified(call) if self.is_innermost() else None
-            if given is not None:
-                result = SignRelu.apply(given[0], self._sign, given[1])
-            elif call.name == ATTENTION and self.is_innermost():
-                result = self._attend(func, call)
-            else:
-                result = func(*args, **kwargs)
+            result = self._run(func, call)
             if self.watch is not None and call.lossy:
                 self.watch(call, result)
         finally:
             self._call = None
         return result
+
+    def _run(self, func: Any, call: Call) -> Any:
+        """Run a call, so that its backward pass needs little at a time where there is a way."""
+        if self.is_innermost():
+            if (given := rectified(call)) is not None:
+                return SignRelu.apply(given[0], call.kept, given[1])
+            if (given := convolved(call)) is not None:
+                call.by_images = given[0].untyped_storage()._cdata not in self._left_alone
+                if call.by_images:
+                    return ConvByImages.apply(call.kept, *given)
+            if call.name == ATTENTION:
+                return self._attend(func, call)
+        return func(*call.args, **call.kwargs)
 
     def _place(self, name: str) -> str:
         """Name a call by module, op, and which of several it is."""
@@ -366,17 +398,10 @@ class Pass:
         # Counted as a slot all the same: the others keep their names from pass to pass.
         if storage._cdata in self._left_alone:
             call.slots += 1
-            return Exact(tensor), Layout.of(tensor)
+            alone = Exact(tensor)
+            call.kept.append(weakref.ref(alone))
+            return alone, Layout.of(tensor)
         return self._delivered(tensor, call, lambda *it: self._keep(tensor, call, *it))
-
-    def _sign(self, y: torch.Tensor) -> tuple[Kept, Layout]:
-        """Keep what the backward pass of a ReLU needs."""
-        assert self._call is not None
-        return self._delivered(
-            y,
-            self._call,
-            lambda key, memory: self._counted(self.compressor.sign(y), key, memory),
-        )
 
     def _delivered(
         self, tensor: torch.Tensor, call: Call, keep: Callable[[str, _Memory], Kept]
@@ -384,15 +409,22 @@ class Pass:
         key, layout = f"{call.place}/{call.slots}", Layout.dense(tensor)
         call.slots += 1
         memory = self._memory(tensor.untyped_storage())
-        if not memory.saved and self._input is None:
-            memory.saved = True
-            path = self.path[-1] if self.path else ""
-            self.plain_of[path] = self.plain_of.get(path, 0) + memory.nbytes
-            call.plain_bytes += memory.nbytes
+        new = memory.nbytes if not memory.saved and self._input is None else 0
+        memory.saved |= new > 0
         self._elements += layout.numel
-        before = memory.compressed_bytes + memory.nbytes * memory.exact
+        before, start = memory.held_bytes, now(tensor.device) if self.first else 0.0
         kept = keep(key, memory)
-        call.held_bytes += memory.compressed_bytes + memory.nbytes * memory.exact - before
+        call.kept.append(weakref.ref(kept))
+        if self.first:
+            kept.restore(layout)  # as the backward pass will
+            # A byte for a second, where the choice is to be the same in each run.
+            counted = settings.deterministic
+            seconds = float(tensor.nbytes) if counted else now(tensor.device) - start
+            self.packing_s += seconds
+            self.controller.timed(key, seconds)
+            held, within = memory.held_bytes - before, frozenset((*self.path, call.place))
+            way, rounded = type(kept).__name__, hasattr(kept, "variance")
+            self.timed.append(Timed(within, way, rounded, tensor.nbytes, new, held, seconds))
         return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
@@ -411,14 +443,9 @@ class Pass:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
             memory.exact = True
         else:
-            self._hold(memory, kept.nbytes)
+            memory.compressed_bytes += kept.nbytes
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
-
-    def _hold(self, memory: _Memory, nbytes: int) -> None:
-        memory.compressed_bytes += nbytes
-        if self.path:
-            self.bytes_of[self.path[-1]] = self.bytes_of.get(self.path[-1], 0) + nbytes
 
     @contextmanager
     def saving_input(self, plain_bytes: float, call: Call | None = None) -> Iterator[None]:
@@ -426,7 +453,7 @@ class Pass:
 
         `plain_bytes` are those that autograd would hold of what it saves otherwise.
         """
-        self._again_bytes += plain_bytes
+        self._again_bytes, self._again = self._again_bytes + plain_bytes, self._again + 1
         self._input = call or Call("input", self._place("input"), (), {})
         try:
             yield
@@ -441,10 +468,10 @@ class Pass:
         if call.place in self.attention and any(part.requires_grad for part in parts):
             with self.saving_input(self.attention[call.place] * size, call):
                 return checkpoint(func, *parts, use_reentrant=False, **given)
+        start = now(parts[0].device) - self.packing_s
         result = func(*call.args, **call.kwargs)
-        self.attended[call.place] = call.held_bytes, call.plain_bytes / size, [
-            self.input_of(part) for part in parts
-        ]  # fmt: skip
+        seconds = now(parts[0].device) - self.packing_s - start
+        self.attended[call.place] = seconds, [self.input_of(part) for part in parts]
         return result
 
     def foresee(self, inputs: dict[str, Input]) -> None:
@@ -470,7 +497,7 @@ class Pass:
         packed &= is_packable(x)
         rows = rows_of(Call("input", "", (), {}), x) if packed and is_dense(x) else None
         row_bytes = n // x.shape[-1] * grid_bytes(x.shape[-1]) - grid_bytes(n) if rows else 0
-        return Input(n, row_bytes, _where(x), memory, left_alone, packed)
+        return Input(n, x.nbytes, row_bytes, _where(x), memory, left_alone, packed)
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
         """Compress a tensor."""
@@ -480,6 +507,9 @@ class Pass:
             return self._counted(Mask(flat(tensor), "not zero", value), key, memory)
         if kind in ("linear", "norm", "nonlinear", "mask"):
             return self._lossy(tensor, call, key, memory, "nonlinear" if kind == "mask" else kind)
+        if kind == "sign":  # a ReLU lets the gradient of NaN through
+            test: Test = "above zero" if call.name.startswith("leaky") else "above zero or NaN"
+            return self._counted(Mask(flat(tensor), test, 1.0), key, memory)
         kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
@@ -518,7 +548,8 @@ class Pass:
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
         if bits is None or tolerance < 2.0**-100:
             memory.exact = True
-            self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
+            if not self.controller.knows(key):
+                self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
             return Exact(tensor)
         kept = memory.kept.get(where)
         dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
@@ -526,13 +557,14 @@ class Pass:
         # Kept before for a reader who needs fewer bits, or no rows.
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
-            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=rows)
+            view = (dense, ()) if call.by_images and kind == "linear" else rows
+            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=view)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
                 return Exact(tensor)
             memory.kept[where] = kept
-            self._hold(memory, kept.nbytes)
+            memory.compressed_bytes += kept.nbytes
             if kept.by_rows:
                 more = kept.nbytes - compressed_bytes(n, bits)
                 self.controller.observe_other(f"{key}/rows", nbytes=more)

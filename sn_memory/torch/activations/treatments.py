@@ -308,11 +308,9 @@ class Turned:
     """Values of which no long run lies in one row: packed with each row's elements side by side.
 
     view : [...] the tensor, its axes perhaps split
-    axes : those over which its rows extend
+    axes : those over which its rows extend; none: packed as they lie, some images at a time
     pack : keeps [n] values in runs of a length
     """
-
-    by_rows = True
 
     def __init__(
         self,
@@ -320,16 +318,16 @@ class Turned:
         axes: tuple[int, ...],
         pack: Callable[[torch.Tensor, int], Lossy],
     ) -> None:
-        order = in_memory(view)
+        order, self.by_rows = in_memory(view), bool(axes)
         # Of the axes in the order of memory, those of a row come last.
         self._turn = sorted(range(len(order)), key=lambda place: order[place] in axes)
         inner = sum(axis in axes for axis in order)
         ordered = view.detach().permute(order)
         self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
-        for part in _parts(self._shape, view.device, _ROWS_AT_ONCE):
+        for part in parts_of(ordered):
             turned = ordered[part].permute(self._turn)
-            run = math.prod(turned.shape[turned.dim() - inner :])
+            run = math.prod(turned.shape[turned.dim() - inner :]) if axes else 0
             self._kept.append((part, pack(turned.reshape(-1), run)))
         kept = [each for _, each in self._kept]
         self.bits, self.fits = kept[0].bits, all(each.fits for each in kept)
@@ -346,6 +344,17 @@ class Turned:
             strides = torch.empty(shape, device="meta").stride()
             turned.copy_(kept.restore(Layout(shape, strides, layout.dtype, layout.device)))
         return layout.restore(out.view(-1))
+
+    def images(self, layout: Layout) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield some images at a time of what was packed as it lies, and which they are."""
+        for part, kept in self._kept:
+            count = len(range(*part.indices(layout.shape[0])))
+            yield part, kept.restore(replace(layout, shape=(count, *layout.shape[1:])))
+
+
+def parts_of(x: torch.Tensor) -> list[slice]:
+    """Return runs of the first axis that are packed, or unpacked, at once."""
+    return list(_parts(x.shape, x.device, _ROWS_AT_ONCE))
 
 
 def in_memory(tensor: torch.Tensor) -> list[int]:
@@ -403,17 +412,21 @@ class Compressor:
         """Return the values in these bits.
 
         look : whether statistics are wanted
-        rows : a view of the tensor, and the axes of it over which it is normalized
+        rows : a view of the tensor, and the axes of it over which it is normalized; none of them if
+            it is unpacked by images
         """
         if rows is None:
             return self._packed(flat(tensor), 0, bits, tolerance, form, look=look)
-        run = run_in_row(*rows)
-        if run >= _LEAST_RUN or run == math.prod(rows[0].shape[axis] for axis in rows[1]):
+        run = run_in_row(*rows) if rows[1] else 0
+        if rows[1] and (
+            run >= _LEAST_RUN or run == math.prod(rows[0].shape[axis] for axis in rows[1])
+        ):
             kept = self._packed(flat(tensor), run, bits, tolerance, "fixed", look=look)
             kept.by_rows = True
             return kept
+        form = "fixed" if rows[1] else form
         return Turned(
-            *rows, lambda part, run: self._packed(part, run, bits, tolerance, "fixed", look=look)
+            *rows, lambda part, run: self._packed(part, run, bits, tolerance, form, look=look)
         )
 
     def _packed(
@@ -430,18 +443,12 @@ class Compressor:
             return OnHost(values, bits, tolerance, key, self.threads, run, look=look)
         return OnDevice(values, bits, key, run, look=look)
 
-    def sign(self, tensor: torch.Tensor) -> Mask:
-        """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
-        return Mask(flat(tensor), "above zero or NaN", 1.0)
-
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
         """Return what is kept of a tensor of which nothing is lost."""
         if kind == "exact":
             return Exact(tensor)
         if kind == "shape":
             return Shape()
-        if kind == "sign":
-            return Mask(flat(tensor), "above zero", 1.0)
         if tensor.dtype == torch.bool:
             return Mask(flat(tensor), "not zero", 1.0)
         if window is not None and window.bits and tensor.dtype == torch.int64:
@@ -459,19 +466,70 @@ class SignRelu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: Callable[..., Any], inplace: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, kept: list[Any], inplace: bool) -> torch.Tensor:
         """Return relu(x)."""
         y = x.relu_() if inplace else x.relu()
         if inplace:
             ctx.mark_dirty(x)
-        ctx.kept = keep(y)
+        ctx.kept, ctx.layout = kept, Layout.of(y)
+        ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient where a bit is set, and 0 elsewhere."""
-        kept, layout = ctx.kept
-        return _Masked.apply(gradient, kept, layout), None, None
+        mask = ctx.kept[0]()
+        if isinstance(mask, Mask):
+            return _Masked.apply(gradient, mask, ctx.layout), None, None
+        # Let go after a first backward pass, which is an error here; or kept as it is.
+        return torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0), None, None
+
+
+class ConvByImages(torch.autograd.Function):
+    """A convolution whose backward pass unpacks, and works on, some images at a time.
+
+    `kept` has what is kept of its input, once that is packed: the unpacked input is never there
+    whole, nor what a kernel turns it and the gradients into.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: list[Any], x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any
+    ) -> torch.Tensor:
+        """Return the convolution; `how` are strides, padding, dilation and groups."""
+        ctx.how = (*how[:3], False, [0] * len(how[0]), how[3])
+        ctx.kept, ctx.layouts = kept, [Layout.of(it) for it in (x, weight)]
+        ctx.sizes = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(x, weight)
+        return torch.ops.aten.convolution(x, weight, bias, *ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of input, weight and bias."""
+        wanted, back = ctx.needs_input_grad[1:4], torch.ops.aten.convolution_backward
+        kept, weight = (each() for each in ctx.kept)
+        layout = ctx.layouts[0]
+        # Gradients of gradients need the input as a part of the graph.
+        if torch.is_grad_enabled() or not isinstance(kept, Turned) or weight is None:
+            x, weight = ctx.saved_tensors
+            found = back(gradient, x, weight, ctx.sizes, *ctx.how, wanted)
+            return None, *found, None, None, None, None
+        weight = weight.restore(ctx.layouts[1])
+        whole: list[Any] = [None, None, None]
+        if wanted[0]:
+            whole[0] = torch.empty_strided(
+                layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+            )
+        for part, x in kept.images(layout):
+            found = back(gradient[part], x, weight, ctx.sizes, *ctx.how, wanted)
+            if wanted[0]:
+                whole[0][part] = found[0]
+            for slot in (1, 2):
+                if wanted[slot]:
+                    sums = whole[slot]
+                    whole[slot] = found[slot] if sums is None else sums.add_(found[slot])
+            del x, found  # before the next images come
+        return None, *whole, None, None, None, None
 
 
 class _Masked(torch.autograd.Function):

@@ -1,0 +1,229 @@
+"""The networks of the paper on compressed activations, at their real shapes, and rivals.
+
+    python -m benchmarks activations_networks           eight minutes
+    python -m benchmarks activations_networks --quick   AlexNet, few methods
+
+AlexNet, VGG-16, ResNet-18 and ResNet-50 on synthetic images. Bytes are those of the CPU's
+allocator: at the end of the forward pass, and the most of a step, kernels' scratch included and
+weights' gradients left out. Seconds are processor time on one thread, the median of steps in
+alternation.
+
+plain           torch
+checkpoint      torch.utils.checkpoint_sequential, the square root of the layers' number of segments
+nearest         groups of 256 floats rounded to nearest in 4 bits, each saved tensor once
+fp8             floats cast to torch.float8_e4m3fn, each saved tensor once
+ours            compress_activations(model, bits=4)
+ours, eighth    compress_activations(model, budget=...) of 1 / 8.1 of what plain torch saves
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _peaks import ROOT, activation_bytes
+from accuracy import load, save
+from activations_memory import EIGHTH
+from machine import commit, machine
+from models.alexnet import alexnet
+from models.resnet import ResNet, resnet
+from models.vgg import vgg16
+from tables import markdown
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from sn_memory.torch import compress_activations
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "AlexNet": (alexnet, (16, 3, 227, 227)),
+    "VGG-16": (vgg16, (4, 3, 224, 224)),
+    "ResNet-18": (partial(resnet, 18), (8, 3, 224, 224)),
+    "ResNet-50": (partial(resnet, 50), (4, 3, 224, 224)),
+}
+METHODS = ("plain", "ours", "ours, eighth", "checkpoint", "nearest", "fp8")
+ROUNDS = 3
+LEAST = 1024  # elements of a tensor that rivals compress
+
+
+class Nearest:
+    """Floats in groups of 256, four bits each, rounded to nearest."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.dtype = x.shape, x.dtype
+        rows = nn.functional.pad(x.reshape(-1), (0, -x.numel() % 256)).view(-1, 256)
+        self.low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+        self.step = ((high - self.low) / 15).clamp(min=1e-30)
+        codes = ((rows - self.low) / self.step).round_().to(torch.uint8)
+        self.codes = codes[:, ::2] << 4 | codes[:, 1::2]
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor."""
+        codes = torch.stack([self.codes >> 4, self.codes & 15], 2).view(-1, 256)
+        rows = torch.addcmul(self.low, codes.to(self.dtype), self.step)
+        return rows.view(-1)[: self.shape.numel()].view(self.shape)
+
+
+class Float8:
+    """Floats of four bits of exponent and three of mantissa."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.dtype, self.held = x.dtype, x.to(torch.float8_e4m3fn)
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.held.to(self.dtype)
+
+
+@contextmanager
+def packed(form: type[Nearest | Float8], net: nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """What autograd saves in a form, each tensor once; weights and the input as they are."""
+    there = {it.untyped_storage()._cdata for it in (x, *net.parameters(), *net.buffers())}
+    seen: dict[Any, Any] = {}
+
+    def pack(it: torch.Tensor) -> Any:
+        storage = it.untyped_storage()
+        if storage._cdata in there or not it.is_floating_point() or it.numel() < LEAST:
+            return it
+        key = storage._cdata, it.storage_offset(), it._version, it.shape, it.stride()
+        before = seen.get(key)
+        if before is None or before[0]() is None:
+            seen[key] = weakref.ref(storage), form(it.detach())
+        return seen[key][1]
+
+    def unpack(it: Any) -> torch.Tensor:
+        return it if isinstance(it, torch.Tensor) else it.restore()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    seen.clear()
+
+
+def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[str, Any]:
+    """The loss by each method, as something to call."""
+    labels = torch.arange(len(x)) % 10
+    layers = [*net] if isinstance(net, nn.Sequential) else [net.stem, *net.blocks, net.pool]
+    if isinstance(net, ResNet):
+        layers += [nn.Flatten(), net.head]
+    segments = round(len(layers) ** 0.5)
+
+    def plain() -> torch.Tensor:
+        return nn.functional.cross_entropy(net(x), labels)
+
+    def checkpoint() -> torch.Tensor:
+        y = checkpoint_sequential(layers, segments, x, use_reentrant=False)
+        return nn.functional.cross_entropy(y, labels)
+
+    def by(form: type[Nearest | Float8]) -> torch.Tensor:
+        with packed(form, net, x):
+            return plain()
+
+    def ours(compressed: Any) -> torch.Tensor:
+        compressed.active = True
+        loss = plain()
+        compressed.active = False
+        return loss
+
+    found: dict[str, Any] = {
+        "plain": plain,
+        "checkpoint": checkpoint,
+        "nearest": partial(by, Nearest),
+        "fp8": partial(by, Float8),
+    }
+    four = compress_activations(net, bits=4)
+    ours(four).backward()
+    four.active = False
+    found["ours"] = partial(ours, four)
+    if "ours, eighth" in methods:
+        eighth = compress_activations(net, budget=int(four.saved.plain_bytes / EIGHTH))
+        eighth.active = False
+        found["ours, eighth"] = partial(ours, eighth)
+    return {method: found[method] for method in methods}
+
+
+def rows_of(name: str, methods: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
+    """One network by all methods."""
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    net, x = make(), torch.randn(shape)
+    weights = list(net.parameters())
+    calls = losses(net, x, methods)
+    found = {}
+    for method, loss in calls.items():
+        for _ in range(2):  # what runs again, and then bits, are chosen
+            loss().backward()
+        found[method] = activation_bytes(loss, weights)
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, loss in calls.items():
+            net.zero_grad()
+            start = time.process_time()
+            loss().backward()
+            seconds[method].append(time.process_time() - start)
+    return [
+        {
+            "net": name,
+            "method": method,
+            "images": shape[0],
+            "held_bytes": found[method][0],
+            "peak_bytes": found[method][1],
+            "step_s": round(statistics.median(seconds[method]), 4),
+        }
+        for method in methods
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    plain = {it["net"]: it for it in rows if it["method"] == "plain"}
+    head = (
+        "net", "method", "held after the forward pass, MiB", "times less", "peak, MiB",
+        "times less", "step, times plain",
+    )  # fmt: skip
+    lines = []
+    for it in rows:
+        of = plain[it["net"]]
+        lines.append(
+            [
+                f"{it['net']}, {it['images']} images" if it is of else "",
+                it["method"],
+                f"{it['held_bytes'] / 2**20:.1f}",
+                f"{of['held_bytes'] / it['held_bytes']:.1f}",
+                f"{it['peak_bytes'] / 2**20:.1f}",
+                f"{of['peak_bytes'] / it['peak_bytes']:.1f}",
+                f"{it['step_s'] / of['step_s']:.2f}",
+            ]
+        )
+    return markdown(head, lines)
+
+
+def main() -> None:
+    """Make all rows and print the table."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one net, few methods, one round")
+    parser.add_argument("--nets", nargs="+", choices=[*NETS], default=[*NETS])
+    args = parser.parse_args()
+    file = "activations_networks.json"
+    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
+    about = {"commit": commit(), "machine": machine()}
+    nets = ["AlexNet"] if args.quick else args.nets
+    for net in nets:  # saved net by net
+        methods = METHODS[:2] if args.quick else METHODS
+        made = [row | about for row in rows_of(net, methods, 1 if args.quick else ROUNDS)]
+        rows = [row for row in load(path) if row["net"] != net] + made
+        rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
+        save(path, rows)
+    print(f"{table(rows)}\n\nrows: {path}")
+
+
+if __name__ == "__main__":
+    main()
