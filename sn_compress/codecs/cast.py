@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import asarray_like, to_host
+from ..arrays import to_host
 from ..ops.casts import DTYPES, Cast, DType
 from . import frame
 from .base import Bytes, Codec, Floats, Payload, as_vector
@@ -74,10 +74,6 @@ class CastCodec(Codec):
         if not self.remembers:
             return list(super().values_to_state(values))
         return [np.array(as_vector(values), np.float32)]
-
-    def place_state(self, state: frame.State, like: Any) -> frame.State:
-        """In the library and on the device of the vector; copied only if it is elsewhere."""
-        return [asarray_like(part, like) for part in state]
 
     def dump_state(self, state: frame.State, n: int) -> dict[str, Any]:
         return super().dump_state([to_host(part) for part in state], n)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
-from ..arrays import Array, device_of, is_used, namespace, put_all, split
+from ..arrays import Array, asarray_like, device_of, is_used, namespace, put_all, split
 from ..collective import Gradient
 from ..ops.casts import Cast
 from ..report import PayloadStats
@@ -114,7 +114,11 @@ class CastBucket:
         xp, held = namespace(values), self._cast.room(sum(self._sizes), self._like)
         for it in self.gradients:
             if it.name is not None:
-                self._memories += feedback.memory_of(it.name, it.values)
+                # The codec itself works on the host, and leaves it there.
+                memory = feedback.memory_of(it.name, it.values)
+                placed = [asarray_like(part, it.values) for part in memory]
+                feedback.replace(it.name, placed)
+                self._memories += placed
         if self._memories:
             put_all(self._named(held), self._memories)
         adds = held * feedback.decay

@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_allocator_without_gradients_of_weights():
     assert size // 8 <= found["nearest"][0] - grids <= size // 8 + small
     assert size // 4 <= found["fp8"][0] <= size // 4 + small
     assert found["ours"][0] <= size // 8 + small
-    assert found["checkpoint"][0] < found["plain"][0]
+    assert size <= found["checkpoint"][0] <= size + small  # the second segment's input
     for form, error in ((networks.Nearest, 0.25), (networks.Float8, 0.25)):
         assert float((form(x).restore() - x).abs().max()) < error
     rows = [
