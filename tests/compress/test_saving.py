@@ -39,6 +39,7 @@ CASES = {
     "bounded": lambda shape: codec("bounded", bound=0.1),
     "fp16": lambda shape: codec("fp16"),
     "bf16": lambda shape: codec("bf16"),
+    "fp8": lambda shape: codec("fp8"),
 }
 FORGETFUL = ("qsgd", "terngrad", "bounded", "fp16", "bf16")
 every_case = pytest.mark.parametrize("case", CASES)

@@ -155,7 +155,10 @@ def test_torch_tensors_of_every_type(torch: Any, dtype: str) -> None:
         ("lowrank", {"shape": (100, 90)}),
         ("powersgd", {"shape": (100, 90)}),
         ("demo", {"shape": (100, 90)}),
-        *((name, {}) for name in ("topk", "dgc", "onebit", "qsgd", "terngrad", "fp16", "bf16")),
+        *(
+            (name, {})
+            for name in ("topk", "dgc", "onebit", "qsgd", "terngrad", "fp16", "bf16", "fp8")
+        ),
     ],
 )
 def test_codecs_without_kernels(
