@@ -71,7 +71,8 @@ def test_the_command_of_readme_gives_a_cell_of_its_table(pays):
 
 def test_recorded_rates_are_those_of_the_rows():
     for name, value in vars(RECORDED["core"]).items():
-        measured = [row["rates"][name] for row in ROWS]
+        # Casts came later, and `predict` has no row of them.
+        measured = [row["rates"].get(name, 0.0) for row in ROWS]
         assert value == pytest.approx(statistics.median(measured), rel=0.05), name
 
 
