@@ -92,6 +92,17 @@ def total(process_set: Any, count: Callable[[int], None] | None, name: str, word
     return hvd.allreduce(wire, op=hvd.Sum, name=name, process_set=process_set).numpy()
 
 
+def refuse_joined(
+    process_set: Any, count: Callable[[int], None] | None, name: str, message: str
+) -> None:
+    """CompressError on every rank, with this message, where one has called hvd.join().
+
+    It would end Horovod on all of them in what is no sum; to a sum it adds nothing.
+    """
+    if total(process_set, count, name, np.ones(1, np.int32))[0] != process_set.size():
+        raise CompressError(message)
+
+
 def compared(
     due: Any,
     variables: Sequence[Any],

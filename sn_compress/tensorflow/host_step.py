@@ -16,8 +16,7 @@ import tensorflow as tf
 from ..arrays import to_host
 from ..collective import Buckets, Collective, Gradient
 from ..engine.engine import Engine
-from ..errors import CompressError
-from .agreement import total
+from .agreement import refuse_joined, total
 from .graph_buckets import JOINED
 from .tracing import Call
 
@@ -80,10 +79,7 @@ def _carried(carry: Collective, name: str, process_set: Any) -> Any:
     words, how = _tensor(carry.words), {"name": name, "process_set": process_set}
     if carry.kind == "sum":
         return hvd.allreduce(words, op=hvd.Sum, **how).numpy()
-    # A rank that has joined would end Horovod on all of them; it adds nothing to a sum.
-    present = total(process_set, None, f"{name}.ranks", np.ones(1, np.int32))
-    if present[0] != process_set.size():
-        raise CompressError(JOINED)
+    refuse_joined(process_set, None, f"{name}.ranks", JOINED)
     if carry.kind == "gather":
         return hvd.allgather(words, **how).numpy()
     splits = tf.constant(carry.to_ranks(process_set.rank()), tf.int32)

@@ -24,9 +24,8 @@ from ..engine import all_to_all, engine_state
 from ..engine.engine import Engine
 from ..engine.hierarchy import Place, horovods_layout, may_have_nodes, saved_place
 from ..engine.payloads import shares_of
-from ..errors import CompressError
 from ..settings import Settings
-from .agreement import elastic, total
+from .agreement import elastic, refuse_joined
 from .graph import Collectives, GraphStep, arrived, one_of
 from .host_step import cut
 from .tracing import Call
@@ -131,8 +130,7 @@ class Nodes:
         count : told the bytes that this rank sends beside gradients
         """
         sets = call.process_set
-        if total(sets, count, f"{mark}.ranks", np.ones(1, np.int32))[0] != sets.size():
-            raise CompressError(JOINED)
+        refuse_joined(sets, count, f"{mark}.ranks", JOINED)
         self._engine.begin(gradients)
         for gradient in gradients:
             if self._brought and gradient.name in self._brought:

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 
+import cases
 import horovod.torch as hvd
 import horovod.torch.optimizer
 import torch
@@ -451,11 +452,4 @@ CASES = [
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
-    for case in CASES:
-        if sys.argv[1:] and case.__name__ not in sys.argv[1:]:
-            continue
-        start = time.monotonic()
-        case()
-        if hvd.rank() == 0:
-            print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-        print(f"ok {case.__name__}", flush=True)
+    cases.run(cases.named(CASES, sys.argv[1:]), hvd.rank())

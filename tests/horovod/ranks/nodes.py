@@ -6,14 +6,12 @@ gradients travel.
 
 import copy
 import logging
-import os
 import sys
-import time
-from contextlib import contextmanager
 from functools import partial
 
 import behave
 import buckets
+import cases
 import horovod.torch as hvd
 import torch
 from behave import message_of, wrap
@@ -47,17 +45,6 @@ def train(model, optimizer, steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-@contextmanager
-def on_nodes_of(size):
-    """As many ranks of each node as this, the last one as many as are left."""
-    before = os.environ["HOROVOD_HOSTNAME"]
-    os.environ["HOROVOD_HOSTNAME"] = f"node {hvd.rank() // size}"
-    try:
-        yield
-    finally:
-        os.environ["HOROVOD_HOSTNAME"] = before
 
 
 def each_tensor_has_one_owner_in_a_node():
@@ -100,7 +87,7 @@ def without_a_hierarchy_all_is_as_on_one_node():
     for way in LOSSY.values():
         ends = []
         for size, each in ((4, way), (2, way.using(hierarchy=None))):
-            with on_nodes_of(size):
+            with cases.on_nodes_of(size, hvd.rank()):
                 model = net()
                 optimizer = wrap(model, each)
                 train(model, optimizer, range(5))
@@ -121,7 +108,7 @@ def unequal_nodes_exchange_as_without():
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("sn_compress").addHandler(handler)
-    with on_nodes_of(3):
+    with cases.on_nodes_of(3, hvd.rank()):
         model = net()
         optimizer = wrap(model, FFTCompression)
         train(model, optimizer, range(2))
@@ -234,11 +221,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
     wanted = sys.argv[2:]
-    for case in AS_EVER if wanted == ["as-ever"] else CASES:
-        if wanted not in ([], ["as-ever"]) and case.__name__ not in wanted:
-            continue
-        start = time.monotonic()
-        case()
-        if hvd.rank() == 0:
-            print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-        print(f"ok {case.__name__}", flush=True)
+    every = AS_EVER if wanted == ["as-ever"] else cases.named(CASES, wanted)
+    cases.run(every, hvd.rank())

@@ -5,12 +5,10 @@ Run as `tensorflow_nodes.py [CASE...]`; prints "ok CASE" on every rank, or fails
 
 import copy
 import logging
-import os
 import sys
-import time
-from contextlib import contextmanager
 from functools import partial
 
+import cases
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -77,17 +75,6 @@ def message_of(function):
     except (CompressError, tf.errors.OpError) as error:
         return str(error)
     raise AssertionError("raised nothing")
-
-
-@contextmanager
-def on_nodes_of(size):
-    """As many ranks of each node as this, the last one as many as are left."""
-    before = os.environ["HOROVOD_HOSTNAME"]
-    os.environ["HOROVOD_HOSTNAME"] = f"node {hvd.rank() // size}"
-    try:
-        yield
-    finally:
-        os.environ["HOROVOD_HOSTNAME"] = before
 
 
 def each_tensor_has_one_owner_in_a_node():
@@ -161,7 +148,7 @@ def without_a_hierarchy_all_is_as_on_one_node():
     for way in WAYS:
         ends = []
         for size, own in ((4, fresh(way)), (2, fresh(way, hierarchy=None))):
-            with on_nodes_of(size):
+            with cases.on_nodes_of(size, hvd.rank()):
                 variables = net([(64, 64), (64,)])
                 train(variables, own, range(5))
             report = memory_of(own).report()
@@ -181,7 +168,7 @@ def unequal_nodes_exchange_as_without():
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("sn_compress").addHandler(handler)
-    with on_nodes_of(3):
+    with cases.on_nodes_of(3, hvd.rank()):
         variables, own = net(), fresh("fft")
         train(variables, own, range(2))
     logging.getLogger("sn_compress").removeHandler(handler)
@@ -369,7 +356,7 @@ def many_nodes_learn_as_without():
             for graph in (True, False):
                 variables = net(shapes)
                 own = fresh(way, hierarchy=hierarchy, **({"block": 64} if way == "fft" else {}))
-                with on_nodes_of(2):
+                with cases.on_nodes_of(2, hvd.rank()):
                     losses = train(variables, own, range(24), graph=graph)
                 assert_alike(variables)
                 assert memory_of(own).report().get("nodes") == (3 if hierarchy else None)
@@ -391,11 +378,4 @@ if __name__ == "__main__":
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
     wanted = sys.argv[1:]
-    for case in [*CASES, *MORE]:
-        if case.__name__ not in (wanted or [each.__name__ for each in CASES]):
-            continue
-        start = time.monotonic()
-        case()
-        if hvd.rank() == 0:
-            print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-        print(f"ok {case.__name__}", flush=True)
+    cases.run(cases.named([*CASES, *MORE], wanted) if wanted else CASES, hvd.rank())
