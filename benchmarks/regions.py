@@ -75,39 +75,26 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
-class Convolution(nn.Module):
-    """Sums over neighbours, and two layers on what comes of it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(2 * width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
-        return x + self.net(torch.cat((x, sums), 1))
-
-
 class Pooled(nn.Module):
-    """A graph network that keeps the nodes whose scores are above a threshold."""
+    """A graph network that keeps the four fifths of its nodes that score highest."""
 
-    def __init__(self, width: int = 128, layers: int = 6) -> None:
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
+        from torch_geometric.nn import SAGEConv, SAGPooling
+
         super().__init__()
         self.stem = nn.Linear(16, width)
-        self.layers = nn.ModuleList(Convolution(width) for _ in range(layers))
-        self.scores = nn.ModuleList(nn.Linear(width, 1) for _ in range(layers))
+        self.convolutions = nn.ModuleList(SAGEConv(width, width) for _ in range(layers))
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.pools = nn.ModuleList(SAGPooling(width, 0.8) for _ in range(layers))
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         x = self.stem(nodes)
-        for layer, score in zip(self.layers, self.scores, strict=True):
-            x = layer(x, edges)
-            values = score(x).sigmoid().squeeze(1)
-            kept = (values > values.median() * 0.95).nonzero().squeeze(1)
-            place = torch.full((len(x),), -1).index_copy(0, kept, torch.arange(len(kept)))
-            edges = place[edges]
-            edges = edges[:, (edges >= 0).all(0)]
-            x = x[kept] * values[kept, None]
+        for convolution, net, pool in zip(self.convolutions, self.nets, self.pools, strict=True):
+            x = convolution(x, edges).relu()
+            x, edges, *_ = pool(x + net(x), edges)
         return x.square().mean()
 
 
@@ -131,40 +118,34 @@ class Masked(nn.Module):
         return torch.zeros_like(x).masked_scatter(mask[..., None], rows).square().mean()
 
 
-class Matched(nn.Module):
-    """Queries decoded from an image, matched with boxes before the loss, as in DETR."""
+class Boxes(nn.Module):
+    """DETR with a small ResNet: queries are matched with boxes in its loss."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Conv2d(32, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(),
+        backbone = transformers.ResNetConfig(
+            embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[1, 1, 1, 1],
+            layer_type="basic", out_features=["stage4"],
         )  # fmt: skip
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True), 3,
-            enable_nested_tensor=False,
+        config = transformers.DetrConfig(
+            backbone_config=backbone, use_timm_backbone=False, use_pretrained_backbone=False,
+            backbone=None, d_model=128, encoder_layers=4, decoder_layers=4,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=512,
+            decoder_ffn_dim=512, num_queries=100, num_labels=10,
         )  # fmt: skip
-        self.decoder = nn.TransformerDecoder(
-            nn.TransformerDecoderLayer(width, 4, 4 * width, batch_first=True), 3
-        )
-        self.queries = nn.Parameter(torch.randn(20, width))
-        self.boxes = nn.Linear(width, 4)
+        # Of a ResNet of transformers the whole backbone would be frozen.
+        self.net = transformers.DetrForObjectDetection(config).requires_grad_(True)
 
-    def forward(self, images: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        from scipy.optimize import linear_sum_assignment
-
-        memory = self.encoder(self.stem(images).flatten(2).transpose(1, 2))
-        decoded = self.decoder(self.queries.expand(len(images), -1, -1), memory)
-        boxes = self.boxes(decoded).sigmoid()
-        loss = boxes.new_zeros(())
-        for found, there in zip(boxes, wanted, strict=True):
-            rows, columns = linear_sum_assignment(torch.cdist(found, there, 1).detach().numpy())
-            loss = loss + (found[rows] - there[columns]).abs().mean()
+    def forward(
+        self, images: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
+    ) -> torch.Tensor:
+        labels = [{"class_labels": of, "boxes": at} for of, at in zip(classes, boxes, strict=True)]
+        loss: torch.Tensor = self.net(pixel_values=images, labels=labels).loss
         return loss
 
 
-class Speech(nn.Module):
-    """A model of transformers that returns its loss, on sound and a text."""
+class Loss(nn.Module):
+    """A model of transformers that returns its loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -190,12 +171,12 @@ _WAV = {
 
 def wav2vec2() -> tuple[nn.Module, Batches]:
     """LayerDrop, masks that NumPy draws, and CTC."""
-    return Speech(transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_WAV))), _sound
+    return Loss(transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_WAV))), _sound
 
 
 def hubert() -> tuple[nn.Module, Batches]:
     """The same, another encoder."""
-    return Speech(transformers.HubertForCTC(transformers.HubertConfig(**_WAV))), _sound
+    return Loss(transformers.HubertForCTC(transformers.HubertConfig(**_WAV))), _sound
 
 
 def whisper() -> tuple[nn.Module, Batches]:
@@ -217,7 +198,7 @@ def whisper() -> tuple[nn.Module, Batches]:
             "labels": torch.randint(3, 500, (4, 60), generator=generator),
         }
 
-    return Speech(transformers.WhisperForConditionalGeneration(config)), batch
+    return Loss(transformers.WhisperForConditionalGeneration(config)), batch
 
 
 def experts() -> tuple[nn.Module, Batches]:
@@ -251,15 +232,16 @@ def masked() -> tuple[nn.Module, Batches]:
     return Masked(), batch
 
 
-def matched() -> tuple[nn.Module, Batches]:
+def detr() -> tuple[nn.Module, Batches]:
     """Six boxes an image."""
 
     def batch(seed: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
-        images = torch.randn(4, 3, 64, 64, generator=generator)
-        return images, torch.rand(4, 6, 4, generator=generator)
+        images = torch.randn(4, 3, 256, 256, generator=generator)
+        classes = torch.randint(0, 10, (4, 6), generator=generator)
+        return images, classes, torch.rand(4, 6, 4, generator=generator) * 0.4 + 0.3
 
-    return Matched(), batch
+    return Boxes(), batch
 
 
 class Adapted(nn.Module):
@@ -315,21 +297,39 @@ def lora() -> tuple[nn.Module, Batches]:
     return Activated(), batch
 
 
+def alora() -> tuple[nn.Module, Batches]:
+    """GPT-2 with PEFT's adapters that are on from a token on."""
+    import peft
+
+    config = transformers.GPT2Config(
+        n_embd=192, n_layer=6, n_head=4, vocab_size=500, n_positions=256, bos_token_id=0,
+        eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True,
+        alora_invocation_tokens=[7],
+    )  # fmt: skip
+    net = peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
+    return Loss(net), lora()[1]
+
+
 NETS = {
-    it.__name__: it for it in (wav2vec2, hubert, whisper, experts, pooled, masked, matched, lora)
+    it.__name__: it
+    for it in (wav2vec2, hubert, whisper, experts, pooled, masked, detr, lora, alora)
 }
 # Seeds of the batches that a plan is made for; steps take others. How many rows stay is shown by no
 # shape of what these nets are given, so three batches are.
-SAMPLES = dict.fromkeys(("pooled", "masked", "lora"), (0, 6, 7))
+SAMPLES = dict.fromkeys(("masked", "lora", "alora"), (0, 6, 7))
 TITLES = {
     "wav2vec2": "Wav2Vec2ForCTC, LayerDrop and SpecAugment",
     "hubert": "HubertForCTC, the same",
     "whisper": "Whisper, LayerDrop and SpecAugment",
     "experts": "top-2 experts in a loop",
-    "pooled": "graph network, pooling by score",
+    "pooled": "graph network of PyG, SAGPooling",
     "masked": "boolean masks",
-    "matched": "queries matched in the loss, as in DETR",
+    "detr": "DETR with its matching loss",
     "lora": "GPT-2, adapters switched on by `nonzero` in a hook",
+    "alora": "GPT-2 with PEFT's `alora_invocation_tokens`",
 }
 
 
@@ -362,7 +362,7 @@ def equal(mine: list[torch.Tensor | None], own: list[torch.Tensor | None]) -> bo
     )
 
 
-def row(name: str, share: int, profile: bool) -> dict[str, Any]:
+def row(name: str, share: int) -> dict[str, Any]:
     """Plan a net and train it beside its plain twin."""
     seeded(0)
     net, batch = NETS[name]()
@@ -376,10 +376,10 @@ def row(name: str, share: int, profile: bool) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            planned = sn_memory.torch.plan(net, samples, f"{share}%", profile=profile)
+            planned = sn_memory.torch.plan(net, samples, f"{share}%")
         except sn_memory.BudgetError as error:
             budget = error.budget_bytes
-            planned = sn_memory.torch.plan(net, samples, error.peak_bytes, profile=profile)
+            planned = sn_memory.torch.plan(net, samples, error.peak_bytes)
         found["plan_s"] = round(time.perf_counter() - began, 1)
         record = planned.sn_memory
         found["backend"] = record.backend
@@ -434,7 +434,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[*NETS])
     parser.add_argument("--shares", nargs="*", type=int, default=[50, 40])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -442,7 +441,7 @@ def main() -> None:
     found = {(it["net"], it["share"]): it for it in kept}
     for name in options.only:
         for share in options.shares:
-            made = row(name, share, options.profile)
+            made = row(name, share)
             found[name, share] = made
             print(made, flush=True)
     rows = sorted(found.values(), key=lambda it: ([*NETS].index(it["net"]), -it["share"]))

@@ -140,7 +140,44 @@ class Masks(nn.Module):
         return rows.square().mean()
 
 
-NETS = {"looks": Looks, "drops": Drops, "experts": Experts, "crosses": Crosses, "masks": Masks}
+class Images(nn.Module):
+    """Layers on an image that lies with its channels first; what is alike gets gradients otherwise.
+
+    As in DETR: an input that is a view and is read again after the layer, small norms between the
+    layers, and a look after each.
+    """
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, places):
+            return self.out((self.key(x + places).softmax(1) * self.value(x)).tanh())
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(WIDTH, WIDTH, 1)
+        self.mixers = nn.ModuleList(self.Mixer() for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.register_buffer("places", torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH))
+
+    def forward(self, x):
+        x = self.stem(x.view(-1, WIDTH, 8, 8)).flatten(2).transpose(1, 2)
+        for mixer, norm, it in zip(self.mixers, self.norms, self.blocks, strict=True):
+            x = norm(x + mixer(x, self.places))
+            x = x + it(x)
+            if not torch.isfinite(x).all():
+                break
+        return x.transpose(1, 2).square().mean()
+
+
+NETS = {
+    "looks": Looks, "drops": Drops, "experts": Experts, "crosses": Crosses, "masks": Masks,
+    "images": Images,
+}  # fmt: skip
 
 
 def rows(seed=0, many=ROWS):
@@ -526,6 +563,19 @@ def test_choices_are_near_the_best_and_above_the_bound(seed):
         assert choices.peak(found) <= low * 1.05 + budget * (part > 0)
         if choices.peak(found) <= budget:
             assert choices.seconds(found) <= 1.5 * best + 1e-9
+
+
+def test_a_moment_that_nothing_makes_lower_leaves_the_others_to_be():
+    """What is simulated of it may be more than it takes, and the rest is what can be given."""
+    line = Timeline(np.array([0, 0, 90, 0, 0]), np.array([0, 1]), np.array([4, 3]))
+    plans = [RegionPlan(None, kept, kept, kept, extra, "") for kept, extra in ((60, 0), (5, 1))]
+    stays = [RegionPlan(None, 0, 0, 0, 0.0, "")]
+    choices = Choices(line, [stays, plans])
+    assert choices.solve(50).tolist() == [0, 1]
+    # The same whatever was asked for: what an error names as the least is found with it.
+    line = Timeline(np.array([0, 90, 0, 0, 0]), np.array([0, 2]), np.array([4, 3]))
+    choices = Choices(line, [stays, plans])
+    assert [choices.solve(budget).tolist() for budget in (0, 50)] == [[0, 1]] * 2
 
 
 def test_what_kernels_take_beside_is_made_room_for():

@@ -155,7 +155,7 @@ class Choices:
         if not within:
             # Whatever it costs: of these the smallest is what an error names.
             found += [self.leaner(start, 0, free=True) for start in (fastest, self._kept_least())]
-            return min(found, key=self.peak)
+            return min(found, key=lambda it: self._excess(it, budget_bytes))
         return min((self._faster(it, budget_bytes) for it in within), key=self.seconds)
 
     def _priced(self, budget_bytes: int) -> list[Ints]:
@@ -181,18 +181,22 @@ class Choices:
     ) -> Ints:
         """Give bytes back where they cost least, at the highest moment, until the budget is kept.
 
+        A moment that nothing makes lower is left, and the others are made so: what is simulated of
+        it may be more than it takes.
         free : seconds do not count; since : only calls from this one on take other plans
         """
         choice, left = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
         left[:since] = True
-        best, best_peak = choice.copy(), self.peak(choice)
+        stuck = np.zeros(len(self.outside), dtype=bool)
+        best, least = choice.copy(), self._excess(choice, budget_bytes)
         while True:
-            peaks = self.peaks(choice)
+            excess = self._excess(choice, budget_bytes)
+            if excess < least:
+                best, least = choice.copy(), excess
+            peaks = np.where(stuck, 0, self.peaks(choice))
             moment = int(peaks.argmax())
-            if peaks[moment] < best_peak:
-                best, best_peak = choice.copy(), int(peaks[moment])
-            if peaks[moment] <= budget_bytes:
-                return choice
+            if peaks[moment] <= budget_bytes or stuck.all():
+                return best
             adds = self.adds(moment)
             gain = np.minimum(
                 adds[self.calls, choice][:, None] - adds, peaks[moment] - budget_bytes
@@ -202,10 +206,16 @@ class Choices:
             worth = np.where((gain > 0) & ~left, gain / price, 0.0)
             call, plan = np.unravel_index(int(worth.argmax()), worth.shape)
             if worth[call, plan] <= 0:
-                return best
+                stuck[moment] = True
+                continue
             # A plan that was left is not taken again, or two moments could take turns for ever.
             left[call, choice[call]] = True
             choice[call] = plan
+
+    def _excess(self, choice: Ints, budget_bytes: int) -> list[int]:
+        """Return the peaks above a budget, the highest first: the fewer the better, in order."""
+        above: list[int] = np.sort(np.maximum(self.peaks(choice), budget_bytes))[::-1].tolist()
+        return above
 
     def _faster(self, choice: Ints, budget_bytes: int) -> Ints:
         """Take faster plans as long as the budget is kept, those that save most first."""

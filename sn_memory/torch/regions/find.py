@@ -80,8 +80,8 @@ class Finder:
     model
         The plain model.
     layouts, arriving, shared
-        How kernels were seen to lay results out; per structure, how gradients were seen to come,
-        and of which others are given what they are given.
+        How kernels were seen to lay results out; per path, how gradients were seen to come; the
+        structures of which others are given what they are given.
     profile, device
         As in `trace`.
     """
@@ -90,7 +90,7 @@ class Finder:
         self,
         model: torch.nn.Module,
         layouts: Layouts,
-        arriving: Mapping[Hashable, Arriving],
+        arriving: Mapping[str, Arriving],
         shared: Set[Hashable],
         *,
         profile: bool,
@@ -101,7 +101,8 @@ class Finder:
         self._profile, self._device = profile, device
         self.found = Found()
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
-        self._alike: dict[Hashable, Alike] = {}
+        # Per structure, and how gradients come or the path of the only one.
+        self._alike: dict[tuple[Hashable, Hashable], Alike] = {}
         # Why modules of a structure were refused, and how often.
         self._why: dict[Hashable, list[str]] = {}
         self._inside = False
@@ -136,8 +137,13 @@ class Finder:
         """Let modules that no pass called be regions if those that are alike are."""
         called = {*self.found.regions, *self.found.refused}
         inside = tuple(f"{path}." for path in called)
+        # How their gradients would come is not known: as those of the first that is alike.
+        first: dict[Hashable, Alike] = {}
+        for (form, owner), shared in self._alike.items():
+            if shared.kinds and not isinstance(owner, str):
+                first.setdefault(form, shared)
         for module, path in self._paths.items():
-            alike = self._alike.get(structure(module)) if path not in called else None
+            alike = first.get(structure(module)) if path not in called else None
             if path and alike is not None and not path.startswith(inside):
                 self.found.regions[path] = Region(path, alike)
 
@@ -204,14 +210,17 @@ class Finder:
         region = self.found.regions.get(path)
         key = structure(module)
         if region is None:
-            region = Region(path, self._alike.setdefault(key, Alike()))
+            arriving = self._arriving.get(path, {})
+            sharing = key, tuple(sorted(arriving.items()))
+            region = Region(path, self._alike.setdefault(sharing, Alike()), arriving)
         signature, _, _ = region.lookup(module, given)
         if signature is None:
             self._refuse(path, "an argument is neither a tensor nor hashable. Pass tensors.")
             return None
-        known = region.alike.kinds.get(signature)
-        if known is not None:
-            self.found.regions[path] = region
+        if signature in region.alike.kinds:
+            known = region.alike.kinds[signature]
+            if known is not None:
+                self.found.regions[path] = region
             return known
         refusals = self._why.get(key, [])
         if len(refusals) >= _REFUSALS or (refusals and not next(module.children(), None)):
@@ -224,7 +233,7 @@ class Finder:
                 layouts=self._layouts,
                 profile=self._profile,
                 device=self._device,
-                arriving=self._arriving.get(key),
+                arriving=region.arriving,
                 shares_inputs=key in self._shared,
             )
         except TraceError as error:
@@ -236,7 +245,7 @@ class Finder:
             return None
         if traced.captured.recording.constants or _own_tensors(module):
             # What belongs to nobody is this module's alone.
-            region = Region(path, self._alike.setdefault((key, path), Alike()))
+            region = Region(path, self._alike.setdefault((key, path), Alike()), region.arriving)
         graph = traced.graph
         plans = [
             priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all"),

@@ -93,8 +93,6 @@ class Alike:
         Per call, what was traced; None where that is not worth it.
     refused
         Calls that came while training and could not be traced: they run again as a whole.
-    arriving
-        How gradients were seen to come.
     shares_inputs
         Whether others were seen to be given what they are given.
     """
@@ -102,7 +100,6 @@ class Alike:
     guards: GuardCache = field(default_factory=GuardCache)
     kinds: dict[InputSignature, TracedCall | None] = field(default_factory=dict)
     refused: set[InputSignature] = field(default_factory=set)
-    arriving: Arriving = field(default_factory=dict)
     shares_inputs: bool = False
 
     @property
@@ -120,10 +117,14 @@ class Region:
         Of the module.
     alike
         What it shares with others.
+    arriving
+        How gradients of its outputs come, as far as that was seen; of layers that are alike the
+        last one may get them otherwise.
     """
 
-    def __init__(self, path: str, alike: Alike) -> None:
+    def __init__(self, path: str, alike: Alike, arriving: Arriving | None = None) -> None:
         self.path, self.alike = path, alike
+        self.arriving: Arriving = dict(arriving or {})
         self._guards = GuardCache(alike.guards)
 
     def lookup(self, module: torch.nn.Module, given: Arguments) -> Lookup:

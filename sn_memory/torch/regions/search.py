@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -169,7 +168,7 @@ class _Search:
         They are traced anew until results lie, and gradients come, as was traced.
         """
         seen: Layouts = {}
-        arriving: dict[Hashable, Arriving] = {}
+        arriving: dict[str, Arriving] = {}
         shared: set[Hashable] = set()
         for _ in range(_ROUNDS):
             report_progress("trace", 0, 1)
@@ -188,19 +187,18 @@ class _Search:
                     "no part of the model can be traced whole: "
                     f"{next(iter(found.refused.values()), 'it has no modules inside')}"
                 )
+            # What will run as it was written hands on gradients as written, too.
+            _leave_small(found, found.calls)
             new: Layouts = {}
             run = Run(self.given, None)
             observer, _ = self._observed(self._step_of(found, new), run, counted=False)
-            known = len(seen), len(arriving), len(shared)
+            known = len(seen), len(shared)
             seen |= new
-            for path, region in found.regions.items():
-                key = structure(self.model.get_submodule(path))
-                if region.alike.arriving:
-                    arriving.setdefault(key, region.alike.arriving)
-                if path in observer.shared:
-                    shared.add(key)
-            if known == (len(seen), len(arriving), len(shared)):
+            came = {path: it.arriving for path, it in found.regions.items() if it.arriving}
+            shared |= {structure(self.model.get_submodule(path)) for path in observer.shared}
+            if came == arriving and known == (len(seen), len(shared)):
                 break
+            arriving = came
         for path, region in found.regions.items():
             region.alike.shares_inputs = structure(self.model.get_submodule(path)) in shared
         if self.probe.by_chance:
@@ -297,19 +295,9 @@ class _Search:
 
     def _plan_kinds(self, found: Found, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
         """Make the plans of what was traced; what is not worth it runs as it was written."""
+        _leave_small(found, [(path, kind) for path, kind, _ in calls])
         alike = {id(region.alike): region.alike for region in found.regions.values()}
-        kept = dict.fromkeys(alike, 0)
-        for path, kind, _ in calls:
-            kept[id(found.regions[path].alike)] += inner_bytes(kind.traced.graph)
-        for key, it in alike.items():
-            if kept[key] <= _WORTH * sum(kept.values()):
-                it.kinds = dict.fromkeys(it.kinds)
-        for path, region in [*found.regions.items()]:
-            if not region.alike.traced:
-                del found.regions[path]
-        if not found.regions:
-            raise TraceError("its regions keep next to nothing for the backward pass")
-        groups = [it.traced for it in alike.values() if it.traced]
+        groups = [it.traced for it in alike.values()]
         limit_s = self.options.time_limit_s / len(groups) / _SEARCHES
 
         def searched(graph: Graph, budget_bytes: int) -> Plan:
@@ -328,6 +316,22 @@ class _Search:
                     plans = planner.plans(graph)
                 kind.replan(plans)
                 planned.append(kind)
+
+
+def _leave_small(found: Found, calls: Sequence[tuple[str, TracedCall]]) -> None:
+    """Let modules whose calls keep next to nothing run as they were written."""
+    alike = {id(region.alike): region.alike for region in found.regions.values()}
+    kept = dict.fromkeys(alike, 0)
+    for path, kind in calls:
+        kept[id(found.regions[path].alike)] += inner_bytes(kind.traced.graph)
+    for key, it in alike.items():
+        if kept[key] <= _WORTH * sum(kept.values()):
+            it.kinds = dict.fromkeys(it.kinds)
+    for path, region in [*found.regions.items()]:
+        if not region.alike.traced:
+            del found.regions[path]
+    if not found.regions:
+        raise TraceError("its regions keep next to nothing for the backward pass")
 
 
 def _refusal(model: torch.nn.Module, given: Arguments) -> str:
@@ -361,6 +365,8 @@ class _Choosing:
         choice = self.choices.solve(room_bytes)
         calls = [(path, kind) for path, kind, _ in self.calls]
         step = self.step.copied()
+        # More may be simulated than is taken; if what is taken keeps the budget, so much may be.
+        room_bytes = max(room_bytes, self.choices.peak(choice))
         step.chosen = Chosen(calls, self.choices, choice, room_bytes)
         step.plan = self._plan(step.chosen)
         step.with_gradients = lambda held: self._beside(step, held)
@@ -382,15 +388,18 @@ class _Choosing:
     def measured(self, budget_bytes: int) -> RegionStep:
         """Return the fastest step that was measured to keep the budget."""
         best: RegionStep | None = None
-        room, smallest = budget_bytes, math.inf
+        room, over = budget_bytes, 0
         runs = self.search.measured
         seen: set[bytes] = set()
-        for _ in range(_ROUNDS):
+        for attempt in range(_ROUNDS):
             step = self.chosen(room)
             assert step.chosen is not None
             choice = step.chosen.choice
             if choice.tobytes() in seen:
-                break
+                if over <= 0 or not room:
+                    break
+                room = 0
+                continue
             seen.add(choice.tobytes())
             step.plan = replace(step.plan, budget_bytes=budget_bytes)
             found = max(
@@ -398,7 +407,6 @@ class _Choosing:
                 key=lambda it: it.peak_bytes,
             )
             over = found.peak_bytes - budget_bytes
-            smallest = min(smallest, found.peak_bytes)
             step.plan = replace(
                 step.plan,
                 peak_bytes=found.peak_bytes,
@@ -416,7 +424,11 @@ class _Choosing:
             if over <= 0 and (-over < _UNUSED * budget_bytes or not choice.any()):
                 break
             # What kernels take beside is about the same for the next: so much may be simulated.
-            room = step.plan.predicted_peak_bytes - over
+            # Where more is simulated than fits, by whatever choice, the others are to give way.
+            predicted = step.plan.predicted_peak_bytes
+            room = (predicted if over <= 0 else min(room, predicted)) - over
+            if over > 0 and (room < 0 or attempt == _ROUNDS - 2):
+                room = 0  # all that can be given back, so that an error names the least
         assert best is not None
         if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
             raise self._refused(best, budget_bytes)

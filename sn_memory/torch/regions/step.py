@@ -321,7 +321,7 @@ class RegionStep(Step):
                     layouts=others[0].traced.layouts,
                     profile=False,
                     device=device,
-                    arriving=region.alike.arriving,
+                    arriving=region.arriving,
                     shares_inputs=region.alike.shares_inputs,
                 )
             size = given_bytes(given)
@@ -381,7 +381,7 @@ class _FirstOnly:
         order = order_of(gradient)
         if order is not None:
             # What is traced from now on is traced so.
-            self._region.alike.arriving.setdefault(place, order)
+            self._region.arriving.setdefault(place, order)
         if "measured" not in self._said and "layout" not in self._said:
             self._said.add("layout")
             warn(f"in {self._region.path}, {text}")

@@ -48,16 +48,18 @@ def capture(
     *,
     ends: Sequence[bool] = (),
     arriving: Sequence[tuple[int, ...] | None] = (),
+    part: bool = False,
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
     layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
     run, if not where the model is; ends : as in Captured, for a model with as many such outputs;
-    arriving : per end the strides with which its gradient comes, None for those of the output
+    arriving : per end the strides with which its gradient comes, None for those of the output;
+    part : of a larger step, which goes on with the gradients of the inputs
     """
 
     def captured_with(ones: frozenset[int], *, inside: bool = False) -> Captured:
-        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends, arriving)
+        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends, arriving, part)
         return _captured(model, args, kwargs, capturing)
 
     with recorded_reads(model) as reads:
@@ -123,9 +125,10 @@ class _Capture:
         ones: frozenset[int],
         ends: Sequence[bool],
         arriving: Sequence[tuple[int, ...] | None],
+        part: bool,
     ) -> None:
         self.model, self.gpu, self.ones, self.ends = model, gpu, ones, ends
-        self.arriving = arriving
+        self.arriving, self.part = arriving, part
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
         values = ValueMode(tracing=True) if gpu is None else None
@@ -293,11 +296,13 @@ class _Capture:
         """Copy a gradient where `.grad` would: it lies otherwise than its leaf, or is shared.
 
         Done here, one by one, the copies are in the plan; left to autograd they are made at the
-        end, beside all the others.
+        end, beside all the others. What a part is given is no leaf, and its gradient goes on as it
+        lies: kernels that sum in the order of memory would round otherwise.
         """
+        goes_on = self.part and id(leaf) not in self.wanted
         with self.recorder.silent():
-            wanted = torch.empty_like(leaf).stride()
-        same = all(
+            wanted = torch.empty_like(gradient if goes_on else leaf).stride()
+        same = goes_on or all(
             have == want
             for size, have, want in zip(leaf.shape, gradient.stride(), wanted, strict=True)
             if size != 1

@@ -206,7 +206,7 @@ def trace(
         there = device_of(model)
     check_optimizer(optimizer)
     gpu = gpu_of(device, there)
-    captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving)
+    captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving, part=part)
     if shares_inputs:
         captured = separate_sums(captured)
     captured = split_conv_backward(in_place(captured))
