@@ -44,7 +44,7 @@ from .model.wrapping import (
     planned_class,
     uninitialized,
 )
-from .planned import KeptStep, PlanRecord, Sampled, StepCache
+from .planned import KeptStep, PlanRecord, StepCache
 from .planned_forward import PlannedForward
 from .planning import PlanningResult, PlanOptions, guarded
 from .target.capacity import limit_budget
@@ -300,7 +300,6 @@ def plan(
         options=planning,
         strict=strict,
         trial=results[0][2].trial,
-        sampled=Sampled.of(twin, results[0][1]),
         guards=guards,
     )
     return twin
