@@ -33,7 +33,7 @@ from .planning import PlanOptions, guarded, smallest_of_trace
 from .step import Step
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
-from .trace.trace import Trace, resident_storages
+from .trace.trace import Trace
 
 # So many choices of modules are remembered.
 _SAFE = 16
@@ -293,21 +293,8 @@ class _UnseenArguments(UnseenInput[Step]):
                     return planning.by_regions(self.plain, given, "", safely=True)
             except TraceError as error:
                 self.log.info("%s has no plan by regions: %s", self.name, self.first_line(error))
-        return self.modules()
-
-    def modules(self) -> Step:
-        """Return a choice of modules that was measured on this input."""
-        from .modules.backend import ModuleStep
-
-        held = sum(
-            storage.bytes
-            for storage in resident_storages(self.plain, self.record.options.optimizer)
-        )
-        held += self.inputs.constants_bytes()
-        # As leaves: where they come from is no part of the step that is measured.
-        args, kwargs = apart(self.given)
-        return ModuleStep(
-            self.plain, args, kwargs, self.budget_bytes, resident_bytes=held, safely=True
+        return self.record.planning().by_modules(
+            self.plain, self.given, safely=True, held_bytes=self.inputs.constants_bytes()
         )
 
     def remember(self, step: Step) -> None:

@@ -287,7 +287,7 @@ def plan(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
                 f"{result.trial.remark}.",
             )
-        what = f"{type(plain).__name__} planned by {result.backend}"
+        what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
     twin = uninitialized(planned_class(type(plain), PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.

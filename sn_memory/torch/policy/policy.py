@@ -34,7 +34,7 @@ from ..trace.op_seconds import (
 )
 from ..trace.record import Recording
 from ..trace.to_graph import flops
-from ..trace.trace import call_arguments, resident_storages
+from ..trace.trace import call_arguments, resident_bytes
 from .choose import Chooser, CompiledPeaks, Found
 from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sharded_peak
 from .watch import OF_CACHE, Watched, watch
@@ -263,7 +263,7 @@ def checkpoint_policy(
     check_model(model)
     check_optimizer(optimizer)
     arguments = call_arguments(sample)
-    held = sum(storage.bytes for storage in resident_storages(model, optimizer))
+    held = resident_bytes(model, optimizer)
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
     plain = predicted(model, arguments, {}, known, scratch)
