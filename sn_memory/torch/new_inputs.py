@@ -21,7 +21,6 @@ from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenInput, plan_at_once
-from .eager.trial import layouts_seen
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
@@ -29,7 +28,7 @@ from .model.signature import OF_CALL, Arguments, InputSignature, Name
 from .model.step import apart, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
-from .planning import PlanOptions, guarded, smallest_of_trace
+from .planning import PlanOptions, guarded
 from .step import Step
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
@@ -180,14 +179,7 @@ class _UnseenArguments(UnseenInput[Step]):
         if seen:
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
-            seen = layouts_seen(
-                seen,
-                self.plain,
-                apart(self.given),
-                lambda known: planning.replay(
-                    self.plain, self.given, known, smallest_of_trace, False
-                ),
-            )
+            seen = planning.layouts_seen(seen, self.plain, apart(self.given))
         step = planning.by_graph(self.plain, self.given, seen, self.plan_of_trace)
         # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
         step.layouts = {}

@@ -28,13 +28,7 @@ from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, smallest, within
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
-from .errors import (
-    SampleError,
-    SetsStateError,
-    TraceError,
-    fails_on_sample,
-    first_line,
-)
+from .errors import SampleError, SetsStateError, TraceError, fails_on_sample, first_line
 from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
@@ -516,6 +510,14 @@ class PlanOptions:
         plan = planned(traced)
         return Replay(traced, plan)
 
+    def layouts_seen(self, first: Layouts, model: torch.nn.Module, given: Arguments) -> Layouts:
+        """Return how kernels lay results out on an input, beside what a first trial noted."""
+
+        def smallest_with(known: Layouts) -> Step:
+            return self.replay(model, given, known, lambda traced: smallest(traced.graph), False)
+
+        return layouts_seen(first, model, given, smallest_with)
+
     def in_trial(self, step: Step, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
         if device_of(model).type == "cpu" and step.runs_here:
@@ -555,12 +557,7 @@ class PlanOptions:
         result = trial_of_step()
         otherwise = bool(result.layouts)
         if otherwise:
-            seen = layouts_seen(
-                result.layouts,
-                model,
-                given,
-                lambda known: self.replay(model, given, known, smallest_of_trace, False),
-            )
+            seen = self.layouts_seen(result.layouts, model, given)
             step = self.replay(model, given, seen, self.planned_trace, self.profile)
             result = trial_of_step()
         if result.failure or result.layouts:
@@ -597,8 +594,3 @@ def guarded(
             except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
                 reads = every_read(model)
     return guards.add(kind, model, given, reads, step.looked)
-
-
-def smallest_of_trace(traced: Trace) -> Plan:
-    """Return such a plan of what was traced."""
-    return smallest(traced.graph)

@@ -28,8 +28,8 @@ from ..model.step import device_of
 from ..model.wrapping import check_model, check_optimizer
 from ..trace.op_seconds import (
     largest_bytes,
+    measured_costs,
     measured_device,
-    measured_seconds,
     scratch_of_steps,
 )
 from ..trace.record import Recording
@@ -353,10 +353,10 @@ def _seconds(
     profile = profile and place.type != "meta"
     if device is None:
         device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
-    measured = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
+    costs = measured_costs(recording, place) if profile else [None] * len(recording.calls)
     return [
-        _roofline(recording, at, device) if seconds is None else seconds
-        for at, seconds in enumerate(measured)
+        _roofline(recording, at, device) if cost is None else cost[0]
+        for at, cost in enumerate(costs)
     ]
 
 
