@@ -45,7 +45,7 @@ from .target.gpu import Gpu
 from .trace.fake_step import fake_step_on
 from .trace.trace import Trace, call_arguments, trace
 
-P = TypeVar("P")
+P = TypeVar("P", Plan, StatePlan)
 # Of a batch and a length (None: the sample's own), a model and its sample.
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
 _PLACES = {"state": "state on the host", "host": "parameters and state on the host"}

@@ -321,7 +321,4 @@ class _UnseenArguments(UnseenInput[Step]):
         return f"{self.like.shapes()} ({unlike})" if unlike else self.like.shapes()
 
     def unlike(self) -> str:
-        paths = [path for path, _ in self.plain.named_modules()]
-        others = [self.like.unlike(kind, paths) for kind in self.inputs.kept if kind != self.kind]
-        nearest: list[str] = min(others, key=len) if others else []
-        return "; ".join(nearest)
+        return self.inputs.unlike(self.like, self.plain)

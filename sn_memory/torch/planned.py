@@ -106,6 +106,15 @@ class StepCache:
         kept = None if kind is None else self.kept.get(kind)
         return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
 
+    def unlike(self, kind: InputSignature, model: torch.nn.Module) -> str:
+        """Say what makes a kind another than the nearest of the others; nothing if there is none.
+
+        model : names the modules
+        """
+        paths = [path for path, _ in model.named_modules()]
+        others = (kind.unlike(kept, paths) for kept in self.kept if kept != kind)
+        return "; ".join(min(others, key=len, default=[]))
+
     def begins_at(self, ends: Sequence[bool]) -> None:
         """Plan from now on for gradients of these outputs, beside others that were asked for."""
         if len(self.ends) == len(ends):

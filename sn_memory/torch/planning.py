@@ -348,11 +348,10 @@ class PlanOptions:
         if self.alike:
             # Of samples of the same shapes the one that saves most.
             given = max((given, *self.alike), key=lambda it: Probe(model, it).saved_bytes)
+        # As leaves: where they come from is no part of the step that is measured.
+        args, kwargs = apart(given)
         step = ModuleStep(
-            model,
-            # As leaves: where they come from is no part of the step that is measured.
-            *apart(given),
-            self.budget,
+            *(model, args, kwargs, self.budget),
             resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
             earlier_bytes=earlier_bytes,
             safely=safely,
