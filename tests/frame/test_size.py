@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies.py",), 235, 300),
     "activations": (("activations",), 933, 800),
     "apoptosis": (("apoptosis",), 3196, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3466, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3467, 1700),
     "torch: target device": (("torch/target",), 1336, 700),
     "torch: guards": (("torch/model", "torch/ones"), 2988, 1700),
     "torch: trace": (("torch/trace",), 3347, 2300),

@@ -47,12 +47,12 @@ class Search:
     ----------
     model, arguments
         The plain model and a real sample.
-    beside_bytes
+    resident_bytes
         What counts beside a step.
     """
 
-    def __init__(self, model: torch.nn.Module, arguments: Any, beside_bytes: int) -> None:
-        self.model, self.arguments, self.beside_bytes = model, arguments, beside_bytes
+    def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
+        self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
         # Seeds of the courses that each choice is measured on, and of all; None is the state of
         # chance as it is.
         self.courses: list[int | None] = [None]
@@ -272,5 +272,5 @@ class Search:
                 kernels=device_of(self.model).type == "cpu",
             )
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
-        peak, seconds = most(self.model, [found.peak_bytes + self.beside_bytes, found.seconds])
+        peak, seconds = most(self.model, [found.peak_bytes + self.resident_bytes, found.seconds])
         return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)
