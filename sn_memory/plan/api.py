@@ -215,12 +215,19 @@ class Auto:
         takes a tenth of a second for three thousand ops, one for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
-        # Where everything can be kept there is nothing to begin from, nor where nothing runs again.
-        whole = own is not None and own.origin == "keep"
-        if whole or not (self.from_sqrt_n and self.search.recompute):
+        # Where everything can be kept there is nothing to begin from.
+        if not self.from_sqrt_n or (own is not None and own.origin == "keep"):
             return
         report_progress("search", now() - self.search.began, self.limit_s, "sqrt_n")
-        self.plans.append(sqrt_n(self.graph, budget_bytes=budget_bytes))
+        plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
+        if self.allowed(plan):
+            self.plans.append(plan)
+
+    def allowed(self, plan: Plan) -> bool:
+        """Whether a plan does only what this search may do."""
+        offloads = any(action.kind == "offload" for action in plan.actions)
+        reruns = sum(action.kind == "run" for action in plan.actions) > len(self.graph.ops)
+        return (self.search.offload or not offloads) and (self.search.recompute or not reruns)
 
     def answer(self, budget_bytes: int, solve_s: float) -> Plan:
         """Return the fastest of all that keeps a budget, with its bound."""
@@ -267,7 +274,8 @@ class Auto:
         end = max(self.end, now() + self.limit_s * TO_REFUSE)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         before = len(self.plans)
-        self.start_from_sqrt_n(floor)
+        if self.search.recompute:
+            self.start_from_sqrt_n(floor)
         # What it names is found again when it is asked for: nothing below depends on this budget,
         # nor on what the search for it has found.
         search = Search(
