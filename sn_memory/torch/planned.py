@@ -113,7 +113,8 @@ class StepCache:
         """
         paths = [path for path, _ in model.named_modules()]
         others = (kind.unlike(kept, paths) for kept in self.kept if kept != kind)
-        return "; ".join(min(others, key=len, default=[]))
+        nearest: list[str] = min(others, key=len, default=[])
+        return "; ".join(nearest)
 
     def begins_at(self, ends: Sequence[bool]) -> None:
         """Plan from now on for gradients of these outputs, beside others that were asked for."""
