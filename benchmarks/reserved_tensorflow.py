@@ -21,6 +21,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
 from machine import commit, machine
 from planner_tensorflow import network, one_thread, training_step
 
@@ -120,9 +121,10 @@ def run(name: str) -> None:
         memory.allocate(("resident", number), size)
     replay(memory, rows)
     step(x)
-    with sn_memory.tensorflow.AllocatorPeak() as handed_out:
-        step(x)
-    measured, paper = handed_out.peak_bytes, memory.peak_allocated_bytes
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    step(x)
+    measured = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+    paper = memory.peak_allocated_bytes
     print(
         f"{name}: live {plan.peak_bytes / MIB:.1f} MiB, on paper {paper / MIB:.1f}, "
         f"handed out {measured / MIB:.1f} ({100 * (measured / paper - 1):+.1f} %)"

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .plan.plan import BudgetError as BudgetError
     from .plan.plan import Decision as Decision
     from .plan.plan import Plan as Plan
-    from .plan.simulate import plan_from_decisions as plan_from_decisions
     from .pool.pack import Packing as Packing
     from .pool.pack import arrange as arrange
     from .pool.pack import pack as pack
@@ -62,7 +61,6 @@ _HOME = {
     "check_plan": ".check",
     "pack": ".pool.pack",
     "plan_buffers": ".plan.buffers",
-    "plan_from_decisions": ".plan.simulate",
     "plan_front": ".plan.api",
     "plan_graph": ".plan.api",
 }

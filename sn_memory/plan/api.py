@@ -25,17 +25,13 @@ from .buffers import over_budget, peak_op, placed, refused
 from .plan import TECHNIQUES, BudgetError, Plan, check_techniques
 from .policies import sqrt_n
 from .search.candidates import Candidate
-from .search.exact import solve as solve_exactly
 from .search.search import LARGE, Search
-from .simulate import emit, finished_plan
+from .simulate import emit
 
 log = logging.getLogger(__name__)
 
-# Exact solving was compared with a search without any estimate up to here (decision 75).
-EXACT_OPS = 10
-# Of the time limit: what exact solving may take; and what is left to find the smallest peak, as
-# long as no plan keeps the budget.
-PART, TO_REFUSE = 0.5, 0.2
+# Of the time limit, what is left to find the smallest peak, as long as no plan keeps the budget.
+TO_REFUSE = 0.2
 
 
 def plan_graph(
@@ -150,8 +146,8 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
 class Auto:
     """The planner `auto`, of one graph for any number of budgets.
 
-    A search of our own that begins from the plan of `sqrt_n`. Very small graphs are solved exactly.
-    Exact solving, the search, and what it takes to say no share one deadline: see `look`.
+    A search of our own that begins from the plan of `sqrt_n`. The search and what it takes to say
+    no share one deadline: see `look`.
 
     graph : what is to be carried out
     techniques : `keep`, `recompute`, `offload`, or some of them
@@ -178,8 +174,6 @@ class Auto:
             deadline=self.end,
         )
         self.plans: list[Plan] = []
-        # Whether exact solving has given up, so that it proves nothing.
-        self.gave_up = False
         self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
@@ -198,9 +192,6 @@ class Auto:
         began = now() if self.began is None else self.began
         self.began, self.end = None, began + self.limit_s
         self.search.began = began
-        # Without transfers exact solving has the last word, also where there is no plan.
-        if self.exactly(budget_bytes, began + self.limit_s * PART) and not self.search.offload:
-            return
         # A search could only fail; `answer` refuses.
         if self.floor[0] > budget_bytes:
             return
@@ -212,42 +203,10 @@ class Auto:
         self.search.end = self.end
         # On a large graph the search finds more in the time that it takes to improve this plan.
         worth = self.search.recompute and len(self.graph.ops) <= LARGE
-        if best is not None and best.planner != "exact" and worth:
+        if best is not None and worth:
             self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
         self.search.widened(budget_bytes)
-
-    @property
-    def small(self) -> bool:
-        """Whether the graph is small enough to be solved exactly."""
-        few = len(self.graph.ops) <= EXACT_OPS and self.search.recompute
-        return few and not self.gave_up
-
-    def exactly(self, budget_bytes: int, deadline: float) -> bool:
-        """Put an optimal plan without transfers, if there is one, among the plans.
-
-        False where the graph is too large for that.
-        """
-        if not self.small:
-            return False
-        try:
-            exact = solve_exactly(self.graph, budget_bytes, deadline=deadline)
-        except (MemoryError, TimeoutError):
-            self.gave_up = True
-            return False
-        if exact is None:
-            return True
-        plan = finished_plan(
-            self.graph,
-            exact.actions,
-            planner="exact",
-            peak_bytes=exact.peak_bytes,
-            seconds=exact.seconds,
-            # A plan with transfers may be faster than the best one without.
-            lower_bound_seconds=0.0 if self.search.offload else exact.seconds,
-        )
-        self.plans.append(plan)
-        return True
 
     def start_from_sqrt_n(self, budget_bytes: int) -> None:
         """Take the plan of `sqrt_n` in.
@@ -279,14 +238,8 @@ class Auto:
             plan = self.fastest(budget_bytes)
             if plan is None:
                 raise error
-        proven = (
-            plan.lower_bound_seconds
-            for plan in self.plans
-            if plan.planner == "exact" and plan.peak_bytes <= budget_bytes
-        )
-        # What exact solving proved for this budget may be above the relaxation's bound.
-        bound = max([self.search.bound(budget_bytes), *proven])
-        plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
+        bound = min(self.search.bound(budget_bytes), plan.seconds)
+        plan = replace(plan, lower_bound_seconds=bound, solve_s=solve_s)
         log.info(
             "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
             self.graph.name or "graph",
@@ -332,14 +285,13 @@ class Auto:
             deadline=end,
         )
         search.end = end
-        ended = self.shrink(search, floor)
+        search.least(floor)
+        ended = not search.late
         smallest = search.archive.smallest()
         nearest = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         self.plans.append(nearest)
         least = min(self.plans[before:], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, peak_op(self.graph, least)
-        if self.small and not self.search.offload:
-            floor, op = size, name
         where = placed(self.graph, name)
         if size <= floor:
             text = f"no plan has a peak below {show_bytes(size)}, set by {where}"
@@ -350,16 +302,3 @@ class Auto:
                 f"below {show_bytes(floor)}, what {op!r} works on"
             )
         return refused(text, self.graph, least, budget_bytes, op=name, floor_bytes=floor)
-
-    def shrink(self, search: Search, low: int) -> bool:
-        """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
-        high = min(item.peak_bytes for item in search.archive.items)
-        # Bisection: `exactly` adds a plan where there is one.
-        while self.small and high > low:
-            middle = (low + high) // 2
-            before = len(self.plans)
-            self.exactly(middle, search.deadline)
-            low, high = (low, middle) if len(self.plans) > before else (middle + 1, high)
-        if not self.small or search.offload:
-            search.least(self.floor[0])
-        return not search.late

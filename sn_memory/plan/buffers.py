@@ -55,13 +55,14 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    return _walked(graph, plan.actions).result(max(len(plan.actions), 1))
+    rows = _rows(graph, plan.actions)
+    return PlanBuffers(tuple(row[0] for row in rows), tuple(row[1:] for row in rows))
 
 
 def live_bytes(graph: Graph, actions: Sequence[Action]) -> list[int]:
     """Return the bytes live during each action; during a free, those before it."""
     change = [0] * (len(actions) + 2)
-    for lower, upper, size in _walked(graph, actions).result(max(len(actions), 1)).buffers:
+    for _, lower, upper, size in _rows(graph, actions):
         change[lower] += size
         change[upper] -= size
     live = list(accumulate(change))[: len(actions)]
@@ -79,72 +80,45 @@ def peak_action(graph: Graph, plan: Plan) -> int:
     return live.index(max(live)) if live else 0
 
 
-def _walked(graph: Graph, actions: Sequence[Action]) -> _Walk:
-    walk = _Walk(graph)
-    for at, action in enumerate(actions):
-        walk.act(at, action.kind, action.target, action.way)
-    return walk
+def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, int]]:
+    """Return (name, lower, upper, size) of all allocations."""
+    arrays, sizes = graph.arrays, graph.arrays.bytes.tolist()
+    names = [storage.name for storage in graph.storages]
+    rows: list[tuple[str, int, int, int]] = []
+    # Per storage that is there, its row, as if it stayed to the end.
+    present: dict[int, int] = {}
 
+    def take(storage: int, at: int) -> None:
+        present[storage] = len(rows)
+        rows.append((names[storage], at, max(len(actions), 1), sizes[storage]))
 
-class _Walk:
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.sizes = graph, graph.arrays.bytes.tolist()
-        self.names: list[str] = []
-        # [lower, upper, size]; the upper end is not known while a buffer is there.
-        self.rows: list[tuple[int, int | None, int]] = []
-        self.present: dict[str, int] = {}
-        for storage in graph.storages:
-            if storage.resident:
-                self.open(storage.name, 0, self.size(storage.name))
-
-    def size(self, storage: str) -> int:
-        return int(self.sizes[self.graph.storage_index[storage]])
-
-    def open(self, name: str, at: int, size: int) -> None:
-        self.present[name] = len(self.rows)
-        self.names.append(name)
-        self.rows.append((at, None, size))
-
-    def close(self, name: str, at: int) -> None:
-        if name not in self.present:
-            raise PlanError(
-                f"action {at}: frees {name!r}, which is not there; check the plan first."
-            )
-        row = self.present.pop(name)
-        self.rows[row] = (self.rows[row][0], at, self.rows[row][2])
-
-    def once(self, name: str, at: int, size: int) -> None:
-        self.names.append(name)
-        self.rows.append((at, at + 1, size))
-
-    def act(self, at: int, kind: str, target: str, way: int) -> None:
+    for storage, resident in enumerate(arrays.resident.tolist()):
+        if resident:
+            take(storage, 0)
+    for at, (kind, target, way) in enumerate(actions):
         if kind == "run":
-            self.run(at, self.graph.op_index[target], way)
-            return
-        name = self.graph.storages[self.graph.storage_index[target]].name
-        if kind == "free":
-            self.close(name, at)
-        elif kind == "prefetch":
-            self.open(name, at, self.size(name))
-
-    def run(self, at: int, op: int, way: int) -> None:
-        for storage in self.graph.arrays.outputs[op]:
-            name, size = self.graph.storages[storage].name, self.sizes[storage]
-            # An op that runs again writes all its outputs, also those that are still there.
-            if name in self.present:
-                self.once(f"{name} (second copy)", at, size)
-            else:
-                self.open(name, at, size)
-        if space := self.graph.arrays.workspace_bytes[op][way]:
-            self.once(f"workspace of {self.graph.ops[op].name}", at, space)
-
-    def result(self, end: int) -> PlanBuffers:
-        return PlanBuffers(
-            tuple(self.names),
-            tuple(
-                (lower, end if upper is None else upper, size) for lower, upper, size in self.rows
-            ),
-        )
+            op = graph.op_index[target]
+            for storage in arrays.outputs[op]:
+                # An op that runs again writes all its outputs, also those that are still there.
+                if storage in present:
+                    rows.append((f"{names[storage]} (second copy)", at, at + 1, sizes[storage]))
+                else:
+                    take(storage, at)
+            if space := arrays.workspace_bytes[op][way]:
+                rows.append((f"workspace of {target}", at, at + 1, space))
+            continue
+        storage = graph.storage_index[target]
+        if kind == "prefetch":
+            take(storage, at)
+        elif kind == "free":
+            if storage not in present:
+                raise PlanError(
+                    f"action {at}: frees {names[storage]!r}, which is not there; check the plan "
+                    "first."
+                )
+            name, lower, _, size = rows[present[storage]]
+            rows[present.pop(storage)] = name, lower, at, size
+    return rows
 
 
 def peak_op(graph: Graph, plan: Plan) -> str:

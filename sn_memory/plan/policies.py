@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 
 from ..graph.graph import Graph, Ints
+from ..graph.liveness import holes
 from .plan import Plan
-from .simulate import plan_from_decisions
+from .simulate import emit, simulate
 from .walk import Origins, carry_out, choose, follow, is_checkpoint, is_conv, offloadable, origins
 
 Policy = Callable[..., Plan]
@@ -29,7 +30,8 @@ _CACHE_SIZES = 8
 
 def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Keep each storage to its last use, as their first stage does, and reference counts do."""
-    return plan_from_decisions(graph, {}, planner="liveness")
+    shape = holes(graph)
+    return emit(shape, simulate(shape, shape.natural()), planner="liveness")
 
 
 def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:

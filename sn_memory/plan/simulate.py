@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import PlanError, core
+from ..base.errors import core
 from ..base.progress import spend
-from ..cost.offload import BESIDE, HostCopy, Impossible, Schedule, lane_seconds, windows
+from ..cost.offload import HostCopy, Impossible, Schedule, lane_seconds, windows
 from ..graph.graph import Floats, Graph, Ints, Ints32
-from ..graph.liveness import KEEP, Holes, baseline_seconds, holes, unplanned_bytes
-from .plan import DECISIONS, Action, Decision, Plan
+from ..graph.liveness import Holes, baseline_seconds, unplanned_bytes
+from .plan import Action, Decision, Plan
 
 # Units of work an op, most of them to bring what was found to Python.
 AROUND = 10
@@ -248,25 +248,16 @@ def emit(
     *,
     planner: str,
     budget_bytes: int | None = None,
-    lower_bound_seconds: float | None = None,
-    solve_s: float = 0.0,
-    reasons: Mapping[int, str] | None = None,
 ) -> Plan:
-    """Return the plan of a schedule; `reasons` per storage replace the general sentence.
-
-    Without a bound of the planner's own, the seconds of all ops run once in their fastest way are
-    the bound.
-    """
+    """Return the plan of a schedule."""
     plan = finished_plan(
         shape.graph,
         _actions(shape, schedule),
         planner=planner,
-        reasons=reasons,
         peak_bytes=schedule.peak_bytes or shape.graph.base_bytes,
         seconds=lane_seconds(shape, schedule),
-        lower_bound_seconds=lower_bound_seconds,
     )
-    return replace(plan, budget_bytes=budget_bytes, solve_s=solve_s)
+    return replace(plan, budget_bytes=budget_bytes)
 
 
 def finished_plan(
@@ -278,11 +269,9 @@ def finished_plan(
     seconds: float,
     reasons: Mapping[int, str] | None = None,
     asked: Mapping[int, int] | None = None,
-    lower_bound_seconds: float | None = None,
 ) -> Plan:
-    """Return a plan with what follows from its graph; without a bound, that of all ops run once."""
-    least = sum(min(options) for options in graph.arrays.seconds)
-    bound = least if lower_bound_seconds is None else lower_bound_seconds
+    """Return a plan with what follows from its graph; its bound is that of all ops run once."""
+    bound = sum(min(options) for options in graph.arrays.seconds)
     return Plan(
         actions=tuple(actions),
         decisions=decisions_of(graph, actions, reasons, asked),
@@ -296,85 +285,6 @@ def finished_plan(
         seconds_sources=graph.seconds_sources,
         graph_name=graph.name,
     )
-
-
-def plan_from_decisions(
-    graph: Graph,
-    decisions: Mapping[str, str],
-    *,
-    planner: str,
-    budget_bytes: int | None = None,
-    reasons: Mapping[str, str] | None = None,
-) -> Plan:
-    """Return the plan that carries decisions out, storage by storage.
-
-    Parameters
-    ----------
-    decisions
-        Storage or alias name to `keep`, `recompute`, `recompute_each` or `offload`. A storage that
-        is not named is held to its last use. One that is named `keep` is held longer, while
-        rebuilds still start from it. The others leave in their longest hole; `recompute_each` in
-        all holes after that one too.
-    planner
-        Name of the planner, for the plan.
-    budget_bytes
-        Written into the plan; keeping it is the caller's business.
-    reasons
-        Storage name to a sentence for people.
-
-    Raises
-    ------
-    PlanError
-        For a name there is not, a technique that is not allowed for it, or decisions that cannot be
-        carried out together.
-    """
-    shape = holes(graph)
-    choice, moved = shape.natural(), {}
-    for name, technique in decisions.items():
-        if name not in graph.storage_index:
-            raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
-        if technique not in DECISIONS:
-            raise PlanError(
-                f"decisions[{name!r}]: got {technique!r}, expected keep, recompute, recompute_each "
-                "or offload."
-            )
-        storage = graph.storage_index[name]
-        mine = shape.of(storage)
-        # Nothing to decide: it is resident, or has no gap that it could spend on the host.
-        if not mine or (len(mine) == 1 and technique == "offload"):
-            continue
-        if technique == "keep":
-            choice[mine[-1]] = KEEP
-        elif technique == "offload" and shape.held[storage]:
-            raise PlanError(
-                f"decisions[{name!r}]: got 'offload', but it is referenced outside the step, so "
-                "nothing would be freed. Keep it."
-            )
-        elif technique == "offload":
-            moved[shape.main(storage)] = BESIDE
-        else:
-            if not shape.rebuildable[storage]:
-                raise PlanError(
-                    f"decisions[{name!r}]: got {technique!r}, but its ops may not run twice. Keep "
-                    "or offload it."
-                )
-            main = shape.main(storage)
-            # 0 rebuilds once and holds, the number of ops rebuilds for each use; see simulate.py.
-            for hole in mine:
-                if hole == main or (hole > main and technique == "recompute_each"):
-                    choice[hole] = 0 if technique == "recompute" else len(graph.ops)
-            if shape.stays[mine[-1]]:
-                choice[mine[-1]] = KEEP
-    named = {graph.storage_index[name]: text for name, text in (reasons or {}).items()}
-    try:
-        schedule = simulate(shape, choice, windows(shape, moved))
-    except Impossible:
-        raise PlanError(
-            f"{planner}: these decisions cannot be carried out together: a rebuild would start "
-            "from a storage that is on the host, has changed since, or cannot be made again. Keep "
-            "that storage."
-        ) from None
-    return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
 
 
 def decisions_of(

@@ -13,7 +13,7 @@ from ..run.estimate import Estimate
 from ..run.planned import Verification
 from .errors import TraceError
 from .estimate import estimate
-from .memory import Allocations, AllocatorPeak
+from .memory import Allocations
 from .plan import plan, plan_step
 from .planned import PlannedStep, PlanRecord
 from .trace.trace import Trace, trace
@@ -31,7 +31,6 @@ _HOME = {
 }
 __all__ = [
     "Allocations",
-    "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
     "PlanRecord",

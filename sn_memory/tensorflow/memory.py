@@ -63,38 +63,6 @@ def check_statistics(device: str) -> None:
         )
 
 
-class AllocatorPeak:
-    """The most bytes that the allocator of a device had handed out while the context was open.
-
-    Attributes
-    ----------
-    start_bytes, peak_bytes
-        Handed out at the start, and the most until now.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> from sn_memory.tensorflow import AllocatorPeak
-    >>> with AllocatorPeak() as found:
-    ...     x = tf.random.uniform((1024, 1024))
-    >>> found.peak_bytes - found.start_bytes >= 2**22
-    True
-    """
-
-    def __init__(self, device: str = "CPU:0") -> None:
-        check_statistics(device)
-        self.device = device
-        self.start_bytes = self.peak_bytes = 0
-
-    def __enter__(self) -> AllocatorPeak:
-        tf.config.experimental.reset_memory_stats(self.device)
-        self.start_bytes = int(tf.config.experimental.get_memory_info(self.device)["current"])
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.peak_bytes = int(tf.config.experimental.get_memory_info(self.device)["peak"])
-
-
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A block: the op that asked for it, for what (`output`, `temp`), how much, and what it got.

@@ -9,16 +9,19 @@ from typing import Any
 import tensorflow as tf
 
 from .. import settings
+from ..base.sizes import parse_bytes
 from ..check import check_plan
 from ..graph.graph import Graph
+from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device
 from ..plan.plan import Plan, check_techniques
 from ..run.planned import PlannedKind, PlannedRecord
+from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, TimeToPlan
 from .eager import Emission, Program
 from .guards import argument_tensors, describe, refilled
 from .modules.backend import LayerStep
-from .target import plan_on_target
+from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
@@ -52,18 +55,25 @@ class PlanOptions:
     def plan(
         self, graph: Graph, budget: float | str, time_limit_s: float, *, from_sqrt_n: bool = True
     ) -> Plan:
-        """Return a plan of a graph within a budget."""
-        planned = plan_on_target(
-            self.plan_graph,
-            graph,
-            budget,
-            device=self.device,
-            planner=self.planner,
-            techniques=self.techniques,
-            time_limit_s=time_limit_s,
-            deterministic=settings.deterministic,
-            from_sqrt_n=from_sqrt_n,
-        )
+        """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere."""
+
+        def search(live_bytes: float | str, seconds: float | None) -> Plan:
+            return self.plan_graph(
+                graph,
+                live_bytes,
+                planner=self.planner,
+                techniques=self.techniques,
+                time_limit_s=time_limit_s if seconds is None else min(seconds, time_limit_s),
+                deterministic=settings.deterministic,
+                from_sqrt_n=from_sqrt_n and seconds is None,
+            )
+
+        allocator = bfc_settings(self.device)
+        if allocator is None:
+            planned = search(budget, None)
+        else:
+            allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
+            planned = within_reserved(graph, allowed, search, allocator)
         check_plan(graph, planned)
         return planned
 

@@ -7,20 +7,15 @@ the budget is of live bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 
-from ..base.sizes import parse_bytes
 from ..cost.bfc import BFCSettings
 from ..cost.devices import is_here, named
-from ..graph.graph import Graph
-from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device
-from ..plan.plan import Plan
-from ..run.reserved import host_budget, within_reserved
+from ..run.reserved import host_budget
 from .memory import bytes_of, main_device
 
 # Values of TF_GPU_ALLOCATOR under which the driver serves each request.
@@ -65,43 +60,6 @@ def bfc_settings(device: Device | str | None) -> BFCSettings | None:
         limit_bytes=limit,
         gives_back=_switch("TF_ENABLE_GPU_GARBAGE_COLLECTION", True),
         caching=os.environ.get("TF_GPU_ALLOCATOR") not in _DRIVERS,
-    )
-
-
-def plan_on_target(
-    plan_graph: Callable[..., Plan],
-    graph: Graph,
-    budget: float | str,
-    *,
-    device: Device | str | None,
-    time_limit_s: float,
-    from_sqrt_n: bool = True,
-    **settings: Any,
-) -> Plan:
-    """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere.
-
-    plan_graph : that of `sn_memory`, whose parameters the others are; and the device of `plan`
-
-    Raises
-    ------
-    BudgetError
-        For a budget that no plan keeps.
-    """
-
-    def search(live_bytes: float | str, seconds: float | None) -> Plan:
-        return plan_graph(
-            graph,
-            live_bytes,
-            time_limit_s=time_limit_s if seconds is None else min(seconds, time_limit_s),
-            from_sqrt_n=from_sqrt_n and seconds is None,
-            **settings,
-        )
-
-    allocator = bfc_settings(device)
-    if allocator is None:
-        return search(budget, None)
-    return within_reserved(
-        graph, parse_bytes(budget, whole=unplanned_bytes(graph)), search, allocator
     )
 
 

@@ -25,13 +25,12 @@ from ..plan.plan import BudgetError, Plan
 from .model.modes import warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments
-from .model.step import apart, gradient_bytes, wanted_bytes
+from .model.step import gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .planned import PlanRecord
 from .planning import PlanOptions
 from .step import Step
 from .trace.op_seconds import while_training
-from .trace.trace import resident_storages
 
 
 def fitting(
@@ -117,8 +116,13 @@ def _with_gradients(
         if isinstance(step, RegionStep):
             replanned = step.beside(held)
         else:
+            replanned = step
             # To measure anew is collectives, and other ranks may have no reason for it.
-            replanned = step if is_sharded(model) else _modules_beside(planning, plain, given, held)
+            if not is_sharded(model):
+                # Gradients are there while it is measured, so they are not made a second time: what
+                # is measured is a step that finds none, which holds each new gradient beside its
+                # own to the end, and thus no less.
+                replanned = planning.by_modules(plain, given, safely=True, earlier_bytes=held)
         need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     else:
         if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
@@ -146,29 +150,6 @@ def _with_gradients(
         warn(text)
     inputs.later[step] = replanned
     return replanned
-
-
-def _modules_beside(
-    planning: PlanOptions, plain: torch.nn.Module, given: Arguments, held: int
-) -> Step:
-    """Return a choice of modules for a step beside gradients of so many bytes.
-
-    They are there while it is measured, so they are not made a second time: what is measured is a
-    step that finds none, which holds each new gradient beside its own to the end, and thus no less.
-    """
-    from .modules.backend import ModuleStep
-
-    args, kwargs = apart(given)
-    resident = sum(storage.bytes for storage in resident_storages(plain, planning.optimizer))
-    return ModuleStep(
-        plain,
-        args,
-        kwargs,
-        planning.budget,
-        resident_bytes=resident,
-        earlier_bytes=held,
-        safely=True,
-    )
 
 
 def _planned_with(

@@ -10,9 +10,9 @@ sent back, whichever ends first. That is predicted, and was not run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from ..graph.graph import Graph
 from ..graph.hosted import Unit
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
-from ..plan.state import Planner, StatePlan, planned_with
+from ..plan.state import StatePlan, planned_with
 from ..run.estimate import (
     PLAIN,
     Batches,
@@ -45,14 +45,17 @@ from .target.gpu import Gpu
 from .trace.fake_step import fake_step_on
 from .trace.trace import Trace, call_arguments, trace
 
+P = TypeVar("P", Plan, StatePlan)
 # Of a batch and a length (None: the sample's own), a model and its sample.
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
-NAMES = {"state": "state on the host", "host": "parameters and state on the host"}
+_PLACES = {"state": "state on the host", "host": "parameters and state on the host"}
 # Of a server: eight channels or more. An assumption, which the answer states.
 HOST_BYTES_PER_S = 100e9
 # Sizes are a straight line in the batch, so two traces do for all of them (decision 64).
 _TRACED = (2, 4)
 _EXCHANGE = "the exchange between cards is counted as no time, so seconds are a lower bound"
+_TOO_LARGE = "the least batch is too large"
+_NO_PLAN = "no plan fits in that time"
 _ALLOCATED = (
     "plain fits by what torch's allocator reserves; plans and cards by what is allocated, to which "
     "it may add some per cent"
@@ -106,13 +109,13 @@ def fit(
     TraceError
         For a model whose step cannot be told without values.
     """
-    asked = _Asked(make, named(device).name, optimizer, length, amp, time_limit_s)
+    question = _Question(make, named(device).name, optimizer, length, amp, time_limit_s, batches)
     host = host_bytes_per_s if state else None
-    return asked.answer(batches, sorted({card for card in cards if card > 1}), extra, host)
+    return question.answer(sorted({card for card in cards if card > 1}), extra, host)
 
 
-class _Asked:
-    """One question, and what was found out for it by now."""
+class _Question:
+    """A model, a device and a range of batches, and what was found out of them by now."""
 
     def __init__(
         self,
@@ -122,43 +125,38 @@ class _Asked:
         length: int | None,
         amp: torch.dtype | None,
         time_limit_s: float,
+        batches: tuple[int, int],
     ) -> None:
         self.make, self.device, self.optimizer = make, device, optimizer
         self.length, self.amp, self.time_limit_s = length, amp, time_limit_s
-        self.room = named(device).usable_bytes
+        self.batches, self.room = batches, named(device).usable_bytes
         self._estimates: dict[int, Estimate] = {}
-        self._plans: dict[tuple[int, bool], Plan | None] = {}
         self._rests: dict[int, int] = {}
-        self._batches: Batches | None = None
+        # Per kind of plan and batch; of those that differ in what they may take, once.
+        self._plans: dict[tuple[str, int], Any] = {}
+        # The graph of the step at any batch, once it was traced.
+        self._graphs: Batches | None = None
 
     def answer(
-        self,
-        batches: tuple[int, int],
-        cards: Sequence[int],
-        extra: Sequence[float],
-        host_bytes_per_s: float | None = None,
+        self, cards: Sequence[int], extra: Sequence[float], host_bytes_per_s: float | None
     ) -> Fit:
-        least, most = batches
+        least, most = self.batches
         middle = sorted(extra)[len(extra) // 2] if extra else 0.10
-        self._say("plain")
+        self._say(PLAIN)
         plain = largest(self.fits, least, most)
         ways = [self.plain(plain)]
         notes = [_ALLOCATED, *self.at(plain or least).notes]
         try:
-            self._batches = self._traced()
+            self._graphs = Batches(*((at, it.graph) for at, _, it in self._steps(self.optimizer)))
         except (TraceError, GraphError) as error:
             notes.append(f"no plan was made: {error}")
-        if self._batches is not None:
-            ways += [self.planned(share, plain, batches, offload=False) for share in extra]
-            if extra:
-                ways.append(self.planned(middle, plain, batches, offload=True))
-        if host_bytes_per_s is not None and self._batches is not None:
-            on_host = self.on_host(host_bytes_per_s)
-            ways += on_host.ways(middle, batches, self._rates, self._say)
+        if self._graphs is not None:
+            options = [(share, False) for share in extra] + ([(middle, True)] if extra else [])
+            ways += [self.planned(self._graphs, plain, *option) for option in options]
+            if host_bytes_per_s is not None:
+                ways += self.on_host(host_bytes_per_s, middle)
         units = units_of(self.make(least, self.length)[0])
-        for count in cards:
-            self._say(f"{count} cards")
-            ways.append(self.on(count, units, batches))
+        ways += [self.on_cards(count, units) for count in cards]
         if cards:
             notes.append(_EXCHANGE)
         return Fit(self.device, self.room, self.length, most, tuple(ways), tuple(notes))
@@ -180,74 +178,89 @@ class _Asked:
     def plain(self, batch: int) -> Way:
         if not batch:
             short = self.at(next(iter(self._estimates)))
-            return Way(
-                PLAIN, 0, allocated_bytes=short.peak_bytes, note="the least batch is too large"
-            )
+            return Way(PLAIN, 0, allocated_bytes=short.peak_bytes, note=_TOO_LARGE)
         estimate = self.at(batch)
-        seconds = estimate.seconds
-        return Way(
-            PLAIN,
-            batch,
-            seconds=seconds,
-            **self._rates(batch, seconds),
+        return self._way(
+            *(PLAIN, batch, estimate.seconds),
             allocated_bytes=estimate.peak_bytes,
             reserved_bytes=estimate.reserved_bytes,
             pinned_bytes=0,
             bytes=categories(estimate),
         )
 
-    def planned(self, share: float, plain: int, batches: tuple[int, int], *, offload: bool) -> Way:
-        least, most = batches
-        name = f"plan, +{share:.0%} time".replace("%", " %")
-        name += ", offload" if offload else ""
-        self._say(name)
+    def planned(self, graphs: Batches, plain: int, share: float, offload: bool) -> Way:
+        name = f"plan, +{_percent(share)} time{', offload' if offload else ''}"
+        techniques = ("keep", "recompute", "offload") if offload else ("keep", "recompute")
 
-        def fits(batch: int) -> bool:
-            plan = self.plan(batch, offload)
-            return plan is not None and plan.overhead <= share
+        def planned(batch: int) -> Plan | None:
+            with suppress(BudgetError):
+                return self._plan(graphs.at(batch), self.room, techniques)
+            return None
+
+        def quick(plan: Plan) -> bool:
+            return plan.overhead <= share
 
         # What fits as it is fits with a plan that does nothing.
-        batch = largest(fits, least, most, plain)
-        plan = self.plan(batch, offload) if batch else None
+        batch, plan = self._largest(name, str(techniques), planned, quick, plain)
         if plan is None:
-            return Way(name, 0, note="no plan fits in that time")
-        assert self._batches is not None
-        seconds = plan.seconds + self._update_s()
-        host = check_plan(self._batches.at(batch), plan).host_peak_bytes
-        return Way(
-            name,
-            batch,
-            seconds=seconds,
-            **self._rates(batch, seconds),
+            return Way(name, 0, note=_NO_PLAN)
+        return self._way(
+            *(name, batch, plan.seconds + self._update_s()),
             allocated_bytes=plan.peak_bytes,
-            pinned_bytes=host,
+            pinned_bytes=check_plan(graphs.at(batch), plan).host_peak_bytes,
         )
 
-    def plan(self, batch: int, offload: bool) -> Plan | None:
-        """Return a plan at a batch within the room; None if there is none."""
-        key = batch, offload
-        if key not in self._plans:
-            assert self._batches is not None
-            techniques = ("keep", "recompute", "offload") if offload else ("keep", "recompute")
-            try:
-                self._plans[key] = self.search(self._batches.at(batch), self.room, techniques)
-            except BudgetError:
-                self._plans[key] = None
-        return self._plans[key]
+    def on_host(self, host_bytes_per_s: float, share: float) -> list[Way]:
+        """Return the ways with state on the host; PlanError for an optimizer that has none."""
+        if self.optimizer is None:
+            raise PlanError(
+                "state on the host needs the optimizer whose state it is: pass its name."
+            )
+        (few, _, small), (many, model, large) = self._steps(None)
+        graphs = Batches((few, small.graph), (many, large.graph))
+        units = StateUnits(self.optimizer(model.parameters())).of(model, large, host_bytes_per_s)
+        return [
+            self._with_state(graphs, units, place, share, host_bytes_per_s) for place in _PLACES
+        ]
 
-    def search(
-        self, graph: Graph, budget_bytes: int, techniques: Sequence[str] = ("keep", "recompute")
-    ) -> Plan:
-        return plan_graph(
-            graph,
-            budget_bytes,
-            techniques=techniques,
-            time_limit_s=self.time_limit_s,
-            from_sqrt_n=False,
+    def _with_state(
+        self, graphs: Batches, units: Sequence[Unit], place: str, share: float, rate: float
+    ) -> Way:
+        name = _PLACES[place]
+        places = {unit.parameter: place for unit in units if _moves(unit, place)}
+
+        def planned(batch: int) -> StatePlan | None:
+            """Return the plan that ends first, of updates by the host and by the device."""
+            graph, plans = graphs.at(batch), []
+            for by in ("host", "device"):
+                updaters = dict.fromkeys(places, by)
+                with suppress(BudgetError):
+                    plans.append(
+                        planned_with(graph, units, places, self.room, self._plan, updaters=updaters)
+                    )
+            return min(plans, key=lambda plan: plan.lanes.seconds, default=None)
+
+        def quick(plan: StatePlan) -> bool:
+            return plan.plan.overhead <= share
+
+        batch, plan = self._largest(name, place, planned, quick)
+        if plan is None:
+            return Way(name, 0, note=_NO_PLAN)
+        by_host = sum(updater == "host" for updater in plan.updaters.values())
+        # Parameters do not grow with the batch.
+        sizes = {storage.name: storage.bytes for storage in graphs.at(1).storages}
+        return self._way(
+            *(name, batch, plan.lanes.seconds),
+            allocated_bytes=plan.plan.peak_bytes,
+            pinned_bytes=host_bytes(plan, units, sizes),
+            note=f"{by_host} of {len(plan.updaters)} parameters are updated by the host, whose "
+            f"memory is taken to move {rate / 1e9:g} GB/s; {_percent(plan.lanes.hidden)} of copies "
+            "and its updates pass beside ops",
         )
 
-    def on(self, count: int, units: Units, batches: tuple[int, int]) -> Way:
+    def on_cards(self, count: int, units: Units) -> Way:
         name = f"{count} cards, FSDP2"
+        self._say(f"{count} cards")
 
         def held(batch: int) -> Held:
             # Parameters, gradients and state are the same at any batch.
@@ -261,17 +274,12 @@ class _Asked:
                 units=units,
             )
 
-        batch = largest(lambda batch: held(batch).peak_bytes <= self.room, *batches)
+        batch = largest(lambda batch: held(batch).peak_bytes <= self.room, *self.batches)
         if not batch:
-            return Way(name, 0, count, note="the least batch is too large")
+            return Way(name, 0, count, note=_TOO_LARGE)
         estimate = held(batch)
-        seconds = self._step_s(batch, count)
-        return Way(
-            name,
-            batch,
-            count,
-            seconds=seconds,
-            **self._rates(batch, seconds, count),
+        return self._way(
+            *(name, batch, self._step_s(batch, count), count),
             allocated_bytes=estimate.peak_bytes,
             pinned_bytes=0,
             bytes={
@@ -294,14 +302,40 @@ class _Asked:
             self._rests[batch] = step.peak_bytes - own
         return self._rests[batch]
 
-    def on_host(self, host_bytes_per_s: float) -> OnHost:
-        traced, rate = list(self._steps(None)), host_bytes_per_s
-        return OnHost(
-            self.optimizer, traced, room_bytes=self.room, planner=self.search, host_bytes_per_s=rate
-        )
+    def _largest(
+        self,
+        name: str,
+        kind: str,
+        planned: Callable[[int], P | None],
+        quick: Callable[[P], bool],
+        start: int = 0,
+    ) -> tuple[int, P | None]:
+        """Return the largest batch that has a plan which is quick enough, and that plan."""
+        self._say(name)
 
-    def _traced(self) -> Batches:
-        return Batches(*((batch, it.graph) for batch, _, it in self._steps(self.optimizer)))
+        def plan(batch: int) -> P | None:
+            if (kind, batch) not in self._plans:
+                self._plans[kind, batch] = planned(batch)
+            found: P | None = self._plans[kind, batch]
+            return found
+
+        def fits(batch: int) -> bool:
+            option = plan(batch)
+            return option is not None and quick(option)
+
+        batch = largest(fits, *self.batches, start)
+        return batch, plan(batch) if batch else None
+
+    def _plan(
+        self, graph: Graph, budget_bytes: int, techniques: Sequence[str] = ("keep", "recompute")
+    ) -> Plan:
+        return plan_graph(
+            graph,
+            budget_bytes,
+            techniques=techniques,
+            time_limit_s=self.time_limit_s,
+            from_sqrt_n=False,
+        )
 
     def _steps(self, optimizer: Any) -> Iterator[tuple[int, torch.nn.Module, Trace]]:
         """Trace the step at two batches, with this optimizer's state."""
@@ -321,18 +355,20 @@ class _Asked:
         return moved / rate if rate and estimate.optimizer_bytes else 0.0
 
     def _step_s(self, batch: int, count: int) -> float | None:
-        if self._batches is None:
+        if self._graphs is None:
             return None
-        ways = self._batches.at(batch).arrays.seconds
+        ways = self._graphs.at(batch).arrays.seconds
         # Each card updates its own shard only.
         return sum(way[0] for way in ways) + self._update_s() / count
 
-    def _rates(self, batch: int, seconds: float | None, cards: int = 1) -> dict[str, Any]:
-        if not seconds:
-            return {}
-        samples = batch * cards / seconds
-        tokens = None if self.length is None else samples * self.length
-        return {"samples_per_s": samples, "tokens_per_s": tokens}
+    def _way(
+        self, name: str, batch: int, seconds: float | None, cards: int = 1, **held: Any
+    ) -> Way:
+        if seconds:
+            held["samples_per_s"] = batch * cards / seconds
+            if self.length is not None:
+                held["tokens_per_s"] = held["samples_per_s"] * self.length
+        return Way(name, batch, cards, seconds, **held)
 
     @contextmanager
     def _casting(self) -> Iterator[None]:
@@ -344,132 +380,25 @@ class _Asked:
         report_progress("fit", 0, 1, f"{of}{what}")
 
 
-class OnHost:
-    """The ways to train with state on the host.
+def host_bytes(plan: StatePlan, units: Iterable[Unit], sizes: Mapping[str, int]) -> int:
+    """Return the bytes of what a plan of a step with its updates has on the host.
 
-    make_optimizer : a class that takes parameters alone
-    traced : the step without an optimizer: a batch, the model, its trace; of two batches
-    room_bytes : of the device
-    planner : plans a graph within so many bytes
-    host_bytes_per_s : what the host's memory moves
+    Where the host updates, a gradient and the parameter are there as well.
 
-    Raises
-    ------
-    PlanError
-        If the optimizer does not update parameter by parameter.
+    sizes : of the parameters, by name
     """
-
-    def __init__(
-        self,
-        make_optimizer: Any,
-        traced: Sequence[tuple[int, torch.nn.Module, Trace]],
-        *,
-        room_bytes: int,
-        planner: Planner,
-        host_bytes_per_s: float,
-    ) -> None:
-        if make_optimizer is None:
-            raise PlanError(
-                "state on the host needs the optimizer whose state it is: pass its name."
-            )
-        (few, _, small), (many, model, large) = traced
-        self.batches = Batches((few, small.graph), (many, large.graph))
-        units = StateUnits(make_optimizer(model.parameters()))
-        self.units = units.of(model, large, host_bytes_per_s)
-        self.room, self.planner = room_bytes, planner
-        self.host_bytes_per_s = host_bytes_per_s
-        self._plans: dict[tuple[int, str], StatePlan | None] = {}
-
-    def ways(
-        self,
-        share: float,
-        batches: tuple[int, int],
-        rates: Callable[[int, float], dict[str, Any]],
-        begins: Callable[[str], None],
-    ) -> list[Way]:
-        """Return the largest batch of each way.
-
-        Parameters
-        ----------
-        share
-            Of a step's time that running ops again, and fetching parameters again, may take more.
-        batches
-            The least and the most.
-        rates
-            Of a batch and seconds: samples and tokens a second, by name.
-        begins
-            Hears the name of each way.
-        """
-        return [self.way(place, share, batches, rates, begins) for place in NAMES]
-
-    def way(
-        self,
-        place: str,
-        share: float,
-        batches: tuple[int, int],
-        rates: Callable[[int, float], dict[str, Any]],
-        begins: Callable[[str], None],
-    ) -> Way:
-        begins(NAMES[place])
-
-        def fits(batch: int) -> bool:
-            plan = self.plan(batch, place)
-            return plan is not None and plan.plan.overhead <= share
-
-        batch = largest(fits, *batches)
-        state_plan = self.plan(batch, place) if batch else None
-        if state_plan is None:
-            return Way(NAMES[place], 0, note="no plan fits in that time")
-        by_host = sum(updater == "host" for updater in state_plan.updaters.values())
-        seconds = state_plan.lanes.seconds
-        return Way(
-            NAMES[place],
-            batch,
-            seconds=seconds,
-            **rates(batch, seconds),
-            allocated_bytes=state_plan.plan.peak_bytes,
-            pinned_bytes=self.host_bytes(state_plan),
-            note=f"{by_host} of {len(state_plan.updaters)} parameters are updated by the host, "
-            f"whose memory is taken to move {self.host_bytes_per_s / 1e9:g} GB/s; "
-            f"{state_plan.lanes.hidden:.0%} of copies and its updates pass beside ops".replace(
-                "%", " %"
-            ),
-        )
-
-    def host_bytes(self, state_plan: StatePlan) -> int:
-        """Bytes of what lies on the host; with its updates a gradient and a parameter as well."""
-        # Parameters do not grow with the batch.
-        sizes = {storage.name: storage.bytes for storage in self.batches.at(1).storages}
-        total = 0
-        for unit in self.units:
-            place = state_plan.places[unit.parameter]
-            if place == "device":
-                continue
-            by_host = state_plan.updaters.get(unit.parameter) == "host"
+    total = 0
+    for unit in units:
+        place = plan.places[unit.parameter]
+        if place != "device":
+            by_host = plan.updaters.get(unit.parameter) == "host"
             copies = (place == "host" or by_host) + by_host
             total += unit.state_bytes + copies * sizes[unit.parameter]
-        return total
+    return total
 
-    def plan(self, batch: int, place: str) -> StatePlan | None:
-        """Return the plan at a batch that ends first; None if there is none."""
-        if (batch, place) not in self._plans:
-            graph = self.batches.at(batch)
-            plans = [
-                option for by in ("host", "device") if (option := self.planned(graph, place, by))
-            ]
-            best = min(plans, key=lambda option: option.lanes.seconds, default=None)
-            self._plans[batch, place] = best
-        return self._plans[batch, place]
 
-    def planned(self, graph: Graph, place: str, by: str) -> StatePlan | None:
-        places = {unit.parameter: place for unit in self.units if _moves(unit, place)}
-        updaters = dict.fromkeys(places, by)
-        try:
-            return planned_with(
-                graph, self.units, places, self.room, self.planner, updaters=updaters
-            )
-        except BudgetError:
-            return None
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
 
 
 def _moves(unit: Unit, place: str) -> bool:

@@ -21,7 +21,6 @@ from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenInput, plan_at_once
-from .eager.trial import layouts_seen
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
@@ -29,11 +28,11 @@ from .model.signature import OF_CALL, Arguments, InputSignature, Name
 from .model.step import apart, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
-from .planning import PlanOptions, guarded, smallest_of_trace
+from .planning import PlanOptions, guarded
 from .step import Step
 from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
-from .trace.trace import Trace, resident_storages
+from .trace.trace import Trace
 
 # So many choices of modules are remembered.
 _SAFE = 16
@@ -180,14 +179,7 @@ class _UnseenArguments(UnseenInput[Step]):
         if seen:
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
-            seen = layouts_seen(
-                seen,
-                self.plain,
-                apart(self.given),
-                lambda known: planning.replay(
-                    self.plain, self.given, known, smallest_of_trace, False
-                ),
-            )
+            seen = planning.layouts_seen(seen, self.plain, apart(self.given))
         step = planning.by_graph(self.plain, self.given, seen, self.plan_of_trace)
         # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
         step.layouts = {}
@@ -293,21 +285,8 @@ class _UnseenArguments(UnseenInput[Step]):
                     return planning.by_regions(self.plain, given, "", safely=True)
             except TraceError as error:
                 self.log.info("%s has no plan by regions: %s", self.name, self.first_line(error))
-        return self.modules()
-
-    def modules(self) -> Step:
-        """Return a choice of modules that was measured on this input."""
-        from .modules.backend import ModuleStep
-
-        held = sum(
-            storage.bytes
-            for storage in resident_storages(self.plain, self.record.options.optimizer)
-        )
-        held += self.inputs.constants_bytes()
-        # As leaves: where they come from is no part of the step that is measured.
-        args, kwargs = apart(self.given)
-        return ModuleStep(
-            self.plain, args, kwargs, self.budget_bytes, resident_bytes=held, safely=True
+        return self.record.planning().by_modules(
+            self.plain, self.given, safely=True, held_bytes=self.inputs.constants_bytes()
         )
 
     def remember(self, step: Step) -> None:
@@ -342,7 +321,4 @@ class _UnseenArguments(UnseenInput[Step]):
         return f"{self.like.shapes()} ({unlike})" if unlike else self.like.shapes()
 
     def unlike(self) -> str:
-        paths = [path for path, _ in self.plain.named_modules()]
-        others = [self.like.unlike(kind, paths) for kind in self.inputs.kept if kind != self.kind]
-        nearest: list[str] = min(others, key=len) if others else []
-        return "; ".join(nearest)
+        return self.inputs.unlike(self.like, self.plain)

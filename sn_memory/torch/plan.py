@@ -44,7 +44,7 @@ from .model.wrapping import (
     planned_class,
     uninitialized,
 )
-from .planned import KeptStep, PlanRecord, Sampled, StepCache
+from .planned import KeptStep, PlanRecord, StepCache
 from .planned_forward import PlannedForward
 from .planning import PlanningResult, PlanOptions, guarded
 from .target.capacity import limit_budget
@@ -287,7 +287,7 @@ def plan(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
                 f"{result.trial.remark}.",
             )
-        what = f"{type(plain).__name__} planned by {result.backend}"
+        what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
     twin = uninitialized(planned_class(type(plain), PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.
@@ -300,7 +300,6 @@ def plan(
         options=planning,
         strict=strict,
         trial=results[0][2].trial,
-        sampled=Sampled.of(twin, results[0][1]),
         guards=guards,
     )
     return twin

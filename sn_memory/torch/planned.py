@@ -3,97 +3,28 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from operator import or_
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
-from ..cost.devices import speeds
 from ..run.planned import PlannedKind, PlannedRecord
 from ..run.unseen import TimeToPlan
 from .eager.trial import Trial
 from .model.guards import GuardCache
-from .model.signature import Arguments, CallLayout, InputSignature, Name, is_ones, may_be_known
-from .model.wrapping import plain_model
+from .model.signature import CallLayout, InputSignature, Name
 from .planning import PlanOptions, StateOnHost
 from .step import Step
 from .target.allocator import StepPool
-from .trace.trace import Given, Trace
+from .trace.trace import Trace
 
-# Elements of an integer tensor of a sample that is held.
-_MOST_HELD = 1 << 16
 # Of the kinds that come while training so many steps are kept.
 KINDS = 64
-
-
-@dataclass
-class Sampled:
-    """A planned model, which this does not keep, and the form of a sample, without its memory.
-
-    Of what it holds only a few integers: a model may look at them.
-    """
-
-    # Weak, as the model holds the record that holds this.
-    model: weakref.ref[torch.nn.Module]
-    form: Any
-
-    @classmethod
-    def of(cls, model: torch.nn.Module, given: Arguments) -> Sampled:
-        """Note a model and its sample."""
-        return cls(weakref.ref(model), tree_map_only(torch.Tensor, _Form.of, given))
-
-    def arguments(self) -> Given:
-        """Return a sample of this form; what else it holds is zeros."""
-        return Given(*tree_map_only(_Form, _Form.made, self.form))
-
-
-@dataclass(frozen=True)
-class _Form:
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    wanted: bool
-    # The elements from the first to the last as they lie, or what each of them is.
-    values: torch.Tensor | int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
-        values: torch.Tensor | int = 0
-        if may_be_known(tensor):
-            if (span := _span(tensor.size(), tensor.stride())) <= _MOST_HELD:
-                # As it lies, gaps included: with its strides it is the same tensor again.
-                row = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
-                values = row.cpu().clone()
-            else:
-                # Models look whether a mask is all ones (decision 80).
-                values = int(is_ones(tensor))
-        form = (tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device)
-        return cls(*form, tensor.requires_grad, values)
-
-    def made(self) -> torch.Tensor:
-        if isinstance(self.values, int):
-            span = _span(self.size, self.stride)
-            row = torch.full((span,), self.values, dtype=self.dtype, device=self.device)
-        else:
-            row = self.values.to(self.device, copy=True)
-        return row.as_strided(self.size, self.stride).requires_grad_(self.wanted)
-
-
-def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements there are from the first to the last as they lie."""
-    if not all(size):
-        return 0
-    return 1 + sum((many - 1) * step for many, step in zip(size, stride, strict=True))
 
 
 @dataclass
@@ -175,6 +106,16 @@ class StepCache:
         kept = None if kind is None else self.kept.get(kind)
         return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
 
+    def unlike(self, kind: InputSignature, model: torch.nn.Module) -> str:
+        """Say what makes a kind another than the nearest of the others; nothing if there is none.
+
+        model : names the modules
+        """
+        paths = [path for path, _ in model.named_modules()]
+        others = (kind.unlike(kept, paths) for kept in self.kept if kept != kind)
+        nearest: list[str] = min(others, key=len, default=[])
+        return "; ".join(nearest)
+
     def begins_at(self, ends: Sequence[bool]) -> None:
         """Plan from now on for gradients of these outputs, beside others that were asked for."""
         if len(self.ends) == len(ends):
@@ -230,8 +171,6 @@ class PlanRecord(PlannedRecord[Trace]):
         Whether to raise where no plan of ops keeps the budget.
     trial
         What the trial of the plan made last found.
-    sampled
-        The model and the form of the sample that `plan` made last.
     guards
         What the steps depend on beside tensors; the kinds of the inputs that came last.
     pool
@@ -245,36 +184,9 @@ class PlanRecord(PlannedRecord[Trace]):
     options: PlanOptions
     strict: bool
     trial: Trial
-    sampled: Sampled
     guards: GuardCache
     pool: StepPool = field(default_factory=StepPool)
     lock: Any = field(default_factory=threading.RLock)
-
-    def as_checkpoint_policy(
-        self, blocks: Sequence[str | type | torch.nn.Module] | None = None
-    ) -> Any:
-        """Return the SelectivePolicy that keeps the same budget on the same sample.
-
-        For who wants no new executor: `policy.wrap(model)` of the plain model. It is made for
-        torch's own checkpointing, which cannot do what a plan of ops does, so its peak and what
-        it saves are its own; see `checkpoint_policy`, also for `blocks` and errors.
-        """
-        if (model := self.sampled.model()) is None:
-            raise PlanError(
-                "the planned model of this record is gone. Keep it, or call "
-                "sn_memory.torch.checkpoint_policy with a model and a sample."
-            )
-        # No planned step needs it.
-        policy: Any = import_module(".policy.policy", __package__)
-        return policy.checkpoint_policy(
-            plain_model(model),
-            self.sampled.arguments(),
-            self.budget_bytes,
-            blocks=blocks,
-            profile=self.options.profile,
-            device=speeds(self.options.device),
-            optimizer=self.options.optimizer,
-        )
 
     def release(self) -> None:
         """Give what the steps have reserved back to the device; the next step reserves it again.

@@ -28,26 +28,20 @@ from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, smallest, within
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
-from .errors import (
-    SampleError,
-    SetsStateError,
-    TraceError,
-    fails_on_sample,
-    first_line,
-)
+from .errors import SampleError, SetsStateError, TraceError, fails_on_sample, first_line
 from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments, InputSignature, changeable
-from .model.step import device_of, restore_rng_state, wanted_bytes
+from .model.step import apart, device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .step import EstimateOnlyStep, Step
 from .target.capacity import planned_settings
 from .target.gpu import gpu_of
 from .trace.fake_step import fake_step
 from .trace.record import Layouts
-from .trace.trace import Given, Trace, resident_storages, trace
+from .trace.trace import Given, Trace, resident_bytes, trace
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +70,6 @@ class PlanningResult:
     ----------
     step
         What carries it out.
-    backend
-        By which back end.
     trial
         What its trial found.
     laid_out_otherwise
@@ -87,7 +79,6 @@ class PlanningResult:
     """
 
     step: Step
-    backend: str
     trial: Trial
     laid_out_otherwise: bool = False
     after_first: bool = False
@@ -161,7 +152,7 @@ class PlanOptions:
         name = "graph" if self.backend == "auto" else self.backend
         try:
             with restore_rng_state():
-                return self.in_trial(self.by_backend(name, model, given), name, model, given)
+                return self.in_trial(self.by_backend(name, model, given), model, given)
         # Nothing that another back end would mend.
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
@@ -196,8 +187,7 @@ class PlanOptions:
         over: BudgetError | None = None
         try:
             with restore_rng_state():
-                found = self.by_regions(model, given, why)
-                made = self.in_trial(found, "regions", model, given)
+                made = self.in_trial(self.by_regions(model, given, why), model, given)
             warn(
                 f"{name} is planned by regions, with what lies between them as it is written, "
                 f"because {why}",
@@ -235,7 +225,7 @@ class PlanOptions:
             f"{name} is planned by modules, which saves less than a plan of its ops, because {why} "
             f"By regions: {regions}",
         )
-        return self.in_trial(step, "modules", model, given)
+        return self.in_trial(step, model, given)
 
     @property
     def may_run_first(self) -> bool:
@@ -250,7 +240,7 @@ class PlanOptions:
         """
         later = replace(self, after_first=True)
         with restore_rng_state():
-            result = later.in_trial(later.by_graph(model, given), "graph", model, given)
+            result = later.in_trial(later.by_graph(model, given), model, given)
         if not result.trial.compared:
             raise TraceError(
                 "the forward pass sets attributes in its first run, and no trial could compare "
@@ -262,7 +252,7 @@ class PlanOptions:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
         try:
             with restore_rng_state():
-                return self.in_trial(self.by_compiler(model, given), "compile", model, given)
+                return self.in_trial(self.by_compiler(model, given), model, given)
         except (BudgetError, TraceError) as error:
             warn(
                 f"{type(model).__name__} was compiled and is planned without torch.compile, which "
@@ -322,9 +312,7 @@ class PlanOptions:
             self.budget,
             timed=self.profile and not settings.deterministic,
             recompute="recompute" in self.techniques,
-            resident_bytes=sum(
-                storage.bytes for storage in resident_storages(model, self.optimizer)
-            ),
+            resident_bytes=resident_bytes(model, self.optimizer),
             # All that are new come at the end, when the graph returns, beside those.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
             known=known,
@@ -339,18 +327,36 @@ class PlanOptions:
                     runs_on(model, given)
                 raise
 
-    def by_modules(self, model: torch.nn.Module, given: Arguments) -> Step:
-        """Return a step in which modules run again."""
+    def by_modules(
+        self,
+        model: torch.nn.Module,
+        given: Arguments,
+        *,
+        safely: bool = False,
+        held_bytes: int = 0,
+        earlier_bytes: int = 0,
+    ) -> Step:
+        """Return a step in which modules run again.
+
+        safely, earlier_bytes : as in ModuleStep
+        held_bytes : what counts beside the step and the optimizer's state
+        """
         from .modules.backend import ModuleStep
         from .modules.probe import Probe
 
         check_memory(model, given, "planning by modules runs the model")
-        held = sum(storage.bytes for storage in resident_storages(model, self.optimizer))
         if self.alike:
             # Of samples of the same shapes the one that saves most.
             given = max((given, *self.alike), key=lambda it: Probe(model, it).saved_bytes)
-        step = ModuleStep(model, *given, self.budget, resident_bytes=held)
-        if step.plan.courses > 1:
+        # As leaves: where they come from is no part of the step that is measured.
+        args, kwargs = apart(given)
+        step = ModuleStep(
+            *(model, args, kwargs, self.budget),
+            resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
+            earlier_bytes=earlier_bytes,
+            safely=safely,
+        )
+        if step.plan.courses > 1 and not safely:
             warn(
                 f"what {type(model).__name__} runs depends on random numbers. The budget holds for "
                 f"the largest of {step.plan.courses} steps that were tried; a step that is rarer "
@@ -370,7 +376,7 @@ class PlanOptions:
         check_memory(model, given, "planning by regions runs the model")
         if is_sharded(model):
             raise TraceError("parameters are sharded, and regions compute with whole ones")
-        held = sum(storage.bytes for storage in resident_storages(model, self.optimizer))
+        held = resident_bytes(model, self.optimizer)
 
         def searched(graph: Graph, budget_bytes: int, seconds: float) -> Plan:
             brief = replace(self, time_limit_s=seconds, planner="auto")
@@ -503,9 +509,15 @@ class PlanOptions:
         plan = planned(traced)
         return Replay(traced, plan)
 
-    def in_trial(
-        self, step: Step, backend: str, model: torch.nn.Module, given: Arguments
-    ) -> PlanningResult:
+    def layouts_seen(self, first: Layouts, model: torch.nn.Module, given: Arguments) -> Layouts:
+        """Return how kernels lay results out on an input, beside what a first trial noted."""
+
+        def smallest_with(known: Layouts) -> Step:
+            return self.replay(model, given, known, lambda traced: smallest(traced.graph), False)
+
+        return layouts_seen(first, model, given, smallest_with)
+
+    def in_trial(self, step: Step, model: torch.nn.Module, given: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
         if device_of(model).type == "cpu" and step.runs_here:
             # malloc may still hold what tracing freed, near the limit of this process.
@@ -520,21 +532,19 @@ class PlanOptions:
                 lambda seen: self.replay(model, given, seen, self.planned_trace, self.profile),
             )
             remark = "with its state on the host the planned step ran alone"
-            return PlanningResult(
-                step, backend, Trial(False, {}, remark=remark), step is not before
-            )
+            return PlanningResult(step, Trial(False, {}, remark=remark), step is not before)
         if self.trial and step.runs_here and not step.rounds_alike:
             runs_on(model, given)
         if not (self.trial and step.runs_here and step.rounds_alike):
             remark = "planned while training, or compiled, or planned for another device"
-            return PlanningResult(step, backend, Trial(False, {}, remark=remark))
+            return PlanningResult(step, Trial(False, {}, remark=remark))
 
         if self.update == "hooks":
             # In a trial no hook lets a gradient go, so that it would hold all of them.
             own = step.plan.peak_bytes + wanted_bytes(model)
             if own > parse_bytes(self.budget, whole=step.plan.baseline_peak_bytes):
                 remark = "the budget has no room for all gradients, which a trial holds"
-                return PlanningResult(step, backend, Trial(False, {}, remark=remark))
+                return PlanningResult(step, Trial(False, {}, remark=remark))
 
         def trial_of_step() -> Trial:
             report_progress("trial", 0, 1)
@@ -546,12 +556,7 @@ class PlanOptions:
         result = trial_of_step()
         otherwise = bool(result.layouts)
         if otherwise:
-            seen = layouts_seen(
-                result.layouts,
-                model,
-                given,
-                lambda known: self.replay(model, given, known, smallest_of_trace, False),
-            )
+            seen = self.layouts_seen(result.layouts, model, given)
             step = self.replay(model, given, seen, self.planned_trace, self.profile)
             result = trial_of_step()
         if result.failure or result.layouts:
@@ -560,7 +565,7 @@ class PlanOptions:
         note = _apart(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
         if note and step.trace is not None:
             step.plan = replace(step.plan, notes=(*step.plan.notes, note))
-        return PlanningResult(step, backend, result, otherwise)
+        return PlanningResult(step, result, otherwise)
 
 
 def _apart(plain_bytes: int, baseline_bytes: int) -> str:
@@ -588,8 +593,3 @@ def guarded(
             except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
                 reads = every_read(model)
     return guards.add(kind, model, given, reads, step.looked)
-
-
-def smallest_of_trace(traced: Trace) -> Plan:
-    """Return such a plan of what was traced."""
-    return smallest(traced.graph)

@@ -10,7 +10,6 @@ from ..base.errors import PlanError
 from ..run.planned import Verification
 from .model.results import differences
 from .model.sharded import here
-from .model.signature import Arguments, InputSignature
 from .model.step import Loss, Measured, device_of, restore_step, run_step, wanted_bytes
 from .model.wrapping import RECORD, plain_model
 from .planned import PlanRecord
@@ -48,9 +47,12 @@ def verify(
     """
     record: PlanRecord | None = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
-    step = None if record is None else _step_of(record, model, arguments)
+    kind = step = None
+    if record is not None:
+        kind = record.inputs.known(record.guards.signature_of(model, arguments))
+        step = None if kind is None else record.steps.get(kind)
     if record is None or step is None:
-        why = "" if record is None else _unlike(record, model, arguments)
+        why = "" if record is None or kind is None else f": {record.inputs.unlike(kind, model)}"
         raise PlanError(
             f"the model has no plan for this sample{why}; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
@@ -127,24 +129,3 @@ def verify(
         difference=max(different.values(), default=0.0),
         _planned=record,
     )
-
-
-def _kind_of(
-    record: PlanRecord, model: torch.nn.Module, arguments: Arguments
-) -> InputSignature | None:
-    return record.inputs.known(record.guards.signature_of(model, arguments))
-
-
-def _step_of(record: PlanRecord, model: torch.nn.Module, arguments: Arguments) -> Step | None:
-    kind = _kind_of(record, model, arguments)
-    return None if kind is None else record.steps.get(kind)
-
-
-def _unlike(record: PlanRecord, model: torch.nn.Module, arguments: Arguments) -> str:
-    """Say what is otherwise than in the nearest sample that has a plan."""
-    kind = _kind_of(record, model, arguments)
-    if kind is None:
-        return ""
-    paths = [path for path, _ in model.named_modules()]
-    nearest = min((kind.unlike(step, paths) for step in record.steps), key=len)
-    return f": {'; '.join(nearest)}"

@@ -18,11 +18,10 @@ from graphs import resnet
 from pool_search_oracle import Lists, PythonSearch
 from random_graphs import training_chain
 
-from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
+from sn_memory import BudgetError, plan_graph
 from sn_memory.base import errors, progress
 from sn_memory.graph.liveness import holes, peak
 from sn_memory.plan.search.candidates import fit
-from sn_memory.plan.search.exact import solve
 from sn_memory.plan.simulate import compiled
 from sn_memory.pool.pack import UNIT, Rule, Searcher, Verdict, arrange
 from sn_memory.pool.problem import read_problem
@@ -174,46 +173,6 @@ def test_counted_work_in_cpp_can_be_interrupted():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def wide(width, seed=0):
-    """Ten ops with so many storages that to look at everything takes for ever."""
-    draw = random.Random(seed)
-    storages, ops, names = [Storage("x", 8, "input")], [], []
-    for at in range(9):
-        made = [f"s{at}_{k}" for k in range(width)]
-        storages += [Storage(name, draw.randrange(50, 99)) for name in made]
-        read = tuple(draw.sample(names or ["x"], min(len(names) or 1, 4)))
-        ops.append(Op(f"o{at}", read, tuple(made), seconds=draw.random()))
-        names += made
-    storages.append(Storage("y", 1, keep=True))
-    ops.append(Op("last", tuple(draw.sample(names, 30)), ("y",), seconds=1.0))
-    return Graph(storages, ops)
-
-
-def test_exact_solving_ends_in_time():
-    graph = wide(8)
-    budget = peak(graph).bytes * 9 // 10
-    began = time.thread_time()
-    # What saying no finds within the budget is an answer too: no error names a peak below it.
-    plan = plan_graph(
-        graph, budget, techniques=("keep", "recompute"), time_limit_s=0.5, deterministic=True
-    )
-    assert time.thread_time() - began < 5
-    assert check_plan(graph, plan).peak_bytes <= budget
-    with pytest.raises(TimeoutError):
-        solve(graph, budget, deadline=0.0)
-
-
-def test_what_exact_solving_did_not_finish_is_not_called_proven():
-    graph = wide(4)
-    began = time.thread_time()
-    with pytest.raises(BudgetError) as caught:
-        plan_graph(graph, graph.base_bytes, techniques=("keep", "recompute"), time_limit_s=0.3)
-    assert time.thread_time() - began < 5
-    error = caught.value
-    assert "no plan has a peak below" not in str(error)
-    assert error.floor_bytes < error.peak_bytes
 
 
 def test_fitting_ends_within_a_round():

@@ -12,7 +12,7 @@ from sn_memory.cost.devices import DEVICES
 from sn_memory.graph.hosted import Unit
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
-from sn_memory.torch.fit import OnHost
+from sn_memory.torch.fit import host_bytes
 from sn_memory.torch.target.gpu import Walk, attention_kernel, gpu_of
 from sn_memory.torch.trace.fake_step import fake_step_on
 from sn_memory.torch.trace.trace import trace_unplanned
@@ -290,14 +290,12 @@ def test_what_the_host_holds():
     """State; the parameter, once; and a gradient where the host updates."""
     units = [Unit(name, None if name == "frozen" else "w", 20) for name in ("a", "b", "frozen")]
     units[2] = replace(units[2], state_bytes=0)
-    sizes = [SimpleNamespace(name=it.parameter, bytes=10) for it in units]
-    way = object.__new__(OnHost)
-    way.units, way.batches = units, SimpleNamespace(at=lambda _: SimpleNamespace(storages=sizes))
+    sizes = {it.parameter: 10 for it in units}
 
     def held(a, b, frozen, by):
         places = {"a": a, "b": b, "frozen": frozen}
         updaters = {it: by for it in ("a", "b") if places[it] != "device"}
-        return way.host_bytes(SimpleNamespace(places=places, updaters=updaters))
+        return host_bytes(SimpleNamespace(places=places, updaters=updaters), units, sizes)
 
     assert held("state", "device", "device", "device") == 20
     assert held("state", "device", "device", "host") == 40

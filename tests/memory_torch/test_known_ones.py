@@ -23,7 +23,6 @@ from sn_memory.torch import (
 )
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.model.tracker import AllocationTracker
-from sn_memory.torch.planned import Sampled
 
 SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
 BATCH, LENGTH, WIDTH = 4, 8, 16
@@ -278,20 +277,6 @@ def test_kinds_that_go_are_forgotten(monkeypatch):
     assert len(record.kinds) == 3
     model.zero_grad()
     same_gradients(planned, model, ids_of(1, 1), ones(1))
-
-
-def test_the_policy_of_a_planned_model_looks_at_ones_too():
-    long = torch.ones(1, (1 << 16) + 1, dtype=torch.bool)
-    wide = padded()[:1].expand(BATCH, -1)
-    for mask in (ones(), padded(), padded().T, padded()[:, 1::3], wide, long, long[:0]):
-        sampled = Sampled.of(model_of(), ((ids_of(), mask, torch.randn(2)), {}))
-        ids, again, floats = sampled.arguments().args
-        assert torch.equal(again, mask)
-        assert again.stride() == mask.stride()
-        assert torch.equal(ids, ids_of())
-        assert not floats.any()
-    planned = plan(model_of(), (ids_of(), padded()), "90%", **SETTINGS)
-    assert torch.equal(planned.sn_memory.sampled.arguments().args[1], padded())
 
 
 def test_values_lie_as_their_twins():

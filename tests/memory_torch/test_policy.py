@@ -11,7 +11,6 @@ from small_models import mlp
 from torch import nn
 from two_ranks import run_two_ranks
 
-import sn_memory.torch
 from sn_memory import BudgetError, PlanError
 from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
 from sn_memory.torch.model.step import run_step
@@ -215,15 +214,6 @@ def test_its_key_is_of_what_it_says():
     assert first.context_fn(block).cache_hash == f"{first.key}/{block}"
     with pytest.raises(PlanError, match="expected one that runs again"):
         first.context_fn("elsewhere")
-
-
-def test_a_planned_model_gives_its_policy():
-    model, sample = mlp(), torch.randn(256, 32)
-    planned = sn_memory.torch.plan(model, sample, "80%", profile=False)
-    policy = planned.sn_memory.as_checkpoint_policy()
-    assert policy.budget_bytes == planned.sn_memory.budget_bytes >= policy.peak_bytes
-    peak, _ = measured(policy.wrap(model), sample)
-    assert 0 <= peak - policy.peak_bytes <= STATE * len(policy.saved)
 
 
 @pytest.mark.parametrize(

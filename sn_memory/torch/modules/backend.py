@@ -9,15 +9,13 @@ input that comes while training there is a safe choice, for which no step withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...base.sizes import parse_bytes
-from ..model.sharded import is_sharded
 from ..step import Call, Step
-from .rerun import Input, Unit, rerunning
+from .rerun import rerunning
 from .search import Search
 
 
@@ -60,21 +58,16 @@ class ModuleStep(Step):
         earlier_bytes: int = 0,
         safely: bool = False,
     ) -> None:
-        self.resident_bytes, self.earlier_bytes = resident_bytes, earlier_bytes
-        self.counts_gradients = bool(earlier_bytes)
+        self.resident_bytes, self.counts_gradients = resident_bytes, bool(earlier_bytes)
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward
-        self._again: dict[str, Unit] = {}
-        # While planning: what units were given, with its version then.
-        self.inputs: list[Input] | None = None
-        search = Search(self, model, (args, kwargs))
+        search = Search(model, (args, kwargs), resident_bytes + earlier_bytes)
         # Values of attributes that the forward sets make no other kind of input; those it reads do.
         self.sets, self.reads = search.sets, search.reads
         if safely:
-            self.plan = search.safe(parse_bytes(budget, whole=0))
+            self.plan, self._again = search.safe(parse_bytes(budget, whole=0))
         else:
-            self.plan = search.plan(budget)
-        self.inputs = None
+            self.plan, self._again = search.plan(budget)
 
     @property
     def hidden_from_hooks(self) -> str:
@@ -84,11 +77,5 @@ class ModuleStep(Step):
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with the chosen modules checkpointed."""
-        modules = dict(model.named_modules())
-        units = {modules[name]: unit for name, unit in self._again.items()}
-        with rerunning(units, self.inputs, sharded=is_sharded(model)):
+        with rerunning(model, self._again):
             return self._forward(model, *args, **kwargs)
-
-    def choose(self, units: Sequence[Unit]) -> None:
-        """Let these units run again, and no others."""
-        self._again = {unit.name: unit for unit in units}

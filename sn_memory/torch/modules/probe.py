@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -39,17 +39,18 @@ class Behaviour:
         Of its inputs, beside parameters and buffers: what is saved instead where it runs again.
     saved_input_bytes
         Of its inputs that it saves.
-    repeatable
-        Whether it can be run again.
+    unrepeatable
+        Whether it would do otherwise when run again.
     saves_early
-        Whether an op saves what it writes only then.
+        Whether an op inside saves what it writes only then, so that a second run may not end when
+        the last tensor is saved.
     """
 
     seconds: float = 0.0
     saved_bytes: int = 0
     given_bytes: int = 0
     saved_input_bytes: int = 0
-    repeatable: bool = True
+    unrepeatable: bool = False
     saves_early: bool = False
 
 
@@ -103,8 +104,6 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
-        # Of autograd's graph of the pass, those that were looked at.
-        self._nodes: set[Any] = set()
         # What modules were given, and how it was: to be looked at again in the end.
         self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
@@ -164,21 +163,19 @@ class Probe:
             self.behaviour.clear()
             self._running.clear()
             self._given.clear()
-            self._nodes.clear()
 
             def saved(tensor: torch.Tensor, keep: bool = keep) -> torch.Tensor | None:
                 self._saved(tensor)
                 return tensor if keep else None
 
             own = Generators(it for module in self.model.modules() for _, it in kept_by(module))
-            drawn, python, looks = self._drawn(), outside_states(), _Looks()
+            drawn, python, looks = self._drawn(), outside_states(), _Looks(self._mark_early)
             try:
                 hooks = saved_tensors_hooks(saved, _needed)
                 with torch.enable_grad(), self._watched(), hooks, looks:
                     forward()
             except _Differentiates:
                 continue
-            self._nodes.clear()
             # What Python draws has no op that looks at it.
             in_python = own.changed() or python != outside_states()
             by_ops = not all(map(torch.equal, drawn, self._drawn()))
@@ -198,11 +195,8 @@ class Probe:
     def join(self, other: Probe) -> None:
         """Count what each module does at most in this pass and in another."""
         for module, does in other.behaviour.items():
-            mine = self.behaviour.setdefault(module, Behaviour())
-            for number in ("seconds", "saved_bytes", "given_bytes", "saved_input_bytes"):
-                setattr(mine, number, max(getattr(mine, number), getattr(does, number)))
-            mine.repeatable &= does.repeatable
-            mine.saves_early |= does.saves_early
+            mine = astuple(self.behaviour.get(module, Behaviour()))
+            self.behaviour[module] = Behaviour(*map(max, mine, astuple(does)))
         self.changed += [it for it in other.changed if it not in self.changed]
         self.changes_inputs |= other.changes_inputs
         known = {id(it) for it in self.written}
@@ -213,24 +207,19 @@ class Probe:
     def agree(self) -> None:
         """Let ranks that share the model's parameters see the same of each module."""
         modules = list(self.model.modules())
-        seen = [self.behaviour.get(module, Behaviour()) for module in modules]
-        told = [
-            (
-                *(it.seconds, it.saved_bytes, it.given_bytes, it.saved_input_bytes),
-                *(not it.repeatable, it.saves_early),
-            )
-            for it in seen
-        ]
-        agreed = most(self.model, [float(number) for numbers in told for number in numbers])
-        for at, module in enumerate(modules):
-            seconds, saved, given, inputs, marked, early = agreed[6 * at : 6 * at + 6]
-            if module in self.behaviour or marked:
-                self.behaviour[module] = Behaviour(
-                    seconds, int(saved), int(given), int(inputs), not marked, bool(early)
-                )
+        rows = [astuple(self.behaviour.get(module, Behaviour())) for module in modules]
+        agreed = iter(most(self.model, [float(number) for row in rows for number in row]))
+        for module, row in zip(modules, rows, strict=True):
+            does = Behaviour(*(type(number)(next(agreed)) for number in row))
+            if module in self.behaviour or does.unrepeatable:
+                self.behaviour[module] = does
 
     def _mark(self, module: torch.nn.Module) -> None:
-        self.behaviour.setdefault(module, Behaviour()).repeatable = False
+        self.behaviour.setdefault(module, Behaviour()).unrepeatable = True
+
+    def _mark_early(self) -> None:
+        for run in self._running:
+            self.behaviour.setdefault(run.module, Behaviour()).saves_early = True
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -267,12 +256,9 @@ class Probe:
             read = (*run.inputs, *run.weights)
             changed = any(version_of(it) != version for it, version in read)
             if changed or outside_states() != run.rng_state or fingerprint(given) != run.seen:
-                found.repeatable = False
+                found.unrepeatable = True
             elif run.seen:
                 self._given.append((module, given, run.seen))
-            if self._saves_early(result):
-                for it in (module, *(outer.module for outer in self._running)):
-                    self.behaviour.setdefault(it, Behaviour()).saves_early = True
 
         hooks = []
         for module in ours:
@@ -284,22 +270,6 @@ class Probe:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _saves_early(self, result: Any) -> bool:
-        """Whether an op of autograd's graph, since this was last asked, saves what it writes then.
-
-        Of torch's ops one does: the kernel of RReLU fills the noise that was saved before it ran.
-        """
-        waiting = [tensor.grad_fn for tensor in tensors(result) if not is_batched(tensor)]
-        found = False
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in self._nodes:
-                continue
-            self._nodes.add(node)
-            found |= node.name().startswith("RreluWithNoiseBackward")
-            waiting += [before for before, _ in node.next_functions]
-        return found
 
     def _saved(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
@@ -336,10 +306,21 @@ def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
 
 
+_RRELU = (torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_)
+
+
 class _Looks(TorchDispatchMode):
-    """Notes whether something looks at a tensor's values, so that what runs may depend on them."""
+    """Notes whether something looks at a tensor's values, so that what runs may depend on them.
+
+    early : called where an op saves what it writes only then; of torch's ops one does: the kernel
+        of RReLU fills the noise that was saved before it ran
+    """
 
     looked = False
+
+    def __init__(self, early: Callable[[], None]) -> None:
+        super().__init__()
+        self._early = early
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -356,6 +337,8 @@ class _Looks(TorchDispatchMode):
             self.looked |= any(arg is not None and arg.dtype == torch.bool for arg in args[1])
         else:
             self.looked |= not tags.isdisjoint(func.tags)
+        if func.overloadpacket in _RRELU:
+            self._early()
         if any(map(is_traceable_wrapper_subclass_type, types)):
             # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
             return NotImplemented

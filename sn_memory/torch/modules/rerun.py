@@ -7,7 +7,7 @@ does to statistics and other buffers: see `state.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..model.modes import OF_CHECKPOINT, saved_tensors_hook
+from ..model.sharded import is_sharded
 from ..model.snapshot import version_of
 from ..model.step import tensors
+from .probe import Behaviour
 from .state import RunState
 
 # A unit's name, a tensor it was given, and the tensor's version then.
@@ -25,46 +27,30 @@ Input = tuple[str, torch.Tensor, int]
 
 
 @dataclass
-class Unit:
-    """A module that may be run again.
+class Unit(Behaviour):
+    """A module that may be run again, and what it did in one forward pass.
 
-    Parameters
-    ----------
-    name
-        Its path.
-    changed
-        Buffers that its forward pass changes, as (module, name); None to compare copies of all.
-    seconds
-        Of all its calls in one forward pass.
-    saved_bytes
-        What it saves for the backward pass.
-    given_bytes, saved_input_bytes
-        Of its inputs, which are saved instead when it runs again; of those that it saves anyway.
-    saves_early
-        Whether an op inside saves what it writes only then, so that a second run may not end when
-        the last tensor is saved.
+    name : its path
+    changed : buffers that its forward pass changes, as (module, name); None to compare copies of
+        all
     """
 
-    name: str
-    changed: tuple[tuple[torch.nn.Module, str], ...] | None
-    seconds: float
-    saved_bytes: int
-    given_bytes: int = 0
-    saved_input_bytes: int = 0
-    saves_early: bool = False
+    name: str = ""
+    changed: tuple[tuple[torch.nn.Module, str], ...] | None = None
 
 
 @contextmanager
 def rerunning(
-    units: dict[torch.nn.Module, Unit], inputs: list[Input] | None, *, sharded: bool = False
+    model: torch.nn.Module, units: Sequence[Unit], inputs: list[Input] | None = None
 ) -> Iterator[None]:
-    """Put checkpointed forwards in the place of the modules' own for one forward pass.
+    """Put checkpointed forwards in the place of modules' own for one forward pass of a model.
 
     inputs : where what units were given is noted; None where nobody asks
-    sharded : whether parameters come and go by themselves
     """
-    before = {module: module.__dict__.get("forward") for module in units}
-    for module, unit in units.items():
+    # Whether parameters come and go by themselves.
+    sharded, modules = is_sharded(model), dict(model.named_modules())
+    before = {modules[unit.name]: modules[unit.name].__dict__.get("forward") for unit in units}
+    for module, unit in zip(before, units, strict=True):
         module.__dict__["forward"] = _checkpointed(module, unit, inputs, sharded)
     try:
         yield
@@ -78,7 +64,7 @@ def rerunning(
 
 def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
     """Return a forward that keeps what a module is given, and runs it again for the rest."""
-    return _checkpointed(module, Unit(path, None, 0.0, 0, saves_early=True), None, False)
+    return _checkpointed(module, Unit(name=path, saves_early=True), None, False)
 
 
 def _checkpointed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from ..model.sharded import most
 from ..model.snapshot import version_of
 from ..model.step import Measured, around, device_of, restore_step, run_step, seed
 from .probe import Probe
-from .rerun import Input, Unit
+from .rerun import Input, Unit, rerunning
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
@@ -30,17 +30,6 @@ _COURSES, _MEASURED = 32, 4
 # A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
 # in a model that adapters and a loss are wrapped around.
 _SAFE_DEPTH = 6
-
-
-class Chosen(Protocol):
-    """What runs a model with chosen modules run again."""
-
-    inputs: list[Input] | None
-    resident_bytes: int
-    earlier_bytes: int
-
-    def choose(self, units: Sequence[Unit]) -> None: ...
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class _OverwrittenError(Exception):
@@ -56,19 +45,14 @@ class Search:
 
     Parameters
     ----------
-    step
-        What runs the choices.
     model, arguments
         The plain model and a real sample.
+    resident_bytes
+        What counts beside a step.
     """
 
-    def __init__(
-        self,
-        step: Chosen,
-        model: torch.nn.Module,
-        arguments: Any,
-    ) -> None:
-        self.step, self.model, self.arguments = step, model, arguments
+    def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
+        self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
         # Seeds of the courses that each choice is measured on, and of all; None is the state of
         # chance as it is.
         self.courses: list[int | None] = [None]
@@ -95,7 +79,7 @@ class Search:
             self.all_courses = [*sorted(saved, key=saved.__getitem__, reverse=True)]
             self.courses = self.all_courses[:_MEASURED]
 
-    def plan(self, budget: float | str) -> MeasuredPlan:
+    def plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         while True:
             plan, again = self._plan(budget)
             # What is promised was seen: a course in which the choice holds more than the budget is
@@ -104,7 +88,7 @@ class Search:
             found = {other: self._measured_on(other, again).peak_bytes for other in others}
             largest = max(found, key=lambda it: found[it], default=None)
             if largest is None or found[largest] <= plan.budget_bytes:
-                return replace(plan, peak_bytes=max(plan.peak_bytes, *found.values(), 0))
+                return replace(plan, peak_bytes=max(plan.peak_bytes, *found.values(), 0)), again
             self.courses.append(largest)
 
     def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
@@ -121,7 +105,6 @@ class Search:
             baseline_bytes=baseline.peak_bytes,
             how="run again module by module",
         )
-        self.step.choose(again)
         made = measured_plan(
             units,
             again,
@@ -133,7 +116,7 @@ class Search:
         )
         return made, again
 
-    def safe(self, budget_bytes: int) -> MeasuredPlan:
+    def safe(self, budget_bytes: int) -> tuple[MeasuredPlan, list[Unit]]:
         """Return the first cut, of those that promise least, that keeps the budget.
 
         Where there is room left then, units are kept by what they save, as far as that is sure.
@@ -164,23 +147,16 @@ class Search:
                 found = kept
             else:
                 again = units
-        self.step.choose(again)
-        return self.as_plan(units, again, found, budget_bytes)
-
-    def as_plan(
-        self, units: list[Unit], again: list[Unit], found: Measured, budget_bytes: int
-    ) -> MeasuredPlan:
-        """Return the plan of a safe choice: its own step is the only one there is."""
-        seconds = max(0.0, found.seconds - sum(it.seconds for it in again))
-        return measured_plan(
+        made = measured_plan(
             units,
             again,
             found,
-            Measured({}, 0, "", 0.0),
+            Measured({}, 0, "", 0.0),  # its own step is the only one there is
             budget_bytes=budget_bytes,
-            baseline_seconds=seconds,
+            baseline_seconds=max(0.0, found.seconds - sum(it.seconds for it in again)),
             courses=len(self.all_courses),
         )
+        return made, again
 
     def safe_cuts(self) -> list[list[Unit]]:
         """Return the cuts at all depths, that with the smallest expected peak first."""
@@ -214,7 +190,7 @@ class Search:
     def unrepeatable(self, module: torch.nn.Module) -> bool:
         """Whether running a module again would do otherwise than the first time."""
         return any(
-            not self.behaviour[it].repeatable for it in module.modules() if it in self.behaviour
+            self.behaviour[it].unrepeatable for it in module.modules() if it in self.behaviour
         )
 
     def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
@@ -258,8 +234,7 @@ class Search:
             does, inside = self.behaviour[module], set(module.modules())
             if does.saved_bytes:
                 changed = tuple(it for it in self.changed if it[0] in inside)
-                rest = does.given_bytes, does.saved_input_bytes, does.saves_early
-                yield Unit(paths[module], changed, does.seconds, does.saved_bytes, *rest)
+                yield Unit(**vars(does), name=paths[module], changed=changed)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
         """Return the step of the largest peak, of the courses, with units run again."""
@@ -268,21 +243,22 @@ class Search:
 
     def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
         """Run a step of the sample with units run again; put everything back."""
-        self.step.choose(again)
-        planned = around(self.model, self.step.run)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             noted: list[Input] = []
-            self.step.inputs = noted
+
+            def rerun(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+                with rerunning(model, again, noted):
+                    return type(model).forward(model, *args, **kwargs)
+
             try:
-                outputs = planned(*args, **kwargs)
+                outputs = around(self.model, rerun)(*args, **kwargs)
                 for unit, tensor, version in noted:
                     if version_of(tensor) != version:
                         raise _OverwrittenError(unit)
             finally:
                 # Who runs again holds the list, and what is in it would hold who runs again.
                 noted.clear()
-                self.step.inputs = None
             return outputs
 
         with restore_step(
@@ -295,7 +271,6 @@ class Search:
                 self.arguments,
                 kernels=device_of(self.model).type == "cpu",
             )
-        beside = self.step.resident_bytes + self.step.earlier_bytes
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
-        peak, seconds = most(self.model, [found.peak_bytes + beside, found.seconds])
+        peak, seconds = most(self.model, [found.peak_bytes + self.resident_bytes, found.seconds])
         return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)

@@ -28,13 +28,13 @@ from ..model.step import device_of
 from ..model.wrapping import check_model, check_optimizer
 from ..trace.op_seconds import (
     largest_bytes,
+    measured_costs,
     measured_device,
-    measured_seconds,
     scratch_of_steps,
 )
 from ..trace.record import Recording
 from ..trace.to_graph import flops
-from ..trace.trace import call_arguments, resident_storages
+from ..trace.trace import call_arguments, resident_bytes
 from .choose import Chooser, CompiledPeaks, Found
 from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sharded_peak
 from .watch import OF_CACHE, Watched, watch
@@ -263,7 +263,7 @@ def checkpoint_policy(
     check_model(model)
     check_optimizer(optimizer)
     arguments = call_arguments(sample)
-    held = sum(storage.bytes for storage in resident_storages(model, optimizer))
+    held = resident_bytes(model, optimizer)
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
     plain = predicted(model, arguments, {}, known, scratch)
@@ -353,10 +353,10 @@ def _seconds(
     profile = profile and place.type != "meta"
     if device is None:
         device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
-    measured = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
+    costs = measured_costs(recording, place) if profile else [None] * len(recording.calls)
     return [
-        _roofline(recording, at, device) if seconds is None else seconds
-        for at, seconds in enumerate(measured)
+        _roofline(recording, at, device) if cost is None else cost[0]
+        for at, cost in enumerate(costs)
     ]
 
 

@@ -144,11 +144,6 @@ def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:
     return [costs.get(at) for at in range(len(recording.calls))]
 
 
-def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
-    """Return seconds per call on a device; None for calls that could not or may not be timed."""
-    return [cost and cost[0] for cost in measured_costs(recording, device)]
-
-
 def cached_costs(
     works: Sequence[tuple[str, Callable[[], Cost]]], device: torch.device
 ) -> list[Cost]:

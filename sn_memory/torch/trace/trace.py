@@ -408,5 +408,10 @@ def resident_storages(
     return (*held, Storage(LIBRARIES, gpu.named.kept_bytes, "state"))
 
 
+def resident_bytes(model: torch.nn.Module, optimizer: Any) -> int:
+    """Return the bytes of what is resident and no part of the step."""
+    return sum(storage.bytes for storage in resident_storages(model, optimizer))
+
+
 def _allocator(place: torch.device) -> str:
     return "torch" if place.type == "cuda" else "none"
