@@ -57,7 +57,7 @@ RIVALS: list[tuple[str, float | None]] = [
 HEADLINE = ("plain", "ours")
 # Most of what the CNN saves is signs and indices, so that 8 bits suffice for 13.5 times less. What
 # norms and attention save takes 8 bits in any case, and is most of it in the others.
-RATIOS = {"cnn": (8.0, 13.5, 20.0), "transformer": (3.5,), "resnet": (3.5,)}
+RATIOS = {"cnn": (8.0, 13.5, 20.0), "transformer": (3.5,), "resnet": (3.5, 6.5)}
 
 
 class Block(nn.Module):
@@ -267,9 +267,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["net"], row["method"], row["ratio_asked"]), []).append(row)
-    for (net, method, asked), group in groups.items():
-        plain = {row["seed"]: row["accuracy"] for row in groups.get((net, "plain", None), [])}
+        key = row["net"], row["steps"], row["method"], row["ratio_asked"]
+        groups.setdefault(key, []).append(row)
+    for (net, steps, method, asked), group in groups.items():
+        plain = {r["seed"]: r["accuracy"] for r in groups.get((net, steps, "plain", None), [])}
         lost = [plain[r["seed"]] - r["accuracy"] for r in group if r["seed"] in plain]
 
         def mean(field: str, scale: float = 1.0, group: Any = group) -> str:
@@ -278,7 +279,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
         lines.append(
             [
-                net,
+                f"{net}, {steps:,} steps",
                 f"{method} {asked:g}x" if asked else method,
                 f"{mean('ratio')} times less",
                 mean("bits_per_32"),
@@ -300,9 +301,12 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="other than a net's own")
     args = parser.parse_args()
     path = args.json or (ROOT / "benchmarks/out/activations.json" if args.quick else RESULTS)
-    runs = plan(args.seeds[:1] if args.quick else args.seeds, args.nets, 12 if args.quick else None)
+    runs = plan(
+        args.seeds[:1] if args.quick else args.seeds, args.nets, 12 if args.quick else args.steps
+    )
     runs = [run for run in runs if not args.only or run.method in args.only]
     rows = [] if args.quick else load(path)
     fields = tuple(asdict(runs[0]))

@@ -12,6 +12,12 @@ plain           torch
 checkpoint      torch.utils.checkpoint_sequential, the square root of the layers' number of segments
 nearest         groups of 256 floats rounded to nearest in 4 bits, each saved tensor once
 fp8             floats cast to torch.float8_e4m3fn, each saved tensor once
+dct             images as JPEG has them: 8 bits a channel, the cosine transform of blocks of 8 x 8,
+                divided by its table of luminance, and what is not zero with a bit mask (the idea of
+                JPEG-ACT, Evans et al., ISCA 2020, without its coder and its tables); signs of a
+                ReLU are those of what comes back. Other floats 8 bits a row. Each tensor once
+paper           compress_activations(model, error=0.01, form="paper"): rounded to nearest, predicted
+                and entropy coded, as Jin et al. do it (one step is timed)
 ours            compress_activations(model, bits=4)
 ours, eighth    compress_activations(model, budget=...) of 1 / 8.1 of what plain torch saves
 """
@@ -19,6 +25,7 @@ ours, eighth    compress_activations(model, budget=...) of 1 / 8.1 of what plain
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 import weakref
@@ -48,7 +55,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet-18": (partial(resnet, 18), (8, 3, 224, 224)),
     "ResNet-50": (partial(resnet, 50), (4, 3, 224, 224)),
 }
-METHODS = ("plain", "ours", "ours, eighth", "checkpoint", "nearest", "fp8")
+METHODS = ("plain", "ours", "ours, eighth", "checkpoint", "nearest", "fp8", "dct", "paper")
 ROUNDS = 3
 LEAST = 1024  # elements of a tensor that rivals compress
 
@@ -82,8 +89,57 @@ class Float8:
         return self.held.to(self.dtype)
 
 
+# Of luminance (ITU-T T.81, table K.1): what each of 8 x 8 coefficients is divided by.
+LUMINANCE = torch.tensor([
+    16, 11, 10, 16, 24, 40, 51, 61, 12, 12, 14, 19, 26, 58, 60, 55, 14, 13, 16, 24, 40, 57, 69, 56,
+    14, 17, 22, 29, 51, 87, 80, 62, 18, 22, 37, 56, 68, 109, 103, 77, 24, 35, 55, 64, 81, 104, 113,
+    92, 49, 64, 78, 87, 103, 121, 120, 101, 72, 92, 95, 98, 112, 100, 103, 99,
+]).view(8, 8)  # fmt: skip
+WAVES = torch.cos(torch.arange(8).mul(math.pi / 8)[:, None] * (torch.arange(8) + 0.5)) / 2
+WAVES[0] /= 2**0.5
+
+
+class Cosines:
+    """Images in blocks of 8 x 8: cosine transform, JPEG's table, a mask and what is not zero."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.dtype = x.shape, x.dtype
+        self.images = x.dim() == 4 and min(x.shape[2:]) >= 8
+        rows = x.flatten(0, 1) if self.images else x.reshape(len(x), -1)
+        self.scale = rows.flatten(1).abs().amax(1).clamp(min=1e-30) / 127
+        if not self.images:
+            self.codes = (rows / self.scale[:, None]).round_().to(torch.int8)
+            return
+        high, wide = x.shape[2:]
+        rows = nn.functional.pad(rows / self.scale[:, None, None], (0, -wide % 8, 0, -high % 8))
+        self.padded = rows.shape
+        blocks = rows.round_().unflatten(2, (-1, 8)).unflatten(1, (-1, 8)).transpose(2, 3)
+        codes = (WAVES @ blocks @ WAVES.T / LUMINANCE).round_().clamp_(-128, 127).to(torch.int8)
+        there = codes.flatten() != 0
+        self.codes = codes.flatten()[there]
+        self.mask = (there.view(-1, 8) * (1 << torch.arange(8))).sum(1).to(torch.uint8)
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor."""
+        if not self.images:
+            return (self.codes.to(self.dtype) * self.scale[:, None]).view(self.shape)
+        there = (self.mask[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
+        codes = torch.zeros(there.shape, dtype=self.dtype)
+        codes[there] = self.codes.to(self.dtype)
+        rows, high, wide = self.padded
+        blocks = codes.view(rows, high // 8, wide // 8, 8, 8).mul_(LUMINANCE)
+        images = (WAVES.T @ blocks @ WAVES).transpose(2, 3).reshape(self.padded)
+        images = images[:, : self.shape[2], : self.shape[3]] * self.scale[:, None, None]
+        return images.reshape(self.shape)
+
+
+FORMS = {"nearest": Nearest, "fp8": Float8, "dct": Cosines}
+
+
 @contextmanager
-def packed(form: type[Nearest | Float8], net: nn.Module, x: torch.Tensor) -> Iterator[None]:
+def packed(
+    form: type[Nearest | Float8 | Cosines], net: nn.Module, x: torch.Tensor
+) -> Iterator[None]:
     """What autograd saves in a form, each tensor once; weights and the input as they are."""
     there = {it.untyped_storage()._cdata for it in (x, *net.parameters(), *net.buffers())}
     seen: dict[Any, Any] = {}
@@ -121,7 +177,7 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
         y = checkpoint_sequential(layers, segments, x, use_reentrant=False)
         return nn.functional.cross_entropy(y, labels)
 
-    def by(form: type[Nearest | Float8]) -> torch.Tensor:
+    def by(form: type[Nearest | Float8 | Cosines]) -> torch.Tensor:
         with packed(form, net, x):
             return plain()
 
@@ -134,17 +190,20 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
     found: dict[str, Any] = {
         "plain": plain,
         "checkpoint": checkpoint,
-        "nearest": partial(by, Nearest),
-        "fp8": partial(by, Float8),
-    }
+    } | {name: partial(by, form) for name, form in FORMS.items()}
     four = compress_activations(net, bits=4)
     ours(four).backward()
     four.active = False
     found["ours"] = partial(ours, four)
-    if "ours, eighth" in methods:
-        eighth = compress_activations(net, budget=int(four.saved.plain_bytes / EIGHTH))
-        eighth.active = False
-        found["ours, eighth"] = partial(ours, eighth)
+    others: dict[str, dict[str, Any]] = {
+        "ours, eighth": {"budget": int(four.saved.plain_bytes / EIGHTH)},
+        "paper": {"error": 0.01, "form": "paper"},
+    }
+    for method, how in others.items():
+        if method in methods:
+            compressed = compress_activations(net, **how)
+            compressed.active = False
+            found[method] = partial(ours, compressed)
     return {method: found[method] for method in methods}
 
 
@@ -161,8 +220,10 @@ def rows_of(name: str, methods: tuple[str, ...], rounds: int) -> list[dict[str, 
             loss().backward()
         found[method] = activation_bytes(loss, weights)
     seconds: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(rounds):
+    for number in range(rounds):
         for method, loss in calls.items():
+            if method == "paper" and number:
+                continue  # a step of minutes
             net.zero_grad()
             start = time.process_time()
             loss().backward()
@@ -211,13 +272,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="one net, few methods, one round")
     parser.add_argument("--nets", nargs="+", choices=[*NETS], default=[*NETS])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     args = parser.parse_args()
     file = "activations_networks.json"
     path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
     about = {"commit": commit(), "machine": machine()}
     nets = ["AlexNet"] if args.quick else args.nets
     for net in nets:  # saved net by net
-        methods = METHODS[:2] if args.quick else METHODS
+        methods = METHODS[:2] if args.quick else args.methods
         made = [row | about for row in rows_of(net, methods, 1 if args.quick else ROUNDS)]
         rows = [row for row in load(path) if row["net"] != net] + made
         rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
