@@ -24,7 +24,18 @@ from typing import Any
 
 import torch
 from ddp_ranks import about, measured
-from node_ddp import COUNTER, SETTINGS, SETTLE, WAYS, Shapes, alone, note, now, row_of
+from node_ddp import (
+    COUNTER,
+    SETTINGS,
+    SETTLE,
+    SETTLE_WHOLE,
+    WAYS,
+    Shapes,
+    alone,
+    note,
+    now,
+    row_of,
+)
 from shaped_links import NoLinksError, ShapedLinks
 from training_rows import load, save
 
@@ -52,7 +63,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             named_parameters=model.named_parameters(), **options,
         )  # fmt: skip
         taken: dict[str, list[float]] = {"seconds": [], "cpu": [], "sent": []}
-        for step in range(SETTLE + job["steps"]):
+        settle = SETTLE_WHOLE if way.startswith("plain") else SETTLE
+        for step in range(settle + job["steps"]):
             optimizer.zero_grad()
             hvd.barrier()
             before = now()
@@ -64,7 +76,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             with optimizer.skip_synchronize():
                 optimizer.step()
         report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
-        found[way] = {name: each[SETTLE:] for name, each in taken.items()}
+        found[way] = {name: each[settle:] for name, each in taken.items()}
         found[way]["nodes"] = report.get("nodes", 0)
         del optimizer, model, gradients
     hvd.barrier()

@@ -91,6 +91,11 @@ its host's time to launch kernels; copies and sums are of codec_seconds.json bes
 of a gather divide into encoding and decoding was not measured; half is taken for each."""
 
 
+GLOO = {"move_s": 0.56e-9, "sum_s": 0.63e-9}
+"""Of a `cost.Host`: CPU seconds of a byte that Gloo sends and receives, by an all-to-all and by an
+all-reduce, over the loopback of an AMD EPYC (`python -m benchmarks nodes_predicted --measure`)."""
+
+
 def measure_rates(
     settings: Settings,
     *,

@@ -347,6 +347,30 @@ def one_state_is_not_enough_for_other_nodes():
             assert "Load the list" in said, said
 
 
+def a_rank_that_joins_is_refused():
+    """By all others, before anything is summed, also what travels plain; Horovod itself goes on."""
+    for way in WAYS:
+        for graph, steps in ((False, 3), (True, 2), (True, 12)):  # 2: of low rank, on the host
+            print("DEBUG", hvd.rank(), way, graph, steps, flush=True)
+            variables, own = net(), fresh(way)
+            step = step_of(variables, own, graph=graph)
+            for at in range(steps):
+                step(batch(at))
+            before = vector(variables)
+            if hvd.rank():
+                said = message_of(lambda: step(batch(steps)))  # noqa: B023
+                assert "another rank called hvd.join()" in said, said
+                assert "with hierarchy=None" in said, said
+            print("DEBUG", hvd.rank(), "joins", flush=True)
+            hvd.join()
+            print("DEBUG", hvd.rank(), "joined", flush=True)
+            assert np.array_equal(vector(variables), before), (way, graph, steps)
+            assert_alike(variables)
+            for at in range(steps, steps + 3):
+                step(batch(at))
+            assert_alike(variables)
+
+
 def many_nodes_learn_as_without():
     """Three nodes of two: sums go in pieces, payloads by way of owners."""
     shapes = [(64, 96), (96,), (96, 64), (64,)]
@@ -369,7 +393,7 @@ CASES = [
     without_a_hierarchy_all_is_as_on_one_node, unequal_nodes_exchange_as_without,
     what_was_dropped_is_not_sent_later, keras_trains_by_nodes, variables_may_be_arguments,
     a_run_goes_on_with_other_nodes, a_run_goes_on_on_the_same_nodes,
-    one_state_is_not_enough_for_other_nodes,
+    one_state_is_not_enough_for_other_nodes, a_rank_that_joins_is_refused,
 ]  # fmt: skip
 MORE = [many_nodes_learn_as_without]
 
