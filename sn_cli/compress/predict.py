@@ -136,7 +136,9 @@ def _predict(args: argparse.Namespace) -> Answer:
                 model, ranks=many, gpus=link.gpus, settings=settings, rates=rates, host=host
             )  # fmt: skip
             by = {name: replace(link, tree=name == "tree") for name in ("ring", "tree")}
-            row = {name: _fastest(args, routes, many, through, host) for name, through in by.items()}
+            row = {
+                name: _fastest(args, routes, many, through, host) for name, through in by.items()
+            }
             grown.append({"gpus": many, **row})
         text += f"\n\n{_grown_table(grown)}"
         data = {"gpus": grown}
@@ -186,7 +188,11 @@ def _fastest(
     """Seconds of plain's step and of the fastest way's; plain's where little is gained."""
     seconds = {
         way: step(
-            of, ranks=ranks, link=link, compute_s=args.compute_ms / 1e3, overlap=args.overlap,
+            of,
+            ranks=ranks,
+            link=link,
+            compute_s=args.compute_ms / 1e3,
+            overlap=args.overlap,
             host=host,
         ).seconds  # fmt: skip
         for way, of in routes.items()

@@ -124,7 +124,7 @@ def test_cores_that_ranks_share_by_hand():
     assert found.exchange_s - late == pytest.approx(moved)
     assert found.cores_s == pytest.approx(1.0 + 0.012 + moved)
     assert found.seconds == pytest.approx(found.cores_s + late)
-    # By nodes: three quarters to the owners and as much back, and owners of a quarter each exchange.
+    # By nodes: three quarters to owners, and back; between, each owner exchanges its quarter.
     sizes = ("inside", 10**6), ("allreduce", 4 * 10**6), ("inside", 10**6)
     own = Route("plain", sizes, (0.0,) * 4, 10**6)
     found = step([own], ranks=8, link=fast, host=host)
@@ -156,8 +156,7 @@ def test_cores_are_left_to_the_busiest_owner():
         return step(routes, ranks=4, link=replace(LINK, gpus=2), host=host).codec_s
 
     all_s = sum(
-        sum(it.codec_s)
-        for it in routes_of("shared", uneven, ranks=2, settings=chosen, rates=rates)
+        sum(it.codec_s) for it in routes_of("shared", uneven, ranks=2, settings=chosen, rates=rates)
     )
     assert codec_s(ALONE) == pytest.approx(all_s * 6 / 7, rel=0.01)
     assert codec_s(Host(2, 4)) == pytest.approx(all_s)  # two nodes' work on two cores
