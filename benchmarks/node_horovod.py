@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from ddp_ranks import about, measured
 from node_ddp import (
-    COUNTER,
     SETTINGS,
     SETTLE,
     SETTLE_WHOLE,

@@ -194,7 +194,7 @@ def _fastest(
             compute_s=args.compute_ms / 1e3,
             overlap=args.overlap,
             host=host,
-        ).seconds  # fmt: skip
+        ).seconds
         for way, of in routes.items()
     }
     best = min(seconds, key=lambda way: seconds[way])
