@@ -91,9 +91,10 @@ its host's time to launch kernels; copies and sums are of codec_seconds.json bes
 of a gather divide into encoding and decoding was not measured; half is taken for each."""
 
 
-GLOO = {"move_s": 0.56e-9, "sum_s": 0.63e-9}
-"""Of a `cost.Host`: CPU seconds of a byte that Gloo sends and receives, by an all-to-all and by an
-all-reduce, over the loopback of an AMD EPYC (`python -m benchmarks nodes_predicted --measure`)."""
+GLOO = {"move_s": 1.2e-9, "sum_s": 0.62e-9}
+"""Of a `cost.Host`: CPU seconds of a byte that Gloo sends and receives, by an all-to-all into new
+memory and by an all-reduce in its own, over the loopback of an AMD EPYC (medians of three runs of
+`python -m benchmarks nodes_predicted --measure`, load 8)."""
 
 
 def measure_rates(
