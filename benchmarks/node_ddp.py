@@ -5,10 +5,12 @@
 
 Each node is a namespace behind a link of --gbit (benchmarks/shaped_links.py); its --per-node ranks
 meet at its own address, so that what travels inside a node never comes to the link. Gradients have
-AlexNet's shapes and are made without a network: what is timed is a backward pass of one product a
-parameter, and the exchange. Ways take turns step by step in the same processes. Bytes are those
-that the node's interface counts in a step, headers included. "plain by nodes" is all of it summed
-inside a node and travelling whole between owners: LowRankCompression that stays in its warm-up.
+AlexNet's shapes and are made without a network: 64 directions of falling strength, which ranks
+share, and noise of each rank's own. Of noise alone low rank would send rows, and twice as much.
+What is timed is a backward pass of one product a parameter, and the exchange. Bytes are those that
+the node's interface counts in a step, headers included; CPU seconds those of all ranks together,
+which other programs hardly change. "plain by nodes" is all of it summed inside a node and
+travelling whole between owners: to LowRankCompression no tensor is large enough.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
+from resnet50_gradients import gradient
 from shaped_links import NoLinksError, ShapedLinks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,16 +40,18 @@ from sn_compress.torch.ddp import CompressionState, compression_hook
 RESULTS = Path(__file__).resolve().parent / "results/node_ddp.json"
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 SETTINGS = ("nodes", "per_node", "gbit", "scale")
-SETTLE = 2  # steps of each way before those that are timed
+# Steps before those that are timed: of low rank the dense one, and that which chooses sizes.
+SETTLE, SETTLE_WHOLE = 2, 1
 # AlexNet (Krizhevsky 2012, as torchvision has it): weights and biases of its layers.
 SHAPES = [
     (64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
     (4096, 9216), (4096, 4096), (1000, 4096), (64,), (192,), (384,), (256,), (256,), (4096,),
     (4096,), (1000,),
 ]  # fmt: skip
+HEAD = ("way", "s/step", "x plain", "CPU s", "MB a node")
 WAYS: dict[str, Any] = {
     "plain": None,
-    "plain by nodes": LowRankCompression.using(warmup=10**9),
+    "plain by nodes": LowRankCompression.using(min_elements=2**40),
     "low rank 50": LowRankCompression.using(ratio=50, warmup=1, hierarchy=None),
     "low rank 50 by nodes": LowRankCompression.using(ratio=50, warmup=1),
     "FFT": FFTCompression.using(hierarchy=None),
@@ -63,19 +69,59 @@ class Shapes(nn.Module):
         shapes = [tuple(n // scale if n >= 1000 else n for n in shape) for shape in SHAPES]
         self.tensors = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
+    def gradients(self, rank: int) -> list[torch.Tensor]:
+        """A rank's, of unit scale; the same in every run."""
+        return [gradient(tuple(it.shape), at, rank) for at, it in enumerate(self.tensors)]
+
     def forward(self, gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
         """The sum of products."""
         pairs = zip(self.tensors, gradients, strict=True)
         return torch.stack([torch.dot(p.flatten(), g.flatten()) for p, g in pairs]).sum() * factor
 
 
+def now() -> dict[str, float]:
+    """Clocks and the counter of this rank's node, before a step."""
+    clocks = {"seconds": time.perf_counter(), "cpu": time.process_time()}
+    return clocks | {"sent": int(COUNTER.read_text())}
+
+
+def note(taken: dict[str, list[float]], before: dict[str, float], seconds: float) -> None:
+    """Add what a step took to what steps have taken."""
+    for name, value in now().items():
+        taken[name].append(seconds if name == "seconds" else value - before[name])
+
+
+def alone(model: Shapes, gradients: list[torch.Tensor], meet: Callable[[], object]) -> float:
+    """CPU seconds of this rank's backward pass without an exchange, while all do one."""
+    taken = []
+    for step in range(SETTLE + 3):
+        model.zero_grad()
+        meet()
+        start = time.process_time()
+        model(gradients, 1.0 + step / 10).backward()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken[SETTLE:])
+
+
+def row_of(way: str, job: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds are those of the slowest rank, CPU seconds of all, bytes those of the first node."""
+    each = [rank[way] for rank in found]
+    steps = [max(of) for of in zip(*(rank["seconds"] for rank in each), strict=True)]
+    cpu = [sum(of) for of in zip(*(rank["cpu"] for rank in each), strict=True)]
+    return {
+        "way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"],
+        "step_s": round(statistics.median(steps), 3), "cpu_s": round(statistics.median(cpu), 3),
+        "compute_cpu_s": round(sum(rank["alone"] for rank in found), 3),
+        "node_bytes": round(statistics.median(each[0]["sent"])),
+    }  # fmt: skip
+
+
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: steps of all ways, in turn."""
     os.environ["GROUP_RANK"] = str(dist.get_rank() // job["per_node"])
-    generator = torch.Generator().manual_seed(dist.get_rank())
     model = Shapes(job["scale"])
-    gradients = [torch.randn(p.shape, generator=generator) for p in model.tensors]
-    found: dict[str, dict[str, list[float]]] = {}
+    gradients = model.gradients(dist.get_rank())
+    found: dict[str, Any] = {"alone": alone(model, gradients, dist.barrier)}
     for way in job["ways"]:
         # One after the other: eight ranks with six models each would not fit.
         model.zero_grad()
@@ -83,30 +129,19 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         if (compression := WAYS[way]) is not None:
             state = CompressionState(compression, named_parameters=model.named_parameters())
             ddp.register_comm_hook(state, compression_hook)
-        seconds, sent = [], []
-        for step in range(SETTLE + job["steps"]):
+        taken: dict[str, list[float]] = {"seconds": [], "cpu": [], "sent": []}
+        settle = SETTLE_WHOLE if way.startswith("plain") else SETTLE
+        for step in range(settle + job["steps"]):
             model.zero_grad()
             dist.barrier()
-            before, start = int(COUNTER.read_text()), time.perf_counter()
+            before = now()
             ddp(gradients, 1.0 + step / 10).backward()
-            seconds.append(time.perf_counter() - start)
+            seconds = time.perf_counter() - before["seconds"]
             dist.barrier()  # what a rank has sent is counted when the others have it
-            sent.append(int(COUNTER.read_text()) - before)
-        found[way] = {"seconds": seconds[SETTLE:], "sent": sent[SETTLE:]}
+            note(taken, before, seconds)
+        found[way] = {name: each[settle:] for name, each in taken.items()}
         del ddp
     return found
-
-
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a way; seconds are those of the slowest rank, bytes those of the first node."""
-    rows = []
-    for way in job["ways"]:
-        steps = [max(each) for each in zip(*(rank[way]["seconds"] for rank in found), strict=True)]
-        row = {"way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"]}
-        row |= {"step_s": round(statistics.median(steps), 3)}
-        row |= {"node_bytes": round(statistics.median(found[0][way]["sent"]))}
-        rows.append(row | about(__file__))
-    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -121,12 +156,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         plain = next((row["step_s"] for row in group if row["way"] == "plain"), None)
         cells = [
-            [row["way"], row["step_s"], plain and plain / row["step_s"], row["node_bytes"] / 1e6]
+            [
+                row["way"],
+                row["step_s"],
+                plain and plain / row["step_s"],
+                row["cpu_s"],
+                row["node_bytes"] / 1e6,
+            ]
             for row in group
         ]
-        lines.append(
-            text_table(("way", "s/step", "x plain", "MB a node"), cells, ("", ".2f", ".2f", ".2f"))
-        )
+        lines.append(text_table(HEAD, cells, ("", ".2f", ".2f", ".2f", ".2f")))
     return "\n".join(lines)
 
 
@@ -158,7 +197,7 @@ def main() -> None:
                     )  # fmt: skip
             except NoLinksError as why:
                 raise SystemExit(str(why)) from None
-            rows += rows_of(job, found)
+            rows += [row_of(way, job, found) | about(__file__) for way in args.ways]
             save(args.json, rows)
     print(table(rows))
 

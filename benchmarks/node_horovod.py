@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,23 @@ from typing import Any
 
 import torch
 from ddp_ranks import about, measured
-from node_ddp import COUNTER, SETTINGS, SETTLE, WAYS, Shapes
+from node_ddp import (
+    SETTINGS,
+    SETTLE,
+    SETTLE_WHOLE,
+    WAYS,
+    Shapes,
+    alone,
+    note,
+    now,
+    row_of,
+)
 from shaped_links import NoLinksError, ShapedLinks
 from training_rows import load, save
 
 from sn_compress.text_table import text_table
 
+IDLE_S = 2
 RESULTS = Path(__file__).resolve().parent / "results/node_horovod.json"
 
 
@@ -40,37 +50,39 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     hvd.init()
-    generator = torch.Generator().manual_seed(hvd.rank())
     found: dict[str, Any] = {}
     for way in job["ways"]:
         model = Shapes(job["scale"])
-        gradients = [torch.randn(p.shape, generator=generator) for p in model.tensors]
+        gradients = model.gradients(hvd.rank())
+        if "alone" not in found:
+            found["alone"] = alone(model, gradients, hvd.barrier)
         options = {} if WAYS[way] is None else {"compression": WAYS[way]}
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0),
             named_parameters=model.named_parameters(), **options,
         )  # fmt: skip
-        seconds, sent = [], []
-        for step in range(SETTLE + job["steps"]):
+        taken: dict[str, list[float]] = {"seconds": [], "cpu": [], "sent": []}
+        settle = SETTLE_WHOLE if way.startswith("plain") else SETTLE
+        for step in range(settle + job["steps"]):
             optimizer.zero_grad()
             hvd.barrier()
-            before, start = int(COUNTER.read_text()), time.perf_counter()
+            before = now()
             model(gradients, 1.0 + step / 10).backward()
             optimizer.synchronize()
-            seconds.append(time.perf_counter() - start)
+            seconds = time.perf_counter() - before["seconds"]
             hvd.barrier()  # what a rank has sent is counted when the others have it
-            sent.append(int(COUNTER.read_text()) - before)
+            note(taken, before, seconds)
             with optimizer.skip_synchronize():
                 optimizer.step()
         report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
-        found[way] = {
-            "seconds": seconds[SETTLE:], "sent": sent[SETTLE:], "nodes": report.get("nodes", 0)
-        }  # fmt: skip
+        found[way] = {name: each[settle:] for name, each in taken.items()}
+        found[way]["nodes"] = report.get("nodes", 0)
         del optimizer, model, gradients
     hvd.barrier()
-    before = int(COUNTER.read_text())
-    time.sleep(2)
-    found["idle"] = (int(COUNTER.read_text()) - before) / 2
+    before = now()
+    time.sleep(IDLE_S)
+    after = now()
+    found["idle"] = {name: (after[name] - before[name]) / IDLE_S for name in ("sent", "cpu")}
     hvd.barrier()
     return found
 
@@ -115,27 +127,27 @@ def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dic
 
 
 def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a way; seconds are those of the slowest rank, bytes those of the first node."""
-    rows = []
-    for way in job["ways"]:
-        steps = [max(each) for each in zip(*(rank[way]["seconds"] for rank in found), strict=True)]
-        row = {"way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"]}
-        row |= {"step_s": round(statistics.median(steps), 3), "by_nodes": found[0][way]["nodes"]}
-        row |= {"node_bytes": round(statistics.median(found[0][way]["sent"]))}
-        rows.append(row | {"idle_bytes_s": round(found[0]["idle"])} | about(__file__))
-    return rows
+    """One row a way; idle bytes are of a second of the first node, CPU seconds of all ranks."""
+    idle = {
+        "idle_bytes_s": round(found[0]["idle"]["sent"]),
+        "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in found), 3),
+    }
+    return [
+        row_of(way, job, found) | {"by_nodes": found[0][way]["nodes"]} | idle | about(__file__)
+        for way in job["ways"]
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
     cells = [
         [row["way"], *(row[name] for name in SETTINGS), row["node_bytes"] / 1e6,
-         row["idle_bytes_s"] / 1e6, row["step_s"], row["load"]]
+         row["idle_bytes_s"] / 1e6, row["step_s"], row["cpu_s"], row["load"]]
         for row in rows
     ]  # fmt: skip
     names = ("way", "nodes", "ranks each", "Gbit/s", "scale", "MB a node", "MB/s idle", "s/step")
-    names += ("load",)
-    return text_table(names, cells, ("", "", "", "g", "", ".2f", ".3f", ".2f", ".1f"))
+    names += ("CPU s", "load")
+    return text_table(names, cells, ("", "", "", "g", "", ".2f", ".3f", ".2f", ".2f", ".1f"))
 
 
 def main() -> None:

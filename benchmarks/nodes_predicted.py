@@ -1,13 +1,13 @@
 """Steps of ranks in nodes, measured, beside what `sn_compress.predict` says of them.
 
-    python -m benchmarks nodes_predicted                two tables in Markdown, from kept rows
-    python -m benchmarks nodes_predicted --measure      what Gloo moves inside a node here
+    python -m benchmarks nodes_predicted                a table in Markdown, from kept rows
+    python -m benchmarks nodes_predicted --measure      rates of this machine, a minute
 
-Rows are those of node_ddp, node_horovod and shaped_ddp. They have no rates of the codec beside
-them, so those recorded of one core are taken, times the ranks that share a core: nothing is fitted.
-Computing is not counted but for the transformer of shaped_ddp, of which pays.json has it. What
-moves inside a node goes through the same cores; it was measured as `--measure` does it: four ranks
-in pairs, each pair with an all-to-all of 32 MB at once.
+Rows are those of node_ddp, node_horovod and shaped_ddp. Nodes of the first two are namespaces of
+one machine, whose cores all ranks share: predict is told of a `Host`. Rates of the codec, and CPU
+seconds of a byte that Gloo moves, are measured by themselves, in four ranks at once that have no
+link, in CPU seconds of each: nothing is fitted to a step. Computing is a backward pass without an
+exchange, of the same ranks, of which rows have the CPU seconds.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_ranks import as_rank, run_ranks
+from ddp_ranks import about, as_rank, run_ranks
 from node_ddp import SHAPES
 from pays import shapes_of
 from tables import markdown
-from training_rows import load
+from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.prediction.cost import Layer, Link, Step
+from sn_compress.prediction.cost import ALONE, FASTEST, Host, Layer, Link, Step
 from sn_compress.prediction.predict import predict
-from sn_compress.prediction.rates import RECORDED, Rates
+from sn_compress.prediction.rates import RECORDED, Rates, measure_rates
 
 RESULTS = Path(__file__).resolve().parent / "results"
-CORES = 2
-INSIDE_GBIT = 0.86  # of each rank, by --measure: median of three runs, load 11 to 21
+RATES = RESULTS / "nodes_predicted.json"
+CORES, RANKS = 2, 4
 ELEMENTS, REPEAT = 2**23, 5
+SIDE = 3072  # of the codec's matrix: beyond 32 MB memory comes from the kernel each time
 METHODS = {
     "plain": "plain", "fp16": "fp16", "plain by nodes": "plain by nodes", "low rank 50": "shared",
     "low rank 150": "shared", "low rank 50 by nodes": "shared by nodes", "FFT": "gather",
@@ -49,74 +51,110 @@ def shapes(scale: int) -> list[Layer]:
     return [Layer(f"w{number}", shape) for number, shape in enumerate(sides)]
 
 
-def said(row: dict[str, Any]) -> Step:
-    """What predict says of a row."""
+def trained(row: dict[str, Any]) -> bool:
+    """Whether a row is of shaped_ddp, a rank a node, with no other on its core."""
+    return "nodes" not in row
+
+
+def said(row: dict[str, Any], here: dict[str, Any]) -> Step:
+    """What predict says of a row, by the rates of a machine."""
     nodes, gpus = row.get("nodes", row.get("ranks")), row.get("per_node", 1)
     link = Link.of_gbit(row["gbit"])
+    if trained(row):  # a core a rank, and seconds of its computing are in pays.json
+        every = load(RESULTS / "pays.json")
+        alone = [it["compute_s"] for it in every if it["model"] == "transformer"]
+        rates, host, compute_s = RECORDED["core"], ALONE, statistics.median(alone)
+    else:
+        rates, compute_s = Rates(**here["rates"]), row.get("compute_cpu_s", 0.0) / CORES
+        host = Host(CORES, nodes * gpus, here["move_s"], here["sum_s"])
     if gpus > 1:
-        link = replace(link, gpus=gpus, inside=Link.of_gbit(INSIDE_GBIT))
-    of_each = max(1.0, nodes * gpus / CORES)
-    rates = Rates(**{name: of_each * value for name, value in vars(RECORDED["core"]).items()})
+        # Inside a node there is no link: the cores carry what passes there.
+        link = replace(link, gpus=gpus, inside=replace(link, bytes_per_s=FASTEST))
     low_rank = row["way"].startswith("low rank")
     ratio = float(row["way"].split()[2]) if low_rank else 50.0
     chosen = LowRankCompression.using(ratio=ratio) if low_rank else FFTCompression
-    trained = "nodes" not in row
-    alone = [it["compute_s"] for it in load(RESULTS / "pays.json") if it["model"] == "transformer"]
     found = predict(
-        shapes_of("transformer") if trained else shapes(row["scale"]),
-        ranks=nodes * gpus, link=link, settings=chosen.settings, rates=rates,
-        compute_s=statistics.median(alone) if trained else 0.0,
+        shapes_of("transformer") if trained(row) else shapes(row["scale"]),
+        ranks=nodes * gpus, link=link, settings=chosen.settings, rates=rates, host=host,
+        compute_s=compute_s,
     )  # fmt: skip
     return found.row(METHODS[row["way"]]).step
 
 
-def tables() -> str:
-    """Seconds and bytes, measured and predicted."""
+def tables(here: dict[str, Any]) -> str:
+    """Seconds and bytes, measured and predicted by the rates of a machine."""
     cells = []
     for source in ("node_ddp", "node_horovod", "shaped_ddp"):
         for row in load(RESULTS / f"{source}.json"):
             if row["way"] not in METHODS:
                 continue
-            of, scale = said(row), row.get("scale", 1)
+            of, scale = said(row, here), row.get("scale", 1)
             sent = row.get("node_bytes", row.get("bytes_per_step"))
             cells.append([
                 {"node_ddp": "DDP", "node_horovod": "Horovod", "shaped_ddp": "DDP, trained"}[source]
                 + (f", sides / {scale}" if scale > 1 else ""),
                 f"{row.get('nodes', row.get('ranks'))} x {row.get('per_node', 1)}",
                 f"{row['gbit']:g}", row["way"], f"{row['step_s']:.2f}", f"{of.seconds:.2f}",
-                f"{of.seconds / row['step_s']:.2f}", f"{sent / 1e6:.2f}",
+                f"{of.seconds / row['step_s']:.2f}",
+                f"{row['cpu_s']:.2f}" if "cpu_s" in row else "",
+                "" if trained(row) else f"{CORES * of.cores_s:.2f}", f"{sent / 1e6:.2f}",
                 f"{of.wire_bytes / 1e6:.2f}", f"{of.wire_bytes / sent:.2f}",
             ])  # fmt: skip
     head = (
-        "rows", "nodes", "Gbit/s", "way", "s a step", "predicted", "ratio", "MB a node",
-        "predicted", "ratio",
+        "rows", "nodes", "Gbit/s", "way", "s a step", "predicted", "ratio", "CPU s", "predicted",
+        "MB a node", "predicted", "ratio",
     )  # fmt: skip
     return markdown(head, cells)
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """In a rank: seconds of all-to-alls inside its pair."""
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    group = pairs[dist.get_rank() // 2]
-    sent, came, seconds = torch.ones(ELEMENTS), torch.empty(ELEMENTS), []
+def cpu_of_byte(run: Callable[[], object], sent: float) -> float:
+    """CPU seconds of this rank for each byte it sends, and for one it receives."""
+    taken = []
     for _ in range(REPEAT):
         dist.barrier()
-        start = time.perf_counter()
-        dist.all_to_all_single(came, sent, group=group)
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds)}
+        start = time.process_time()
+        run()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken) / sent
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """In a rank, while all others do the same: CPU seconds of the codec, and of moving bytes."""
+    dist.barrier()
+    rates = measure_rates(FFTCompression.settings, side=SIDE, repeat=2, clock=time.process_time)
+    ranks, nbytes = dist.get_world_size(), 4 * ELEMENTS
+    sent = torch.ones(ELEMENTS)
+    others = (ranks - 1) / ranks
+    return {
+        "rates": vars(rates),
+        # What comes is received in new memory, a sum in its own.
+        "move_s": cpu_of_byte(
+            lambda: dist.all_to_all_single(torch.empty(ELEMENTS), sent), others * nbytes
+        ),
+        "sum_s": cpu_of_byte(lambda: dist.all_reduce(sent), 2 * others * nbytes),
+    }
+
+
+def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rates of a machine, from those of its ranks."""
+    names = found[0]["rates"]
+    return {
+        "ranks": len(found),
+        "rates": {name: statistics.fmean(each["rates"][name] for each in found) for name in names},
+        **{name: statistics.fmean(it[name] for it in found) for name in ("move_s", "sum_s")},
+    }
 
 
 def main() -> None:
     """Print the table, or measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--measure", action="store_true", help="Gbit/s of each rank inside a node")
-    if parser.parse_args().measure:
-        found = run_ranks(__file__, {}, ranks=4, timeout_s=300)
-        slowest = max(rank["seconds"] for rank in found)
-        print(f"{2 * ELEMENTS * 8e-9 / slowest:.2f} Gbit/s of each of four ranks")  # half leaves it
-        return
-    print(tables())
+    parser.add_argument("--measure", action="store_true", help="rates of this machine")
+    parser.add_argument("--json", type=Path, default=RATES, help="rates go there")
+    args = parser.parse_args()
+    if args.measure:
+        found = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))
+        save(args.json, [found | about(__file__)])
+    print(tables(load(args.json)[-1]))
 
 
 if __name__ == "__main__" and not as_rank(work):

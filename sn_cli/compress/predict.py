@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sn_compress import CompressError, Link, measure_rates, predict
-from sn_compress.prediction.cost import INSIDE, MODELS, Layer, Route, layers, step
+from sn_compress.prediction.cost import ALONE, INSIDE, MODELS, Host, Layer, Route, layers, step
 from sn_compress.prediction.predict import METHODS, Prediction, ways
-from sn_compress.prediction.rates import FREE, RECORDED, Rates
+from sn_compress.prediction.rates import FREE, GLOO, RECORDED, Rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
 
@@ -70,6 +70,12 @@ def add_predict(commands: Any) -> None:
         "(default nvlink)",
     )
     flags.add_argument(
+        "--cores",
+        type=int,
+        help="of a node that trains on its CPU: its ranks share them, to compute, to encode, and "
+        "to move bytes by Gloo; left out, each rank has enough of them",
+    )
+    flags.add_argument(
         "--gbit", type=float, required=True, help="of each rank's or node's link, 1e9 bits/s"
     )
     flags.add_argument("--latency-us", type=float, default=50, help="of one message (default 50)")
@@ -99,6 +105,7 @@ def _predict(args: argparse.Namespace) -> Answer:
     settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
     # What is wrong is said before anything is timed.
     link = _link(args)
+    host = ALONE if args.cores is None else Host(args.cores, link.gpus, **GLOO)
     ranks = args.ranks if args.nodes is None else args.nodes * link.gpus
     model = layers(args.model)
     predict(model[:1], ranks=ranks, link=link, settings=settings)
@@ -117,6 +124,7 @@ def _predict(args: argparse.Namespace) -> Answer:
             rates=rates,
             compute_s=args.compute_ms / 1e3,
             overlap=args.overlap,
+            host=host,
         )
 
     found = at(ranks)
@@ -124,9 +132,13 @@ def _predict(args: argparse.Namespace) -> Answer:
     if args.nodes is not None:
         grown = []
         for many in _sizes(link.gpus):
-            routes = ways(model, ranks=many, gpus=link.gpus, settings=settings, rates=rates)
+            routes = ways(
+                model, ranks=many, gpus=link.gpus, settings=settings, rates=rates, host=host
+            )  # fmt: skip
             by = {name: replace(link, tree=name == "tree") for name in ("ring", "tree")}
-            row = {name: _fastest(args, routes, many, through) for name, through in by.items()}
+            row = {
+                name: _fastest(args, routes, many, through, host) for name, through in by.items()
+            }
             grown.append({"gpus": many, **row})
         text += f"\n\n{_grown_table(grown)}"
         data = {"gpus": grown}
@@ -134,7 +146,7 @@ def _predict(args: argparse.Namespace) -> Answer:
         _plot(args, [at(ranks) for ranks in PLOTTED_RANKS])
         text += f"\n{args.plot}: up to {PLOTTED_RANKS[-1]:,} ranks"
     elif args.plot:
-        _map(args, model, link, settings, rates)
+        _map(args, model, link, settings, rates, host)
         text += f"\n{args.plot}: up to {MOST_GPUS:,} GPUs"
     return Answer(text, _data(args.model, found, rates) | data)
 
@@ -167,12 +179,21 @@ def _sizes(gpus: int) -> list[int]:
 
 
 def _fastest(
-    args: argparse.Namespace, routes: Mapping[str, Sequence[Route]], ranks: int, link: Link
+    args: argparse.Namespace,
+    routes: Mapping[str, Sequence[Route]],
+    ranks: int,
+    link: Link,
+    host: Host,
 ) -> dict[str, Any]:
     """Seconds of plain's step and of the fastest way's; plain's where little is gained."""
     seconds = {
         way: step(
-            of, ranks=ranks, link=link, compute_s=args.compute_ms / 1e3, overlap=args.overlap
+            of,
+            ranks=ranks,
+            link=link,
+            compute_s=args.compute_ms / 1e3,
+            overlap=args.overlap,
+            host=host,
         ).seconds
         for way, of in routes.items()
     }
@@ -242,7 +263,12 @@ def _pyplot() -> Any:
 
 
 def _map(
-    args: argparse.Namespace, model: Sequence[Layer], link: Link, settings: Settings, rates: Rates
+    args: argparse.Namespace,
+    model: Sequence[Layer],
+    link: Link,
+    settings: Settings,
+    rates: Rates,
+    host: Host,
 ) -> None:
     """Which way is fastest by trees: GPUs against the link between nodes; and for a free codec."""
     plt = _pyplot()
@@ -257,10 +283,12 @@ def _map(
     seen: set[str] = set()
     for (name, of_panel), panel in zip(panels.items(), axes[:, 0], strict=True):
         for x, ranks in enumerate(sizes):
-            routes = ways(model, ranks=ranks, gpus=link.gpus, settings=settings, rates=of_panel)
+            routes = ways(
+                model, ranks=ranks, gpus=link.gpus, settings=settings, rates=of_panel, host=host
+            )  # fmt: skip
             for y, gbit in enumerate(MAPPED_GBIT):
                 through = replace(link, bytes_per_s=gbit * 1e9 / 8)
-                found = _fastest(args, routes, ranks, through)
+                found = _fastest(args, routes, ranks, through, host)
                 best = found["fastest"]
                 seen.add(best)
                 box = plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=_COLOURS[best], linewidth=0)

@@ -29,7 +29,7 @@ from .shard import Shard, wide
 
 # Bytes of what is sent begin at multiples of this. It is two words, so what is a rank's message has
 # an even number of them; one that says why a rank has failed has an odd one.
-_ALIGNED = 16
+_ALIGNED, _WORD = 16, 8
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,10 @@ def rounds(
     while True:
         try:
             to = steps.send(came)
-            every = [[_words(each) for each in to.get(rank, ())] for rank in range(ranks)]
+            every = [
+                [it for vectors in to.get(rank, ()) for it in _octets(vectors)]
+                for rank in range(ranks)
+            ]
         except StopIteration as end:
             means = end.value
             break
@@ -203,8 +206,12 @@ def rounds(
             words = _joined([words, words[:1] * 0])
             yield [AllToAll(_joined([words] * ranks), (len(words),) * ranks)]
             raise
-        words = _joined([_words([like[:0]]), *(each for of_one in every for each in of_one)])
-        (came,) = yield [AllToAll(words, tuple(sum(map(len, of_one)) for of_one in every))]
+        none = _octets([like[:0]])
+        words = _joined([*none, *(each for of_one in every for each in of_one)]).view(
+            namespace(like).int64
+        )
+        splits = tuple(sum(map(len, of_one)) // _WORD for of_one in every)
+        (came,) = yield [AllToAll(words, splits)]
         if failed := [words for words in came if len(words) % 2]:
             reason = to_host(failed[0]).tobytes().rstrip(b"\0").decode()
             raise CompressError(f"another rank has failed in this step: {reason}")
@@ -232,8 +239,8 @@ def _steps(
 
     parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
     place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
-    came = yield dict(zip(inside, parts, strict=True))
-    summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in inside), strict=True)
+    came = yield {rank: of for rank, of in zip(inside, parts, strict=True) if rank in others}
+    summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in others), strict=True)
     given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
     means = {rank: came[rank][:0] for rank in others if rank not in missing}  # words
     work = exchange(given)
@@ -256,18 +263,20 @@ def _steps(
     take((yield {rank: [[values] for values in mine] for rank in others}))
     while missing:
         take((yield {}))
-    return [
-        mine if rank == place.rank else _opened(means[rank], kinds) for rank, kinds in owned.items()
-    ]
+    return [_opened(means[rank], owned[rank]) for rank in others]
 
 
 def _words(vectors: Vectors) -> Array:
     """Their bytes, one behind the other, as an even number of words."""
+    return _joined(_octets(vectors)).view(namespace(vectors[0]).int64)
+
+
+def _octets(vectors: Vectors) -> list[Array]:
+    """Their bytes, and zeros up to an even number of words."""
     xp = namespace(vectors[0])
     octets = [vector.view(xp.uint8) for vector in vectors]
     missing = -sum(map(len, octets)) % _ALIGNED
-    rest = xp.zeros(missing, dtype=xp.uint8, device=device_of(octets[0]))
-    return _joined([*octets, rest]).view(xp.int64)
+    return [*octets, xp.zeros(missing, dtype=xp.uint8, device=device_of(octets[0]))]
 
 
 def _opened(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, namespace, put_all, split
+from ..arrays import Array, join, namespace, put_all, split
 from ..collective import Gradient, dtype_name
 from .hierarchy import Place
 
@@ -41,8 +41,13 @@ class Shard:
         self._itemsize: int = like.dtype.itemsize
 
     @property
+    def own(self) -> list[Gradient]:
+        """Those that this rank owns."""
+        return self._owned[self.place.number]
+
+    @property
     def parts(self) -> list[list[Array]]:
-        """Of this rank's gradients what each rank of the node owns, one behind the other."""
+        """Of this rank's gradients what each rank of the node owns."""
         return [[it.values for it in of_one] or [self.none] for of_one in self._owned]
 
     @property
@@ -55,28 +60,43 @@ class Shard:
         """What this rank sends to others, for the means to be handed out."""
         return (self.place.layout.size - 1) * self.mine * self._itemsize
 
-    def gradients(self, came: Sequence[Array] | Array) -> list[Gradient]:
-        """The node's means of what this rank owns.
+    def gradients(self, came: Sequence[Array]) -> list[Gradient]:
+        """The node's means of what this rank owns; where that is one tensor, in its place.
 
-        came : of each rank of the node, in order, its values of that, [mine]
+        came : of each other rank of the node, in order, its values of that, [mine]; written to
         """
-        # In this order, and in single precision where it is less: a sum of its own order in each
-        # node would do as well, as all ranks get what the owner makes of it.
-        xp = namespace(came[0])
-        total = xp.astype(came[0], wide(came[0]), copy=True)
-        for each in came[1:]:
+        if not self.own:
+            self.values = self.none
+            return []
+        # In order of the ranks, and in single precision where it is less: a sum of its own order in
+        # each node would do as well, as all ranks get what the owner makes of it.
+        xp = namespace(self.none)
+        single = wide(self.none)
+        total = xp.astype(join([it.values for it in self.own]), single, copy=False)
+        before, after = came[: self.place.number], came[self.place.number :]
+        if before:
+            first = xp.astype(before[0], single, copy=False)
+            for each in before[1:]:
+                first += each
+            total += first
+        for each in after:
             total += each
-        self.values = xp.astype(total / len(came), self.dtype, copy=False)
-        mine = self._owned[self.place.number]
-        views = split(self.values, [gradient.elements for gradient in mine]) if mine else []
-        return [Gradient(it.name, it.shape, view) for it, view in zip(mine, views, strict=True)]
+        if self.own[0].is_float:
+            total /= self.place.layout.size
+        else:
+            total = total / self.place.layout.size
+        self.values = xp.astype(total, self.dtype, copy=False)
+        views = split(self.values, [it.elements for it in self.own])
+        pairs = zip(self.own, views, strict=True)
+        return [Gradient(it.name, it.shape, view) for it, view in pairs]
 
     def finish(self, means: Sequence[Array]) -> None:
-        """Write all owners' means into the gradients.
+        """Write the means into the gradients.
 
-        means : of each owner, in order, what `values` were in the end
+        means : of each other rank of the node, in order, what `values` were there in the end
         """
-        for of_one, mean in zip(self._owned, means, strict=True):
-            if of_one:
+        every = [*means[: self.place.number], self.values, *means[self.place.number :]]
+        for of_one, mean in zip(self._owned, every, strict=True):
+            if of_one and mean is not of_one[0].values:
                 means_of = split(mean, [gradient.elements for gradient in of_one])
                 put_all([gradient.values for gradient in of_one], means_of)

@@ -188,6 +188,47 @@ latencies of a hop in a ring are those by which NCCL chooses (src/graph/tuning.c
 
 
 @dataclass(frozen=True)
+class Host:
+    """Cores that ranks of one machine share, on which they compute, encode, and move bytes.
+
+    Attributes
+    ----------
+    cores, ranks : of the machine, which is one or more nodes of a link
+    move_s, sum_s : CPU seconds to send a byte and receive one; in an all-reduce, with the addition
+    """
+
+    cores: int
+    ranks: int
+    move_s: float = 0.0
+    sum_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.cores, self.ranks) < 1 or min(self.move_s, self.sum_s) < 0:
+            raise CompressError(f"{self}; expected a core and a rank or more, no negative seconds")
+
+    @property
+    def share(self) -> float:
+        """Seconds in which a rank gets a second of a core, while all of them work."""
+        return max(1.0, self.ranks / self.cores)
+
+    def slower(self, busiest: float, mean: float) -> float:
+        """Of unequal work, that which decides; times `share` it is seconds.
+
+        While the busiest rank of a node works on, others leave it their cores.
+        """
+        return max(busiest / self.share, mean)
+
+    def moves_s(self, collective: Collective, each: float) -> float:
+        """Seconds of all cores in which each rank sends so many bytes, and receives as many."""
+        of_byte = self.sum_s if collective == "allreduce" else self.move_s
+        return self.ranks * each * of_byte / self.cores
+
+
+ALONE = Host(cores=2**30, ranks=1)
+"""Each rank has more cores than it keeps busy, and bytes move without them, as cards do it."""
+
+
+@dataclass(frozen=True)
 class Route:
     """How one tensor travels by one method.
 
@@ -230,6 +271,15 @@ class Route:
         own = [(kind, size, nodes, between) for kind, size in exchanged]
         return [(*first, ranks, link), *own, (*last, ranks, link)]
 
+    def moved(self, ranks: int, link: Link) -> list[float]:
+        """Bytes that an average rank sends in each round, to wherever."""
+        rounds = self.on(ranks, link)
+        if not self.by_nodes:
+            return [wire_bytes(kind, size, n) for kind, size, n, _ in rounds]
+        handed = 4 * self.elements * (link.gpus - 1) / link.gpus
+        sent = [wire_bytes(kind, size, n) / link.gpus for kind, size, n, _ in rounds[1:-1]]
+        return [handed, *sent, handed]
+
     def wire_bytes(self, ranks: int, gpus: int = 1) -> float:
         """Bytes that leave this rank, or its node of several, and as many reach it."""
         if self.by_nodes:
@@ -258,6 +308,7 @@ class Step:
     ----------
     seconds : the whole
     compute_s, codec_s, exchange_s : its parts, each as if alone
+    cores_s : in which all cores of a host are busy, which no overlap hides
     wire_bytes : what leaves each rank, or each node where nodes have several
     sent_bytes : what it puts into the collectives
     events : in order of their start
@@ -267,6 +318,7 @@ class Step:
     compute_s: float
     codec_s: float
     exchange_s: float
+    cores_s: float
     wire_bytes: float
     sent_bytes: int
     events: tuple[Event, ...]
@@ -357,6 +409,7 @@ def step(
     link: Link,
     compute_s: float = 0.0,
     overlap: bool = False,
+    host: Host = ALONE,
 ) -> Step:
     """Predict a step of training.
 
@@ -366,15 +419,18 @@ def step(
     compute_s : forward and backward pass together
     overlap : codec and link work beside the backward pass, which hands over its gradients evenly
         from the last tensor to the first; otherwise they begin when it is over
+    host : what ranks share but links; the codec's seconds are then of a core that is not shared,
+        and compute_s of all ranks at once
 
     Gradients travel in buckets: those of one method and number of rounds go on together, when the
     last of them is there. Codec and links may work on different buckets at once. By nodes, means
-    are handed out inside a node when all buckets are exchanged.
+    are handed out inside a node when all buckets are exchanged. No step is shorter than its cores
+    are busy.
     """
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
     jobs = _buckets(routes)
-    rounds = [route.on(ranks, link) for _, _, route in jobs]
+    passes = [_passes(route, ranks, link, host) for _, _, route in jobs]
     free = {"codec": 0.0, "link": 0.0, "inside": 0.0}
     waiting: list[tuple[float, int, int]] = []
     exchanged: list[tuple[float, int, int]] = []
@@ -387,10 +443,10 @@ def step(
         tensor, _, route = jobs[place]
         what: Literal["codec", "link", "inside"] = "codec"
         if stage % 2:
-            what = "inside" if rounds[place][stage // 2][0] == "inside" else "link"
-            seconds = transfer_s(*rounds[place][stage // 2])
+            what = "inside" if route.rounds[stage // 2][0] == "inside" else "link"
+            seconds = passes[place][stage // 2]
         else:
-            seconds = route.codec_s[stage // 2]
+            seconds = host.share * route.codec_s[stage // 2]
         start = max(ready, free[what])
         end = start + seconds
         if seconds:
@@ -406,16 +462,31 @@ def step(
             exchanged = []
     # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
     latencies = latencies_s(routes, ranks, link)
-    moved = sum(transfer_s(*each) for route in routes for each in route.on(ranks, link))
+    codec_s = host.share * sum(sum(route.codec_s) for route in routes)
+    worked = (compute_s + codec_s) * min(1.0, host.ranks / host.cores)
+    busy = worked + sum(sum(_moves(route, ranks, link, host)) for _, _, route in jobs)
     return Step(
-        seconds=max(event.end for event in events) + latencies,
+        seconds=max(busy, *(event.end for event in events)) + latencies,
         compute_s=compute_s,
-        codec_s=sum(sum(route.codec_s) for route in routes),
-        exchange_s=latencies + moved,
+        codec_s=codec_s,
+        exchange_s=latencies + sum(map(sum, passes)),
+        cores_s=busy,
         wire_bytes=sum(route.wire_bytes(ranks, link.gpus) for route in routes),
         sent_bytes=sum(route.sent_bytes for route in routes),
         events=tuple(sorted(events, key=lambda event: event.start)),
     )
+
+
+def _moves(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
+    """Of each round the seconds of all cores, to move its bytes."""
+    pairs = zip(route.rounds, route.moved(ranks, link), strict=True)
+    return [host.moves_s(kind, each) for (kind, _), each in pairs]
+
+
+def _passes(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
+    """Of each round the seconds in which its bytes pass, on the link or through the cores."""
+    through = [transfer_s(*each) for each in route.on(ranks, link)]
+    return list(map(max, through, _moves(route, ranks, link, host)))
 
 
 def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
@@ -439,6 +510,7 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
                 had,
                 rounds=tuple((name, size + more) for (name, size), (_, more) in sizes),
                 codec_s=tuple(map(sum, seconds)),
+                elements=had.elements + route.elements,
             )
             found[open_[kind]] = first, number, together
             continue
@@ -456,6 +528,7 @@ def choose(
     compute_s: float = 0.0,
     overlap: bool = False,
     margin: float = 0.02,
+    host: Host = ALONE,
 ) -> list[Route]:
     """The fastest route of each tensor, from routes of all tensors by method.
 
@@ -470,10 +543,13 @@ def choose(
         raise CompressError(f"choose: options for {sorted(sizes)} tensors; expected one number")
 
     def alone(route: Route) -> float:
-        return sum(route.codec_s) + sum(transfer_s(*each) for each in route.on(ranks, link))
+        return host.share * sum(route.codec_s) + sum(_passes(route, ranks, link, host))
 
     def total(routes: Sequence[Route]) -> float:
-        return step(routes, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap).seconds
+        of = step(
+            routes, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
+        )  # fmt: skip
+        return of.seconds
 
     found = []
     for count in range(1, len(options) + 1):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -32,7 +32,19 @@ from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
 from . import cost
-from .cost import Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
+from .cost import (
+    ALONE,
+    Host,
+    Layer,
+    Link,
+    Method,
+    Rounds,
+    Route,
+    Step,
+    break_even,
+    choose,
+    step,
+)
 from .rates import FREE, PASSES, Rates
 
 LIMIT = 0.5  # points: what loses more is named
@@ -249,11 +261,13 @@ def routes_by_nodes(
     gpus: int,
     settings: Settings,
     rates: Rates,
+    host: Host = ALONE,
 ) -> list[Route]:
     """As `routes_of`, where each tensor has one owner in a node and owners exchange.
 
     Owners work at once, so all is as fast as the slowest: of the codec's seconds, and of what
-    passes inside a node, a tensor's part is that which the busiest owner has of all tensors'.
+    passes inside a node, a tensor's part is that which the busiest owner has of all tensors'; of
+    work on cores that ranks share, no more than keeps the cores busy.
     """
     owners = Owners(gpus)
     # Gradients come from the last to the first.
@@ -268,13 +282,14 @@ def routes_by_nodes(
     own = routes_of(
         method, layers, ranks=nodes, settings=settings, rates=replace(rates, bucket_s=0.0)
     )
-    inside, codec = part([it.elements for it in own]), part([sum(it.codec_s) for it in own])
+    inside = part([it.elements for it in own])
+    codec = host.slower(part([sum(it.codec_s) for it in own]), 1 / gpus)
     found = []
     for it in own:
         first, *later = (codec * seconds for seconds in it.codec_s)
         # All copy the whole gradient into a bucket and out of it; an owner adds up its node's.
         half = it.elements * rates.bucket_s / 2
-        added = inside * it.elements * gpus * rates.bucket_s / PASSES
+        added = host.slower(inside, 1 / gpus) * it.elements * gpus * rates.bucket_s / PASSES
         handed: Rounds = (("inside", ceil(4 * inside * it.elements)),)
         times = (half, added + first, *later, half)
         found.append(Route(it.method, (*handed, *it.rounds, *handed), times, it.elements))
@@ -282,7 +297,13 @@ def routes_by_nodes(
 
 
 def ways(
-    layers: Sequence[Layer], *, ranks: int, gpus: int = 1, settings: Settings, rates: Rates
+    layers: Sequence[Layer],
+    *,
+    ranks: int,
+    gpus: int = 1,
+    settings: Settings,
+    rates: Rates,
+    host: Host = ALONE,
 ) -> dict[str, list[Route]]:
     """Routes by METHODS, and by BY_NODES among several nodes of several ranks.
 
@@ -297,8 +318,8 @@ def ways(
     for name, method in BY_NODES.items() if gpus > 1 and nodes > 1 else ():
         if method != "shared" or nodes <= MAX_RANKS:
             found[name] = routes_by_nodes(
-                method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates
-            )
+                method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates, host=host
+            )  # fmt: skip
     return found
 
 
@@ -412,8 +433,9 @@ def predict(
     rates: Rates = FREE,
     compute_s: float = 0.0,
     overlap: bool = False,
+    host: Host = ALONE,
 ) -> Prediction:
-    """Seconds of a step by each method; see `cost.step` for compute_s and overlap.
+    """Seconds of a step by each method; see `cost.step` for compute_s, overlap and host.
 
     Parameters
     ----------
@@ -431,14 +453,17 @@ def predict(
             "layer or more, and nodes of as many ranks each, one or more"
         )
 
-    every = ways(layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates)
+    every = ways(layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host)
+    of_step = partial(step, ranks=ranks, compute_s=compute_s, overlap=overlap, host=host)
     found: dict[str, Sequence[Route]] = {it: every[it] for it in METHODS if it in every}
-    found["auto"] = choose(found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
+    found["auto"] = choose(
+        found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
+    )
     found |= every
 
     @cache
     def at(name: str, place: Link) -> Step:
-        return step(found[name], ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
+        return of_step(found[name], link=place)
 
     def seconds(name: str) -> Callable[[Link], float]:
         return lambda place: at(name, place).seconds

@@ -47,8 +47,8 @@ class Rates:
     pass_s, column_s : shared: whatever the rank, and for each column of the factors
     whole_s : shared: a tensor without factors, there and back
     cast_s : fp16, there and back; taken as two copies
-    owners_s : cast: rounded by each rank, added up where it is owned, read by all; of torch's CPU
-        where torch is loaded
+    owners_s : cast: rounded by each rank, added up where it is owned, read by all; this and shared
+        of torch's CPU where torch is loaded
     bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
         it, and copies the mean out
     gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
@@ -91,20 +91,29 @@ its host's time to launch kernels; copies and sums are of codec_seconds.json bes
 of a gather divide into encoding and decoding was not measured; half is taken for each."""
 
 
+GLOO = {"move_s": 1.2e-9, "sum_s": 0.62e-9}
+"""Of a `cost.Host`: CPU seconds of a byte that Gloo sends and receives, by an all-to-all into new
+memory and by an all-reduce in its own, over the loopback of an AMD EPYC (medians of three runs of
+`python -m benchmarks nodes_predicted --measure`, load 8)."""
+
+
 def measure_rates(
     settings: Settings,
     *,
     repeat: int = 3,
     threads: int = 1,
+    side: int = _SIDE,
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], object] = lambda text: None,
 ) -> Rates:
     """Time the codecs of these settings on this machine, on a million elements.
 
+    side : rows and columns of the matrix; memory of much larger ones comes from the kernel each
+        time, which takes as long as some passes over it
     clock : seconds; time.process_time leaves out what other programs take of a busy machine
     say : called with a line before each part, to show progress
     """
-    values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
+    values = np.random.default_rng(0).laplace(size=side**2).astype(np.float32)
 
     def least(run: Callable[[], object]) -> float:
         # The least of several: other programs make a run slower, never faster.
@@ -126,22 +135,23 @@ def measure_rates(
     gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
 
     say("timing the codec of the shared exchange")
-    many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), tiny) for _ in range(_MANY)]
-    shared_tensor = least(partial(_exchange, many, [tiny] * _MANY)) / _MANY
+    own, small_one = _in_torch(values), _in_torch(tiny)
+    many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), small_one) for _ in range(_MANY)]
+    shared_tensor = least(partial(_exchange, many, [small_one] * _MANY)) / _MANY
     narrow, wide = (
-        TensorState.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
+        TensorState.of(LowRank([(side, side)], [columns]), own) for columns in (_SMALL, _LARGE)
     )
-    small, large = (per_element(partial(_exchange, [f], [values])) for f in (narrow, wide))
+    small, large = (per_element(partial(_exchange, [f], [own])) for f in (narrow, wide))
     column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
     bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
-    halved = TensorState.of(Whole([(_SIDE, _SIDE)]), values)
+    halved = TensorState.of(Whole([(side, side)]), own)
     return Rates(
         encode_s=per_element(lambda: codec.encode(values, state=state)),
         decode_s=max(one - add, _LEAST_S),
         add_s=add,
         pass_s=max(small - _SMALL * column, _LEAST_S),
         column_s=column,
-        whole_s=per_element(partial(_exchange, [halved], [values])),
+        whole_s=per_element(partial(_exchange, [halved], [own])),
         # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
         cast_s=2 * per_element(values.copy),
         owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
@@ -181,7 +191,7 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
+def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
     """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
     rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
     words = next(rounds)
@@ -194,7 +204,7 @@ def _exchange(tensors: list[TensorState], values: list[Floats]) -> None:
 
 
 def _in_torch(values: Floats) -> Array:
-    """A copy, of torch where that is loaded: gradients are, and it casts faster than NumPy."""
+    """A copy, of torch where that is loaded: gradients are, and other code works on them."""
     torch = sys.modules.get("torch")
     return values.copy() if torch is None else torch.from_numpy(values.copy())
 

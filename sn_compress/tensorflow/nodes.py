@@ -111,6 +111,23 @@ class Nodes:
         everyone = not call.process_set.process_set_id
         return self.place is not None and call.sources is not None and everyone
 
+    def all_are_here(self, call: Call, vectors: Sequence[Any]) -> Any:
+        """A node, [] int64 zero, for all else of a step to wait for; an error if a rank has joined.
+
+        None where a call does not go by nodes, and eagerly, where `average` asks before anything is
+        sent. In a graph Horovod's own all-reduces go on beside it: an error of the exchange would
+        keep some ranks from beginning one for which others wait, or leave it applied on some.
+        """
+        if tf.executing_eagerly() or not vectors or not self.serve(call):
+            return None
+        present = hvd.allreduce(
+            one_of(vectors[0]), op=hvd.Sum, process_set=call.process_set,
+            name=tf.compat.v1.get_default_graph().unique_name("sn_ranks"),
+        )  # fmt: skip
+        all_are = tf.reduce_all(tf.equal(present, call.process_set.size()))
+        with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
+            return tf.cast(present[0], tf.int64) * 0
+
     def sum(self, call: Call, sizes: Mapping[Any, int]) -> NodeSum | None:
         """That of a call's tensors, as nodes of the graph; None where it does not go by nodes."""
         if self.place is None or None in sizes or not sizes or not self.serve(call):
@@ -238,9 +255,8 @@ class NodeSum:
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def average(vectors: Sequence[Any]) -> list[Any]:
             by = NodeCollectives(call, self.place, kinds, mark)
-            word = by.when_all_are_here(vectors[0][:1])
-            with tf.control_dependencies([word]):
-                means = step(by, self._scatter(by, vectors))
+            word = tf.identity(vectors[0][:1])
+            means = step(by, self._scatter(by, vectors))
             by.fill(word)
             # Nothing else waits for what comes to an owner of nothing.
             with tf.control_dependencies(by.begun):
@@ -320,14 +336,6 @@ class NodeCollectives(Collectives):
     def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
         """See Collectives."""
         return words, super().named(words, mark)[1] | {"name": f"{self._mark}_{mark}"}
-
-    def when_all_are_here(self, word: Any) -> Any:
-        """A word of any gradient, [1], to wait for; an error if a rank has joined."""
-        words, how = self.named(one_of(word), "sn_ranks")
-        present = hvd.allreduce(words, op=hvd.Sum, **how)
-        all_are = tf.reduce_all(tf.equal(present, self._every))
-        with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
-            return tf.identity(word)
 
     def exchange(
         self, words: Any, to_ranks: Mapping[int, int], of_ranks: Mapping[int, int], mark: str

@@ -93,7 +93,9 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         return Plain.compress(tensor)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     mark = "sn_plain" if place is None else f"sn_{place}"
-    token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
+    waits = [exchange.begun] if memory.nodes.serve(call) and exchange.begun is not None else []
+    with tf.control_dependencies(waits):
+        token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
     return token, Mean(tensor, exchange.means[place], call)
 
 
@@ -189,17 +191,23 @@ def exchanged(
             [{str(own[at]): sizes[at] for at in part} for part in buckets], source.owner,
             choice, variables and [variables[at] for at in mine], earlier.graphs, nodes,
         )  # fmt: skip
+    here = memory.nodes.all_are_here(call, vectors)
     asked = None
     if choice is not None and (graph is None or not graph.rests):
         asked = memory.asking(choice, graph)
     if graph is None:
-        begun, slots = _begin(call, memory, source)
+        with tf.control_dependencies([] if here is None else [here]):
+            begun, slots = _begin(call, memory, source)
+        begun = here if begun is None else begun
         if asked is not None:
             begun = asked if begun is None else begun + asked
         with tf.control_dependencies([*earlier.nodes(), *([] if begun is None else [begun])]):
             means = _by_engine(call, memory, own, taken, vectors, variables, slots)
     else:
-        begun, means = _by_graph(call, memory, source, graph, buckets, vectors, variables, nodes)
+        with tf.control_dependencies([] if here is None else [here]):
+            begun, means = _by_graph(
+                call, memory, source, graph, buckets, vectors, variables, nodes
+            )  # fmt: skip
         earlier.graphs.add(graph)
         if asked is not None:
             begun += asked

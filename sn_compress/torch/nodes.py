@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..arrays import join, split
 from ..collective import Gradient
 from ..engine.hierarchy import NodeLayout, Place
 from ..engine.shard import Shard
@@ -76,31 +77,58 @@ class NodeSum:
     def __init__(self, groups: NodeGroups, gradients: Sequence[Gradient]) -> None:
         self._groups, self.shard = groups, Shard(groups, gradients)
         self._begun: tuple[dist.Work, torch.Tensor] | None = None
+        self._came: Sequence[int] = ()
 
     def scatter(self) -> None:
         """Begin to hand each owner its gradients."""
-        shard, groups = self.shard, self._groups
-        words = torch.cat([values for part in shard.parts for values in part])
-        of_ranks = [shard.mine] * groups.layout.size
-        self._begun = groups.inside.all_to_all(words, shard.sizes, of_ranks)
-        groups.sent_bytes += shard.scatter_bytes
+        shard, others = self.shard, self._groups.layout.size - 1
+        self._begin(self._waiting(), self._of_others(), [shard.mine] * others, shard.scatter_bytes)
 
     def gradients(self) -> list[Gradient]:
         """The node's mean of what this rank owns, once it is here."""
-        size = self._groups.layout.size
-        return self.shard.gradients(self._wait().view(size, self.shard.mine))
+        return self.shard.gradients(self._wait())
 
     def gather(self) -> None:
         """Begin to hand out what the means are now."""
-        groups, shard = self._groups, self.shard
-        self._begun = groups.inside.gather(shard.values, shard.sizes)
-        groups.sent_bytes += shard.gather_bytes
+        shard, others = self.shard, self._groups.layout.size - 1
+        of_others = self._of_others()
+        # What is all of it, and of one tensor, is received in its place.
+        waiting = self._waiting()
+        into = waiting[0] if len(waiting) == 1 else None
+        each = [shard.mine] * others
+        self._begin([shard.values] * others, each, of_others, shard.gather_bytes, into)
 
     def finish(self) -> None:
         """Write all owners' means into the flat tensor."""
-        self.shard.finish(self._wait().split(self.shard.sizes))
+        self.shard.finish(self._wait())
 
-    def _wait(self) -> torch.Tensor:
+    def _waiting(self) -> list[torch.Tensor]:
+        """Gradients that others own."""
+        parts = [*self.shard.parts]
+        del parts[self._groups.number]
+        return [values for part in parts for values in part if len(values)]
+
+    def _of_others(self) -> list[int]:
+        number = self._groups.number
+        return [size for at, size in enumerate(self.shard.sizes) if at != number]
+
+    def _begin(
+        self,
+        words: Sequence[torch.Tensor],
+        to_others: Sequence[int],
+        of_others: Sequence[int],
+        nbytes: int,
+        into: torch.Tensor | None = None,
+    ) -> None:
+        """Hand others of the node their words, and receive theirs; a rank sends itself nothing."""
+        number = self._groups.number
+        to, of = ([*each[:number], 0, *each[number:]] for each in (to_others, of_others))
+        sent = join(words) if words else self.shard.none
+        self._begun, self._came = self._groups.inside.all_to_all(sent, to, of, into), of_others
+        self._groups.sent_bytes += nbytes
+
+    def _wait(self) -> list[torch.Tensor]:
+        """What has come of each of the others."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
-        return self._groups.inside.result(*begun)
+        return split(self._groups.inside.result(*begun), self._came)

@@ -85,9 +85,14 @@ class Collectives:
         return self.all_to_all(carry.words, carry.to_ranks(self.rank), carry.of_ranks(self.rank))
 
     def all_to_all(
-        self, words: torch.Tensor, to_ranks: Sequence[int], of_ranks: Sequence[int]
+        self,
+        words: torch.Tensor,
+        to_ranks: Sequence[int],
+        of_ranks: Sequence[int],
+        into: torch.Tensor | None = None,
     ) -> tuple[dist.Work, torch.Tensor]:
-        came = words.new_empty(sum(of_ranks))
+        """Begin to hand each rank its words; the result is `into`, where that is given."""
+        came = words.new_empty(sum(of_ranks)) if into is None else into
         work = dist.all_to_all_single(
             came, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
         )

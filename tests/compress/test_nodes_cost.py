@@ -7,16 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sn_cli.main import main
 from sn_compress import CompressError, Link, LowRankCompression, predict
 from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.engine.hierarchy import Owners
 from sn_compress.engine.payloads import shares_of
 from sn_compress.ops.fixed_point import MAX_RANKS, Digits
 from sn_compress.prediction.cost import (
+    ALONE,
     INSIDE,
+    Host,
     Layer,
     Route,
     collective_s,
+    latency_s,
     layers,
     step,
     transfer_s,
@@ -106,6 +110,72 @@ def test_codec_work_is_divided_among_the_ranks_of_a_node():
     both = [sum(sum(it.codec_s) for it in routes) for routes in (flat, own)]
     assert both[1] == pytest.approx(both[0] / 8, rel=1e-9)
     assert [it.rounds[1:-1] for it in own] == [it.rounds for it in flat]
+
+
+def test_cores_that_ranks_share_by_hand():
+    """Two nodes of four on one host of two cores: all eight compute, encode and move there."""
+    host = Host(cores=2, ranks=8, move_s=1e-9, sum_s=2e-9)
+    fast = replace(LINK, bytes_per_s=1e15, inside=replace(FAST, bytes_per_s=1e15))
+    flat = Route("plain", (("allreduce", 10**6),), (1e-3, 2e-3), 10**6 // 4)
+    found = step([flat], ranks=8, link=fast, compute_s=1.0, host=host)
+    late = latency_s("allreduce", 8, fast)
+    assert found.codec_s == pytest.approx(4 * 3e-3)  # eight ranks on two cores
+    moved = 8 * 1.75e6 * 2e-9 / 2
+    assert found.exchange_s - late == pytest.approx(moved)
+    assert found.cores_s == pytest.approx(1.0 + 0.012 + moved)
+    assert found.seconds == pytest.approx(found.cores_s + late)
+    # By nodes: three quarters to owners, and back; between, each owner exchanges its quarter.
+    sizes = ("inside", 10**6), ("allreduce", 4 * 10**6), ("inside", 10**6)
+    own = Route("plain", sizes, (0.0,) * 4, 10**6)
+    found = step([own], ranks=8, link=fast, host=host)
+    assert found.cores_s == pytest.approx(8 * (2 * 3e6 * 1e-9 + 1e6 * 2e-9) / 2)
+
+
+def test_a_busy_core_is_not_hidden_by_a_link():
+    """What the link hides of the codec, cores cannot: they encode one rank's after another's."""
+    route = Route("plain", (("allreduce", 10**6),), (1.0, 0.0))
+    host = Host(cores=1, ranks=8)
+    seconds = [
+        step([route] * 2, ranks=8, link=LINK, compute_s=4.0, overlap=True, host=it).seconds
+        for it in (ALONE, host)
+    ]
+    assert seconds[0] < 8  # computing and codec at once, on cores of their own
+    assert seconds[1] >= 4.0 + 2 * 8 * 1.0
+
+
+def test_cores_are_left_to_the_busiest_owner():
+    """On cores enough the busiest owner sets the pace; on few all owners' work does."""
+    rates = Rates(pass_s=1e-9, whole_s=1e-9)
+    uneven = [Layer("large", (600, 500)), Layer("small", (100, 500))]
+    chosen = LowRankCompression.settings
+
+    def codec_s(host):
+        routes = routes_by_nodes(
+            "shared", uneven, nodes=2, gpus=2, settings=chosen, rates=rates, host=host
+        )
+        return step(routes, ranks=4, link=replace(LINK, gpus=2), host=host).codec_s
+
+    all_s = sum(
+        sum(it.codec_s) for it in routes_of("shared", uneven, ranks=2, settings=chosen, rates=rates)
+    )
+    assert codec_s(ALONE) == pytest.approx(all_s * 6 / 7, rel=0.01)
+    assert codec_s(Host(2, 4)) == pytest.approx(all_s)  # two nodes' work on two cores
+    assert codec_s(Host(1, 4)) == pytest.approx(2 * all_s)
+
+
+@pytest.mark.parametrize("options", [{"cores": 0}, {"ranks": 0}, {"move_s": -1.0}])
+def test_a_host_has_cores_and_ranks(options):
+    with pytest.raises(CompressError, match="a core and a rank or more"):
+        Host(**{"cores": 1, "ranks": 1} | options)
+
+
+def test_the_command_counts_cores(capsys):
+    def plain_s(*more):
+        words = ["predict", "--nodes", "2", "--gpus", "8", "--gbit", "10", "--codec", "core"]
+        assert main(["compress", *words, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["methods"][0]["step_s"]
+
+    assert plain_s("--cores", "2") > 1.2 * plain_s()
 
 
 def test_means_are_handed_out_when_all_are_exchanged():

@@ -49,6 +49,15 @@ def test_tensorflow_goes_by_many_nodes(horovodrun):
     assert run.stdout.count(f">:ok {case}") == 6, run.stdout
 
 
+@pytest.mark.parametrize("where", ["of_the_graph", "on_the_host"])
+def test_tensorflow_goes_on_where_a_rank_has_joined(horovodrun, where):
+    """The error leaves nothing applied, and nothing begun for which another rank would wait."""
+    case = f"a_rank_joins_at_a_step_{where}"
+    run = horovodrun(4, RANKS / "tensorflow_nodes.py", case, options=HOSTS, timeout=150)
+    assert not run.timed_out, run.stdout
+    assert run.check().stdout.count(f">:ok {case}") == 4, run.stdout
+
+
 @pytest.mark.parametrize("how", [["kill"], ["join"], ["join", "shared"]])
 def test_tensorflow_ends_where_a_rank_is_gone(horovodrun, how):
     """Rank 1, of the first node; all others learn it in their own step."""

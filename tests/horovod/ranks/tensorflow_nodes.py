@@ -347,6 +347,39 @@ def one_state_is_not_enough_for_other_nodes():
             assert "Load the list" in said, said
 
 
+def a_rank_that_joins(way, steps):
+    """Refused by all others before anything is summed, also what travels plain; all can go on.
+
+    Once in a process: in TensorFlow `hvd.join()` of Horovod 0.28.1 returns at once when it is
+    called a second time.
+    """
+    variables, own = net(), fresh(way)
+    step = step_of(variables, own)
+    for at in range(steps):
+        step(batch(at))
+    assert bool(memory_of(own).graphs) == (way == "fft")
+    before = vector(variables)
+    if hvd.rank():
+        said = message_of(partial(step, batch(steps)))
+        assert "another rank called hvd.join()" in said, said
+        assert "with hierarchy=None" in said, said
+    hvd.join()
+    assert np.array_equal(vector(variables), before)
+    assert_alike(variables)
+    for at in range(steps, steps + 3):
+        step(batch(at))
+    assert not np.array_equal(vector(variables), before)
+    assert_alike(variables)
+
+
+def a_rank_joins_at_a_step_of_the_graph():
+    a_rank_that_joins("fft", 4)
+
+
+def a_rank_joins_at_a_step_on_the_host():
+    a_rank_that_joins("low rank", 1)  # of two dense ones
+
+
 def many_nodes_learn_as_without():
     """Three nodes of two: sums go in pieces, payloads by way of owners."""
     shapes = [(64, 96), (96,), (96, 64), (64,)]
@@ -371,7 +404,10 @@ CASES = [
     a_run_goes_on_with_other_nodes, a_run_goes_on_on_the_same_nodes,
     one_state_is_not_enough_for_other_nodes,
 ]  # fmt: skip
-MORE = [many_nodes_learn_as_without]
+MORE = [
+    many_nodes_learn_as_without, a_rank_joins_at_a_step_of_the_graph,
+    a_rank_joins_at_a_step_on_the_host,
+]  # fmt: skip
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
