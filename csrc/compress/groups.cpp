@@ -3,10 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
 
 #include "bits.h"
+#include "groups_loops.h"
 #include "half.h"
 #include "lanes.h"
+#include "tiles.h"
 
 namespace sn {
 namespace {
@@ -17,42 +22,114 @@ constexpr float kEdge = 0.0009765625f;   // 2**-10 of a step
 constexpr int64_t kRun = 1024;           // elements worked on at a time: scratch stays in the cache
 
 // Floats in the order of integers, and back; its own inverse.
-inline int32_t ordered(uint32_t bits) {
-  const int32_t b = static_cast<int32_t>(bits);
-  return b ^ ((b >> 31) & 0x7FFFFFFF);
+template <typename Word>
+inline std::make_signed_t<Word> ordered(Word bits) {
+  using Signed = std::make_signed_t<Word>;
+  constexpr auto magnitude = static_cast<Signed>(static_cast<Word>(~Word{0}) >> 1);
+  const auto b = static_cast<Signed>(bits);
+  return static_cast<Signed>(b ^ ((b >> (8 * sizeof(Word) - 1)) & magnitude));
 }
 
+// Extremes, in the order of integers, of what fits; and how many are zero, or fit.
+template <typename Word>
 struct Range {
-  int32_t low = INT32_MAX, high = INT32_MIN;
-  int32_t zeros = 0, fits = 0;
+  using Signed = std::make_signed_t<Word>;
+  Signed low = std::numeric_limits<Signed>::max(), high = std::numeric_limits<Signed>::min();
+  int64_t zeros = 0, fits = 0;
 };
 
-SN_CLONES void range_of(const float* values, int64_t count, Range& range) {
-  int32_t low = range.low, high = range.high, zeros = range.zeros, fits = range.fits;
+// Up to kRun words; `limit` is the magnitude from which on they do not fit, if not `all` do.
+template <typename Word, bool all>
+__attribute__((always_inline)) inline void range_run(const Word* words, int64_t count, Word limit,
+                                                     Range<Word>& range) {
+  using Signed = std::make_signed_t<Word>;
+  constexpr auto top = static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
+  constexpr Signed most = std::numeric_limits<Signed>::max();
+  constexpr Signed least = std::numeric_limits<Signed>::min();
+  Signed low = range.low, high = range.high;
+  Word zeros = 0, fits = 0;
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, 4);
-    const uint32_t magnitude = bits & 0x7FFFFFFF;
-    const bool fit = magnitude < kUnfit;
-    const int32_t key = ordered(bits);
-    // By masks: compilers make branches of selections that feed a minimum, and no vector code.
-    const int32_t mask = -static_cast<int32_t>(fit);
-    const int32_t down = (key & mask) | (INT32_MAX & ~mask), up = (key & mask) | (INT32_MIN & ~mask);
+    const auto magnitude = static_cast<Word>(words[i] & top);
+    const Signed key = ordered(words[i]);
+    Signed down = key, up = key;
+    if (!all) {
+      // By masks: compilers make branches of selections that feed a minimum, and no vector code.
+      const bool fit = magnitude < limit;
+      const auto mask = static_cast<Signed>(-static_cast<Signed>(fit));
+      down = static_cast<Signed>((key & mask) | (most & ~mask));
+      up = static_cast<Signed>((key & mask) | (least & ~mask));
+      fits = static_cast<Word>(fits + fit);
+    }
     low = std::min(down, low);
     high = std::max(up, high);
-    zeros += magnitude == 0;
-    fits += fit;
+    zeros = static_cast<Word>(zeros + (magnitude == 0));
   }
-  range = {low, high, zeros, fits};
+  range = {low, high, range.zeros + zeros, range.fits + fits};
+}
+
+SN_CLONES void range_wide(const uint32_t* words, int64_t count, uint32_t limit, bool all,
+                          Range<uint32_t>& range) {
+  if (all)
+    range_run<uint32_t, true>(words, count, limit, range);
+  else
+    range_run<uint32_t, false>(words, count, limit, range);
+}
+
+SN_CLONES void range_narrow(const uint16_t* words, int64_t count, uint16_t limit, bool all,
+                            Range<uint16_t>& range) {
+  if (all)
+    range_run<uint16_t, true>(words, count, limit, range);
+  else
+    range_run<uint16_t, false>(words, count, limit, range);
+}
+
+template <typename Word, typename Loop>
+Range<Word> range_of(const void* values, int64_t count, Word limit, Loop loop) {
+  const auto* words = static_cast<const Word*>(values);
+  Range<Word> range;
+  for (int64_t i = 0; i < count; i += kRun)
+    loop(words + i, std::min(kRun, count - i), limit, true, range);
+  range.fits = count;
+  // In the order of integers a negative number is its magnitude and one more, negated.
+  const auto top = static_cast<std::make_signed_t<Word>>(limit);
+  if (range.high < top && range.low >= -top) return range;
+  range = {};
+  for (int64_t i = 0; i < count; i += kRun)
+    loop(words + i, std::min(kRun, count - i), limit, false, range);
+  return range;
+}
+
+int64_t width_of(Floats kind) { return kind == Floats::kSingle ? 4 : 2; }
+
+struct Extremes {
+  float low = 0, high = 0;
+  int64_t zeros = 0, fits = 0;
+};
+
+Extremes extremes_of(const void* values, Floats kind, int64_t count) {
+  if (kind == Floats::kSingle) {
+    const auto range = range_of<uint32_t>(values, count, kUnfit, range_wide);
+    if (!range.fits) return {0, 0, range.zeros, 0};
+    const auto number = [](int32_t key) {
+      return from_bits(static_cast<uint32_t>(ordered(static_cast<uint32_t>(key))));
+    };
+    return {number(range.low), number(range.high), range.zeros, range.fits};
+  }
+  const bool half = kind == Floats::kHalf;
+  // Of float16 the infinite ones alone are that large.
+  const auto limit = static_cast<uint16_t>(half ? 0x7C00u : kUnfit >> 16);
+  const auto range = range_of<uint16_t>(values, count, limit, range_narrow);
+  if (!range.fits) return {0, 0, range.zeros, 0};
+  const auto number = [half](int16_t key) {
+    const auto word = static_cast<uint16_t>(ordered(static_cast<uint16_t>(key)));
+    return half ? from_half(word) : from_brain(word);
+  };
+  return {number(range.low), number(range.high), range.zeros, range.fits};
 }
 
 inline float upper(float value) {  // to the next number with a lower half of zeros
   return from_bits((to_bits(value) + 0xFFFF) & 0xFFFF0000u);
 }
-
-struct Place {
-  float base, step;
-};
 
 // Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
 // ops/groups.py for the reasons.
@@ -185,34 +262,31 @@ SN_CLONES void squeeze(const uint8_t* codes, int64_t count, int bits, uint8_t* o
   }
 }
 
-// Codes to values; `count` is a multiple of 8 / bits but at the end of the last group.
-SN_CLONES void spread_out(const uint8_t* codes, int64_t count, int bits, const Place& place,
-                          float* out) {
-  const float base = place.base, step = place.step;
-  if (bits == 8) {
-    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(codes[i]) * step;
-  } else {
-    uint8_t wide[kRun];
-    const int per = 8 / bits;
-    const int64_t bytes = (count + per - 1) / per;
-    if (bits == 4) {
-      for (int64_t i = 0; i < bytes; ++i) {
-        const uint32_t w = codes[i];
-        const uint16_t two = static_cast<uint16_t>((w | w << 4) & 0x0F0F);
-        std::memcpy(wide + 2 * i, &two, 2);
-      }
-    } else if (bits == 2) {
-      for (int64_t i = 0; i < bytes; ++i) {
-        uint32_t w = codes[i];
-        w = (w | w << 12) & 0x000F000Fu;
-        w = (w | w << 6) & 0x03030303u;
-        std::memcpy(wide + 4 * i, &w, 4);
-      }
-    } else {
-      for (int64_t i = 0; i < bytes; ++i) spread(codes[i], wide + 8 * i);
+// What squeeze() was given, up to a multiple of 8 / bits codes.
+SN_CLONES void spread_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* wide) {
+  const int64_t bytes = (count * bits + 7) / 8;
+  if (bits == 4) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      const uint32_t w = codes[i];
+      const uint16_t two = static_cast<uint16_t>((w | w << 4) & 0x0F0F);
+      std::memcpy(wide + 2 * i, &two, 2);
     }
-    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(wide[i]) * step;
+  } else if (bits == 2) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      uint32_t w = codes[i];
+      w = (w | w << 12) & 0x000F000Fu;
+      w = (w | w << 6) & 0x03030303u;
+      std::memcpy(wide + 4 * i, &w, 4);
+    }
+  } else {
+    for (int64_t i = 0; i < bytes; ++i) spread(codes[i], wide + 8 * i);
   }
+}
+
+SN_CLONES void value_wide(const uint8_t* codes, int64_t count, const Place& place, void* values) {
+  const float base = place.base, step = place.step;
+  auto* out = static_cast<float*>(values);
+  for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(codes[i]) * step;
 }
 
 SN_CLONES void widen_half(const uint16_t* from, int64_t count, float* to) {
@@ -243,86 +317,225 @@ const float* widened(const void* values, Floats kind, int64_t start, int64_t cou
   return scratch;
 }
 
-}  // namespace
-
-void pack_groups(const void* values, Floats kind, int64_t count, int64_t run_length, int64_t first,
-                 const Grid& grid, float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
-                 Escapes& escapes) {
-  const int levels = (1 << grid.bits) - 1;
-  const float top = static_cast<float>(levels), largest = from_bits(kUnfit);
-  const float cap = from_bits(to_bits(std::min(grid.bound, largest)) & 0xFFFF0000u);
-  uint8_t wide[kRun], bad[kRun];
-  uint32_t words[kRun / 2 + 1];
+template <Floats kind, bool look>
+void round_plain(const void* values, int64_t count, const Place& place, float top,
+                 const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
   float scratch[kRun];
-  int64_t size = 0;
-  for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
-    size = std::min(grid.group, run_length - start % run_length);
-    Range range;
-    const float* run = nullptr;
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i);
-      run = widened(values, kind, start + i, here, scratch);
-      range_of(run, here, range);
-    }
-    escapes.zeros += range.zeros;
-    const float low = range.fits ? from_bits(ordered(range.low)) : 0.0f;
-    const float high = range.fits ? from_bits(ordered(range.high)) : 0.0f;
-    const Place place = choose(low, high, range.zeros > 0, levels, cap);
-    bases[g] = place.base;
-    steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
+  const float* run = widened(values, kind, 0, count, scratch);
+  const auto number = static_cast<int32_t>(count);
+  if (look)
+    quantise_seen(run, number, place, top, luck, codes, spread);
+  else
+    quantise_whole(run, number, place, top, luck, codes);
+}
+
+template <Floats kind>
+void value_plain(const uint8_t* codes, int64_t count, const Place& place, void* values) {
+  if (kind == Floats::kSingle) return value_wide(codes, count, place, values);
+  float scratch[kRun];
+  value_wide(codes, count, place, scratch);
+  if (kind == Floats::kHalf)
+    narrow_half(scratch, count, static_cast<uint16_t*>(values));
+  else
+    narrow_brain(scratch, count, static_cast<uint16_t*>(values));
+}
+
+constexpr Floats kFloats = Floats::kSingle, kHalf = Floats::kHalf, kBrain = Floats::kBrain;
+constexpr Loops kPlain = {
+    {round_plain<kFloats, false>, round_plain<kHalf, false>, round_plain<kBrain, false>},
+    {round_plain<kFloats, true>, round_plain<kHalf, true>, round_plain<kBrain, true>},
+    {value_plain<kFloats>, value_plain<kHalf>, value_plain<kBrain>}};
+
+const Loops* loops_of(Form form) {
+  if (form == Form::kPlain) return &kPlain;
+  if (form == Form::kAvx2) return avx2_loops();
+  if (form == Form::kAvx512) return avx512_loops();
+  const Loops* found = avx512_loops() ? avx512_loops() : avx2_loops();
+  return found ? found : &kPlain;
+}
+
+// Packs groups, each by itself.
+class Packer {
+ public:
+  Packer(Floats kind, const Grid& grid, const Loops& loops, const Packed& to, Escapes& escapes)
+      : kind_(static_cast<int>(kind)), grid_(grid), loops_(loops), to_(to), escapes_(escapes) {}
+
+  // Group g has `size` values, the first of them at position `at`; its codes begin at byte `byte`.
+  void pack(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
+    const auto kind = static_cast<Floats>(kind_);
+    const Extremes seen = extremes_of(values, kind, size);
+    escapes_.zeros += seen.zeros;
+    const Place place = choose(seen.low, seen.high, seen.zeros > 0, levels_, cap_);
+    to_.bases[g] = place.base;
+    to_.steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
-    uint32_t* seen = spread ? spread + g : &unread;
-    *seen = 0;
+    uint32_t* spread = to_.spread ? to_.spread + g : &unread;
+    *spread = 0;
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
     // Two points about zero hold one side only.
-    const bool about_zero = range.zeros > 0 && low < 0 && high > 0;
-    const bool whole = range.fits == size && std::isinf(grid.bound) &&
-                       (levels > 1 || !about_zero) && place.step < cap;
+    const bool about_zero = seen.zeros > 0 && seen.low < 0 && seen.high > 0;
+    const bool whole = seen.fits == size && std::isinf(grid_.bound) &&
+                       (levels_ > 1 || !about_zero) && place.step < cap_;
+    const int64_t width = width_of(kind);
+    uint8_t* codes = to_.codes + byte;
     for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i), at = first + start + i;
-      if (size > kRun) run = widened(values, kind, start + i, here, scratch);
-      const auto number = static_cast<int32_t>(here);
-      const auto pair = static_cast<uint64_t>(at) >> 1;
-      const uint32_t other = grid.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
-      draw(static_cast<uint32_t>(pair), number + 1, grid.key, other, words);
-      const auto* luck = reinterpret_cast<const uint16_t*>(words) + (at & 1);
-      int32_t lost = 0;
-      if (!whole)
-        lost = quantise(run, number, place, top, grid.bound, luck, wide, bad, seen);
-      else if (spread)
-        quantise_seen(run, number, place, top, luck, wide, seen);
+      const int64_t here = std::min(kRun, size - i);
+      const uint16_t* luck = drawn(at + i, static_cast<int32_t>(here));
+      uint8_t* wide = grid_.bits == 8 ? codes : wide_;
+      const void* run = static_cast<const uint8_t*>(values) + width * i;
+      if (whole)
+        (to_.spread ? loops_.round_seen : loops_.round)[kind_](run, here, place, top_, luck, wide,
+                                                               spread);
       else
-        quantise_whole(run, number, place, top, luck, wide);
-      for (int64_t j = here; j % 8; ++j) wide[j] = 0;
-      squeeze(wide, here, grid.bits, codes);
-      codes += (here * grid.bits + 7) / 8;
-      for (int64_t j = 0; lost && j < here; ++j)
-        if (bad[j]) {
-          escapes.at.push_back(at + j);
-          escapes.values.push_back(run[j]);
-        }
+        check(run, here, at + i, place, luck, wide, spread);
+      if (grid_.bits < 8) {
+        for (int64_t j = here; j % 8; ++j) wide[j] = 0;
+        squeeze(wide, here, grid_.bits, codes);
+      }
+      codes += (here * grid_.bits + 7) / 8;
     }
+  }
+
+ private:
+  const uint16_t* drawn(int64_t at, int32_t count) {
+    const auto pair = static_cast<uint64_t>(at) >> 1;
+    const uint32_t other = grid_.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
+    draw(static_cast<uint32_t>(pair), count + 1, grid_.key, other, words_);
+    return reinterpret_cast<const uint16_t*>(words_) + (at & 1);
+  }
+
+  // Where elements may escape.
+  void check(const void* values, int64_t count, int64_t at, const Place& place,
+             const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
+    const float* run = widened(values, static_cast<Floats>(kind_), 0, count, scratch_);
+    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, top_, grid_.bound, luck,
+                                  codes, bad_, spread);
+    for (int64_t j = 0; lost && j < count; ++j)
+      if (bad_[j]) {
+        escapes_.at.push_back(at + j);
+        escapes_.values.push_back(run[j]);
+      }
+  }
+
+  const int kind_;
+  const Grid& grid_;
+  const Loops& loops_;
+  const Packed& to_;
+  Escapes& escapes_;
+  const int levels_ = (1 << grid_.bits) - 1;
+  const float top_ = static_cast<float>(levels_);
+  const float cap_ = from_bits(to_bits(std::min(grid_.bound, from_bits(kUnfit))) & 0xFFFF0000u);
+  uint8_t wide_[kRun], bad_[kRun];
+  uint32_t words_[kRun / 2 + 1];
+  float scratch_[kRun];
+};
+
+// The values of a group whose codes begin at byte `byte`.
+void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64_t size, int64_t g,
+            int64_t byte, void* values) {
+  const Place place = {from.bases[g], from_bits(static_cast<uint32_t>(from.steps[g]) << 16)};
+  // Of what is no number in a damaged payload, instructions make other bits than half.h.
+  const bool sound = std::isfinite(place.base) && std::isfinite(place.step);
+  const ValueLoop loop = (sound ? loops : kPlain).values[static_cast<int>(kind)];
+  const int64_t width = width_of(kind);
+  const uint8_t* codes = from.codes + byte;
+  for (int64_t i = 0; i < size; i += kRun) {
+    const int64_t here = std::min(kRun, size - i);
+    uint8_t spread[kRun];
+    if (bits < 8) spread_codes(codes, here, bits, spread);
+    loop(bits < 8 ? spread : codes, here, place, static_cast<uint8_t*>(values) + width * i);
+    codes += (here * bits + 7) / 8;
   }
 }
 
-void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
-                   int64_t run_length, int bits, int64_t group, void* values, Floats kind) {
-  float scratch[kRun];
-  int64_t size = 0;
+// Calls work(start, size, g, byte) for each group of `count` elements in runs.
+template <typename Work>
+void each_group(int64_t count, int64_t run, int64_t group, int bits, Work work) {
+  int64_t size = 0, byte = 0;
   for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
-    const Place place = {bases[g], from_bits(static_cast<uint32_t>(steps[g]) << 16)};
-    size = std::min(group, run_length - start % run_length);
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i), at = start + i;
-      float* out = kind == Floats::kSingle ? static_cast<float*>(values) + at : scratch;
-      spread_out(codes, here, bits, place, out);
-      codes += (here * bits + 7) / 8;
-      if (kind == Floats::kHalf)
-        narrow_half(out, here, static_cast<uint16_t*>(values) + at);
-      else if (kind == Floats::kBrain)
-        narrow_brain(out, here, static_cast<uint16_t*>(values) + at);
-    }
+    size = std::min(group, run - start % run);
+    work(start, size, g, byte);
+    byte += (size * bits + 7) / 8;
   }
+}
+
+// Packs or unpacks, by `one`, the rows [first, first + rows) of a turned tensor.
+template <bool back, typename Byte, typename One>
+void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
+                   int bits, int64_t width, Byte* memory, One one) {
+  const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
+  Tile tile;
+  const auto move = [&](const Block& block) {
+    if (width == 4)
+      move_block<4, back>(turn, block, memory, tile);
+    else
+      move_block<2, back>(turn, block, memory, tile);
+  };
+  each_block(turn, first, rows, run, group, width, [&](const Block& block) {
+    if (!back) move(block);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t row = block.row + r, kept = row - first;
+      one(tile.memory + kTileRun * width * r, block.size, row * run + block.start,
+          kept * groups + block.start / group, kept * bytes + block.start * bits / 8);
+    }
+    if (back) move(block);
+  });
+}
+
+void sort(Escapes& escapes) {
+  const auto size = escapes.at.size();
+  std::vector<size_t> order(size);
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return escapes.at[a] < escapes.at[b]; });
+  Escapes sorted;
+  for (const size_t i : order) {
+    sorted.at.push_back(escapes.at[i]);
+    sorted.values.push_back(escapes.values[i]);
+  }
+  escapes.at.swap(sorted.at);
+  escapes.values.swap(sorted.values);
+}
+
+}  // namespace
+
+bool form_runs(Form form) { return loops_of(form) != nullptr; }
+
+void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& grid, Form form,
+                 const Packed& to, Escapes& escapes) {
+  Packer packer(kind, grid, *loops_of(form), to, escapes);
+  const int64_t width = width_of(kind);
+  const auto* from = static_cast<const uint8_t*>(values);
+  if (runs.turn) {
+    through_tiles<false>(*runs.turn, runs.first / runs.length, runs.count / runs.length,
+                         runs.length, grid.group, grid.bits, width, from,
+                         [&](const uint8_t* row, int64_t size, int64_t at, int64_t g,
+                             int64_t byte) { packer.pack(row, size, at, g, byte); });
+    sort(escapes);
+  } else {
+    each_group(runs.count, runs.length, grid.group, grid.bits,
+               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
+                 packer.pack(from + width * start, size, runs.first + start, g, byte);
+               });
+  }
+}
+
+void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group, Form form,
+                   void* values, Floats kind) {
+  const Loops& loops = *loops_of(form);
+  const int64_t width = width_of(kind);
+  auto* to = static_cast<uint8_t*>(values);
+  if (runs.turn)
+    through_tiles<true>(*runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length,
+                        group, bits, width, to,
+                        [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
+                          unpack(from, bits, loops, kind, size, g, byte, row);
+                        });
+  else
+    each_group(runs.count, runs.length, group, bits,
+               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
+                 unpack(from, bits, loops, kind, size, g, byte, to + width * start);
+               });
 }
 
 }  // namespace sn

@@ -162,15 +162,15 @@ def test_variance_is_that_of_the_errors(backend, bits):
 def test_buffers_that_do_not_belong_together_are_refused(core):
     x, bases, steps = np.zeros(64, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint16)
     spread, packed = np.zeros(2, np.uint32), np.zeros(32, np.uint8)
-    core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0)
+    core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0, ())
     for bits, group in ((3, 32), (8, 32), (4, 64), (4, 48), (4, 0)):
         with pytest.raises(ValueError, match="do not match"):
             core.pack_groups(
-                x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0
+                x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0, ()
             )
         with pytest.raises(ValueError, match="do not match"):
-            core.unpack_groups(bases, steps, packed, x, "float32", 64, bits, group)
+            core.unpack_groups(bases, steps, packed, x, "float32", 0, 64, bits, group, ())
     with pytest.raises(ValueError, match="float64"):
-        core.pack_groups(x, "float64", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0)
+        core.pack_groups(x, "float64", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0, ())
     with pytest.raises(ValueError, match="spread"):
-        core.pack_groups(x, "float32", bases, steps, spread[:1], packed, 0, 64, 4, 32, 1.0, 0, 0)
+        core.pack_groups(x, "float32", bases, steps, spread[:1], packed, 0, 64, 4, 32, 1.0, 0, 0, ())
