@@ -19,7 +19,7 @@ namespace {
 constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
 constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
 constexpr float kEdge = 0.0009765625f;   // 2**-10 of a step
-constexpr int64_t kRun = 1024;           // elements worked on at a time: scratch stays in the cache
+constexpr float kFine = 0x1p-100f;       // below it groups_avx.cpp's quotients are not exact
 
 // Floats in the order of integers, and back; its own inverse.
 template <typename Word>
@@ -166,24 +166,21 @@ Place choose(float low, float high, bool zero, int levels, float cap) {
   return {-below * step, step};
 }
 
-inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
-  uint32_t x = at * 0x9E3779B9u + key;
-  x ^= x >> 17;
-  x *= 0xED5AD4BBu;
-  x ^= x >> 11;
-  x += other;
-  x *= 0xAC4C1B51u;
-  x ^= x >> 15;
-  x *= 0x31848BABu;
-  return x ^ (x >> 14);
+// Random numbers of 16 bits for `count` elements; `words` has room for one word more than they fill.
+SN_CLONES void draw(const Luck& luck, int64_t count, uint32_t* words) {
+  const uint32_t pair = luck.pair, key = luck.key, other = luck.other;
+  for (int64_t i = 0; i < (count + luck.odd + 1) / 2; ++i)
+    words[i] = random_word(pair + static_cast<uint32_t>(i), key, other);
 }
 
-// Random numbers of 16 bits for `count` elements, two of a word, from the first half of word `pair`
-// on; `luck` has room for a whole number of words.
-SN_CLONES void draw(uint32_t pair, int32_t count, uint32_t key, uint32_t other, uint32_t* luck) {
-  for (int32_t i = 0; i < (count + 1) / 2; ++i)
-    luck[i] = random_word(pair + static_cast<uint32_t>(i), key, other);
-}
+struct Drawn {
+  uint32_t words[kRun / 2 + 1];
+
+  const uint16_t* draw(const Luck& luck, int64_t count) {
+    sn::draw(luck, count, words);
+    return reinterpret_cast<const uint16_t*>(words) + luck.odd;
+  }
+};
 
 // Rounds up to kRun elements. Where `whole`, every element lies on the grid; else `bad` marks those
 // that no code stands for, and the number of them is returned.
@@ -305,11 +302,10 @@ SN_CLONES void narrow_brain(const float* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_brain(from[i]);
 }
 
-// Up to kRun values from `start` on as float32: where they lie, or in `scratch`.
-const float* widened(const void* values, Floats kind, int64_t start, int64_t count,
-                     float* scratch) {
-  if (kind == Floats::kSingle) return static_cast<const float*>(values) + start;
-  const uint16_t* from = static_cast<const uint16_t*>(values) + start;
+// Up to kRun values as float32: where they lie, or in `scratch`.
+const float* widened(const void* values, Floats kind, int64_t count, float* scratch) {
+  if (kind == Floats::kSingle) return static_cast<const float*>(values);
+  const auto* from = static_cast<const uint16_t*>(values);
   if (kind == Floats::kHalf)
     widen_half(from, count, scratch);
   else
@@ -319,14 +315,15 @@ const float* widened(const void* values, Floats kind, int64_t start, int64_t cou
 
 template <Floats kind, bool look>
 void round_plain(const void* values, int64_t count, const Place& place, float top,
-                 const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
+                 const Luck& luck, uint8_t* codes, uint32_t* spread) {
+  Drawn drawn;
   float scratch[kRun];
-  const float* run = widened(values, kind, 0, count, scratch);
-  const auto number = static_cast<int32_t>(count);
+  const float* run = widened(values, kind, count, scratch);
+  const uint16_t* numbers = drawn.draw(luck, count);
   if (look)
-    quantise_seen(run, number, place, top, luck, codes, spread);
+    quantise_seen(run, static_cast<int32_t>(count), place, top, numbers, codes, spread);
   else
-    quantise_whole(run, number, place, top, luck, codes);
+    quantise_whole(run, static_cast<int32_t>(count), place, top, numbers, codes);
 }
 
 template <Floats kind>
@@ -354,40 +351,67 @@ const Loops* loops_of(Form form) {
   return found ? found : &kPlain;
 }
 
-// Packs groups, each by itself.
+// Packs groups, some at a time: finding a grid is a chain of divisions, and those of several groups
+// run beside each other.
 class Packer {
  public:
   Packer(Floats kind, const Grid& grid, const Loops& loops, const Packed& to, Escapes& escapes)
-      : kind_(static_cast<int>(kind)), grid_(grid), loops_(loops), to_(to), escapes_(escapes) {}
+      : kind_(kind), grid_(grid), loops_(loops), to_(to), escapes_(escapes) {}
 
   // Group g has `size` values, the first of them at position `at`; its codes begin at byte `byte`.
-  void pack(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
-    const auto kind = static_cast<Floats>(kind_);
-    const Extremes seen = extremes_of(values, kind, size);
+  // Until flush() the values are still to be read.
+  void add(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
+    jobs_[waiting_++] = {values, size, at, g, byte, {}, {}};
+    if (waiting_ == kJobs || size > kRun) flush();
+  }
+
+  void flush() {
+    for (int i = 0; i < waiting_; ++i)
+      jobs_[i].seen = extremes_of(jobs_[i].values, kind_, jobs_[i].size);
+    for (int i = 0; i < waiting_; ++i) {
+      const Extremes& seen = jobs_[i].seen;
+      jobs_[i].place = choose(seen.low, seen.high, seen.zeros > 0, levels_, cap_);
+    }
+    for (int i = 0; i < waiting_; ++i) round(jobs_[i]);
+    waiting_ = 0;
+  }
+
+ private:
+  static constexpr int kJobs = 8;
+
+  struct Job {
+    const void* values;
+    int64_t size, at, g, byte;
+    Extremes seen;
+    Place place;
+  };
+
+  void round(const Job& job) {
+    const Extremes& seen = job.seen;
+    const Place& place = job.place;
     escapes_.zeros += seen.zeros;
-    const Place place = choose(seen.low, seen.high, seen.zeros > 0, levels_, cap_);
-    to_.bases[g] = place.base;
-    to_.steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
+    to_.bases[job.g] = place.base;
+    to_.steps[job.g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
-    uint32_t* spread = to_.spread ? to_.spread + g : &unread;
+    uint32_t* spread = to_.spread ? to_.spread + job.g : &unread;
     *spread = 0;
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
     // Two points about zero hold one side only.
     const bool about_zero = seen.zeros > 0 && seen.low < 0 && seen.high > 0;
-    const bool whole = seen.fits == size && std::isinf(grid_.bound) &&
+    const bool whole = seen.fits == job.size && std::isinf(grid_.bound) &&
                        (levels_ > 1 || !about_zero) && place.step < cap_;
-    const int64_t width = width_of(kind);
-    uint8_t* codes = to_.codes + byte;
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i);
-      const uint16_t* luck = drawn(at + i, static_cast<int32_t>(here));
+    const Loops& loops = place.step < kFine && seen.low < seen.high ? kPlain : loops_;
+    const RoundLoop loop = (to_.spread ? loops.round_seen : loops.round)[static_cast<int>(kind_)];
+    const auto* values = static_cast<const uint8_t*>(job.values);
+    uint8_t* codes = to_.codes + job.byte;
+    for (int64_t i = 0; i < job.size; i += kRun) {
+      const int64_t here = std::min(kRun, job.size - i);
       uint8_t* wide = grid_.bits == 8 ? codes : wide_;
-      const void* run = static_cast<const uint8_t*>(values) + width * i;
+      const void* run = values + width_of(kind_) * i;
       if (whole)
-        (to_.spread ? loops_.round_seen : loops_.round)[kind_](run, here, place, top_, luck, wide,
-                                                               spread);
+        loop(run, here, place, top_, luck_at(job.at + i), wide, spread);
       else
-        check(run, here, at + i, place, luck, wide, spread);
+        check(run, here, job.at + i, place, wide, spread);
       if (grid_.bits < 8) {
         for (int64_t j = here; j % 8; ++j) wide[j] = 0;
         squeeze(wide, here, grid_.bits, codes);
@@ -396,20 +420,18 @@ class Packer {
     }
   }
 
- private:
-  const uint16_t* drawn(int64_t at, int32_t count) {
+  Luck luck_at(int64_t at) const {
     const auto pair = static_cast<uint64_t>(at) >> 1;
     const uint32_t other = grid_.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
-    draw(static_cast<uint32_t>(pair), count + 1, grid_.key, other, words_);
-    return reinterpret_cast<const uint16_t*>(words_) + (at & 1);
+    return {static_cast<uint32_t>(pair), grid_.key, other, (at & 1) != 0};
   }
 
   // Where elements may escape.
-  void check(const void* values, int64_t count, int64_t at, const Place& place,
-             const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
-    const float* run = widened(values, static_cast<Floats>(kind_), 0, count, scratch_);
-    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, top_, grid_.bound, luck,
-                                  codes, bad_, spread);
+  void check(const void* values, int64_t count, int64_t at, const Place& place, uint8_t* codes,
+             uint32_t* spread) {
+    const float* run = widened(values, kind_, count, scratch_);
+    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, top_, grid_.bound,
+                                  drawn_.draw(luck_at(at), count), codes, bad_, spread);
     for (int64_t j = 0; lost && j < count; ++j)
       if (bad_[j]) {
         escapes_.at.push_back(at + j);
@@ -417,7 +439,7 @@ class Packer {
       }
   }
 
-  const int kind_;
+  const Floats kind_;
   const Grid& grid_;
   const Loops& loops_;
   const Packed& to_;
@@ -426,8 +448,10 @@ class Packer {
   const float top_ = static_cast<float>(levels_);
   const float cap_ = from_bits(to_bits(std::min(grid_.bound, from_bits(kUnfit))) & 0xFFFF0000u);
   uint8_t wide_[kRun], bad_[kRun];
-  uint32_t words_[kRun / 2 + 1];
+  Drawn drawn_;
   float scratch_[kRun];
+  Job jobs_[kJobs];
+  int waiting_ = 0;
 };
 
 // The values of a group whose codes begin at byte `byte`.
@@ -459,10 +483,11 @@ void each_group(int64_t count, int64_t run, int64_t group, int bits, Work work) 
   }
 }
 
-// Packs or unpacks, by `one`, the rows [first, first + rows) of a turned tensor.
-template <bool back, typename Byte, typename One>
+// Packs or unpacks, by `one`, the rows [first, first + rows) of a turned tensor; `done` follows each
+// tile.
+template <bool back, typename Byte, typename One, typename Done>
 void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
-                   int bits, int64_t width, Byte* memory, One one) {
+                   int bits, int64_t width, Byte* memory, One one, Done done) {
   const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
   Tile tile;
   const auto move = [&](const Block& block) {
@@ -478,6 +503,7 @@ void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, i
       one(tile.memory + kTileRun * width * r, block.size, row * run + block.start,
           kept * groups + block.start / group, kept * bytes + block.start * bits / 8);
     }
+    done();
     if (back) move(block);
   });
 }
@@ -510,13 +536,15 @@ void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& 
     through_tiles<false>(*runs.turn, runs.first / runs.length, runs.count / runs.length,
                          runs.length, grid.group, grid.bits, width, from,
                          [&](const uint8_t* row, int64_t size, int64_t at, int64_t g,
-                             int64_t byte) { packer.pack(row, size, at, g, byte); });
+                             int64_t byte) { packer.add(row, size, at, g, byte); },
+                         [&] { packer.flush(); });
     sort(escapes);
   } else {
     each_group(runs.count, runs.length, grid.group, grid.bits,
                [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
-                 packer.pack(from + width * start, size, runs.first + start, g, byte);
+                 packer.add(from + width * start, size, runs.first + start, g, byte);
                });
+    packer.flush();
   }
 }
 
@@ -530,7 +558,8 @@ void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group
                         group, bits, width, to,
                         [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
                           unpack(from, bits, loops, kind, size, g, byte, row);
-                        });
+                        },
+                        [] {});
   else
     each_group(runs.count, runs.length, group, bits,
                [&](int64_t start, int64_t size, int64_t g, int64_t byte) {

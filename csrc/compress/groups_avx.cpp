@@ -5,6 +5,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #define SN_AVX2 "avx2,fma,f16c"
@@ -27,7 +28,11 @@ SN_LANES __m128i load_half(const void* from) {
   return _mm_loadu_si128(static_cast<const __m128i*>(from));
 }
 
-// How sixteen elements lie in two vectors. bfloat16 in the order in which instructions that work on
+SN_LANES void store(void* to, __m256i it) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), it);
+}
+
+// How sixteen elements lie in two vectors: float32 and float16 in order; bfloat16 as instructions on
 // halves of 128 bits take them apart and put them together: 0-3 and 8-11, 4-7 and 12-15.
 template <Floats kind>
 struct Order {
@@ -47,14 +52,12 @@ struct Order {
     } else {
       const __m128i a = _mm256_cvtps_ph(it.a, _MM_FROUND_TO_NEAREST_INT);
       const __m128i b = _mm256_cvtps_ph(it.b, _MM_FROUND_TO_NEAREST_INT);
-      _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_set_m128i(b, a));
+      store(to, _mm256_set_m128i(b, a));
     }
   }
-  static SN_LANES Floats16 halves(const uint16_t* from) {
-    const __m256i a = _mm256_cvtepu16_epi32(load_half(from));
-    const __m256i b = _mm256_cvtepu16_epi32(load_half(from + 8));
-    return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
-  }
+  // Which of eight words of two elements each take_apart() wants where.
+  static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
+  static SN_LANES __m256i placed(__m256i words) { return _mm256_permute4x64_epi64(words, 0xD8); }
   static SN_LANES Floats16 bytes(const uint8_t* from) {
     const __m128i codes = load_half(from);
     const __m256i a = _mm256_cvtepu8_epi32(codes);
@@ -65,13 +68,15 @@ struct Order {
   static SN_LANES __m128i ordered(__m128i packed) { return _mm_shuffle_epi32(packed, 0xD8); }
 };
 
+// Sixteen numbers of 16 bits as floats.
+SN_LANES Floats16 take_apart(__m256i words) {
+  const __m256i none = _mm256_setzero_si256();
+  return {_mm256_cvtepi32_ps(_mm256_unpacklo_epi16(words, none)),
+          _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(words, none))};
+}
+
 template <>
 struct Order<Floats::kBrain> {
-  static SN_LANES Floats16 floats(__m256i words) {
-    const __m256i none = _mm256_setzero_si256();
-    return {_mm256_cvtepi32_ps(_mm256_unpacklo_epi16(words, none)),
-            _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(words, none))};
-  }
   static SN_LANES Floats16 read(const void* from) {
     const __m256i words = load(from), none = _mm256_setzero_si256();
     return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, words)),
@@ -84,75 +89,169 @@ struct Order<Floats::kBrain> {
     return _mm256_srli_epi32(_mm256_add_epi32(raw, half), 16);
   }
   static SN_LANES void write(const Floats16& it, void* to) {
-    const __m256i words = _mm256_packus_epi32(rounded(it.a), rounded(it.b));
-    _mm256_storeu_si256(static_cast<__m256i*>(to), words);
+    store(to, _mm256_packus_epi32(rounded(it.a), rounded(it.b)));
   }
-  static SN_LANES Floats16 halves(const uint16_t* from) { return floats(load(from)); }
+  static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static SN_LANES __m256i placed(__m256i words) { return words; }
   static SN_LANES Floats16 bytes(const uint8_t* from) {
-    return floats(_mm256_cvtepu8_epi16(load_half(from)));
+    return take_apart(_mm256_cvtepu8_epi16(load_half(from)));
   }
   static SN_LANES __m128i ordered(__m128i packed) { return packed; }
 };
 
-// Sixteen codes, in order, and what their spread adds to eight sums; see quantise_run().
-template <Floats kind, bool look>
-SN_LANES __m128i codes_of(const void* values, const uint16_t* luck, __m256 base, __m256 step,
-                          __m256 top, __m256i wanted, __m256i& sums) {
-  const Floats16 x = Order<kind>::read(values), chance = Order<kind>::halves(luck);
-  const __m256 none = _mm256_setzero_ps(), part = _mm256_set1_ps(0x1p-16f);
-  const __m256 a = _mm256_min_ps(
-      _mm256_max_ps(_mm256_div_ps(_mm256_sub_ps(x.a, base), step), none), top);
-  const __m256 b = _mm256_min_ps(
-      _mm256_max_ps(_mm256_div_ps(_mm256_sub_ps(x.b, base), step), none), top);
-  if constexpr (look) {
-    // Products with powers of two are exact, so these are the bits of two roundings. Modulo 256 a
-    // whole number of steps is 0, and 256, which stands for none as well, too.
-    const __m256 scale = _mm256_set1_ps(256.0f), half = _mm256_set1_ps(0.5f);
-    const __m256i whole = _mm256_packus_epi32(_mm256_cvttps_epi32(_mm256_fmadd_ps(a, scale, half)),
-                                              _mm256_cvttps_epi32(_mm256_fmadd_ps(b, scale, half)));
-    const __m256i way = _mm256_and_si256(_mm256_and_si256(whole, _mm256_set1_epi16(255)), wanted);
-    const __m256i back = _mm256_sub_epi16(_mm256_set1_epi16(256), way);
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(way, back));
-  }
-  const __m256i codes = _mm256_packus_epi32(_mm256_cvttps_epi32(_mm256_fmadd_ps(chance.a, part, a)),
-                                            _mm256_cvttps_epi32(_mm256_fmadd_ps(chance.b, part, b)));
-  return Order<kind>::ordered(
-      _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
+template <int bits>
+SN_LANES __m256i folded(__m256i x) {
+  return _mm256_xor_si256(x, _mm256_srli_epi32(x, bits));
 }
 
-template <Floats kind, bool look>
-SN_LANES void round_all(const void* values, int64_t count, const Place& place, float top_code,
-                        const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
+SN_LANES __m256i times(__m256i x, uint32_t factor) {
+  return _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int32_t>(factor)));
+}
+
+// Random words, eight at a time; see random_word().
+struct Words {
+  __m256i at, step, other;  // the first product and sum are taken from one to the next
+
+  SN_LANES Words(const Luck& luck, __m256i places)
+      : step(_mm256_set1_epi32(static_cast<int32_t>(8 * 0x9E3779B9u))),
+        other(_mm256_set1_epi32(static_cast<int32_t>(luck.other))) {
+    const __m256i pairs =
+        _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int32_t>(luck.pair)));
+    at = _mm256_add_epi32(times(pairs, 0x9E3779B9u),
+                          _mm256_set1_epi32(static_cast<int32_t>(luck.key)));
+  }
+
+  // Several vectors side by side: each is a long chain of instructions that wait for one another.
+  template <int number>
+  SN_LANES void next(__m256i* x) {
+    for (int k = 0; k < number; ++k) {
+      x[k] = at;
+      at = _mm256_add_epi32(at, step);
+    }
+    for (int k = 0; k < number; ++k) x[k] = times(folded<17>(x[k]), 0xED5AD4BBu);
+    for (int k = 0; k < number; ++k)
+      x[k] = times(_mm256_add_epi32(folded<11>(x[k]), other), 0xAC4C1B51u);
+    for (int k = 0; k < number; ++k) x[k] = times(folded<15>(x[k]), 0x31848BABu);
+    for (int k = 0; k < number; ++k) x[k] = folded<14>(x[k]);
+  }
+};
+
+struct Spot {
+  __m256 base, step, inverse;
+};
+
+// Codes of `number` times sixteen values, in order, and what their spread adds to eight sums.
+//
+// How many steps a value lies above the lowest point is rounded as a quotient is, though a product
+// and a correction take less time: true of all float32 and steps, which have eight significant bits
+// (all 2**30 pairs of mantissas were tried), unless the rest underflows: see kFine.
+//
+// quantise_run() then keeps it within the grid. What roundings add beyond, three units in the last
+// place at most, is cut off below; and has no code above, as codes of 8 bits end at 255 here, too.
+// Products with powers of two are exact, so fused ones change nothing.
+template <Floats kind, bool look, int number>
+SN_LANES void codes_of(const uint8_t* values, const __m256i* words, const Spot& spot, __m256i wanted,
+                       __m256i& sums, __m128i* made) {
+  constexpr int64_t bytes = kLanes * (kind == Floats::kSingle ? 4 : 2);
+  const __m256 part = _mm256_set1_ps(0x1p-16f);
+  __m256 steps[2 * number], chance[2 * number];
+  for (int k = 0; k < number; ++k) {
+    const Floats16 x = Order<kind>::read(values + bytes * k);
+    steps[2 * k] = _mm256_sub_ps(x.a, spot.base);
+    steps[2 * k + 1] = _mm256_sub_ps(x.b, spot.base);
+  }
+  for (__m256& above : steps) {
+    const __m256 near = _mm256_mul_ps(above, spot.inverse);
+    above = _mm256_fmadd_ps(_mm256_fnmadd_ps(near, spot.step, above), spot.inverse, near);
+  }
+  for (int k = 0; k < number; ++k) {
+    const Floats16 x = take_apart(words[k]);
+    chance[2 * k] = x.a;
+    chance[2 * k + 1] = x.b;
+  }
+  if constexpr (look) {
+    // Modulo 256 a whole number of steps is 0, as is 256, and both count for nothing.
+    const __m256 scale = _mm256_set1_ps(256.0f), half = _mm256_set1_ps(0.5f);
+    for (int k = 0; k < number; ++k) {
+      const __m256i whole = _mm256_packus_epi32(
+          _mm256_cvttps_epi32(_mm256_fmadd_ps(steps[2 * k], scale, half)),
+          _mm256_cvttps_epi32(_mm256_fmadd_ps(steps[2 * k + 1], scale, half)));
+      const __m256i way = _mm256_and_si256(whole, wanted);
+      const __m256i back = _mm256_sub_epi16(_mm256_set1_epi16(256), way);
+      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(way, back));
+    }
+  }
+  for (int k = 0; k < number; ++k) {
+    const __m256i codes = _mm256_packus_epi32(
+        _mm256_cvttps_epi32(_mm256_fmadd_ps(chance[2 * k], part, steps[2 * k])),
+        _mm256_cvttps_epi32(_mm256_fmadd_ps(chance[2 * k + 1], part, steps[2 * k + 1])));
+    made[k] = Order<kind>::ordered(
+        _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
+  }
+}
+
+// With `odd`, the words are drawn first, as a vector of numbers begins in the middle of one.
+template <Floats kind, bool look, bool odd>
+SN_LANES void round_run(const void* values, int64_t count, const Place& place, const Luck& luck,
+                        uint8_t* codes, uint32_t* spread) {
   constexpr int64_t size = kind == Floats::kSingle ? 4 : 2;
+  constexpr int side = 2;  // vectors side by side
   const auto* from = static_cast<const uint8_t*>(values);
-  const __m256 base = _mm256_set1_ps(place.base), step = _mm256_set1_ps(place.step);
-  const __m256 top = _mm256_set1_ps(top_code);
-  const __m256i all = _mm256_set1_epi32(-1);
-  __m256i sums = _mm256_setzero_si256();
+  const Spot spot = {_mm256_set1_ps(place.base), _mm256_set1_ps(place.step),
+                     _mm256_set1_ps(1.0f / place.step)};
+  Words source(luck, odd ? Order<Floats::kBrain>::places() : Order<kind>::places());
+  [[maybe_unused]] uint32_t drawn[kRun / 2 + side * kLanes];
+  if constexpr (odd)
+    for (int64_t i = 0; i < count / 2 + 1; i += side * kLanes / 2) {
+      __m256i words[side];
+      source.next<side>(words);
+      for (int k = 0; k < side; ++k) store(drawn + i + k * kLanes / 2, words[k]);
+    }
+  __m256i sums = _mm256_setzero_si256(), words[side];
+  __m128i made[side];
+  const __m256i all = _mm256_set1_epi16(255);
+  const auto* numbers = reinterpret_cast<const uint16_t*>(drawn) + 1;
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    _mm_storeu_si128(
-        reinterpret_cast<__m128i*>(codes + i),
-        codes_of<kind, look>(from + size * i, luck + i, base, step, top, all, sums));
-  if (i < count) {
-    const auto rest = static_cast<size_t>(count - i);
-    uint8_t few[kLanes * size] = {}, made[kLanes];
-    uint16_t chance[kLanes] = {}, on[kLanes] = {}, given[kLanes];
-    std::memcpy(few, from + size * i, rest * size);
-    std::memcpy(chance, luck + i, rest * 2);
-    std::memset(on, 0xFF, rest * 2);
+  for (; i + side * kLanes <= count; i += side * kLanes) {
+    if constexpr (odd)
+      for (int k = 0; k < side; ++k)
+        words[k] = Order<kind>::placed(load(numbers + i + k * kLanes));
+    else
+      source.next<side>(words);
+    codes_of<kind, look, side>(from + size * i, words, spot, all, sums, made);
+    for (int k = 0; k < side; ++k)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i + k * kLanes), made[k]);
+  }
+  for (; i < count; i += kLanes) {
+    const int64_t rest = std::min(count - i, kLanes);
+    uint8_t few[kLanes * size] = {}, bytes[kLanes];
+    uint16_t wanted[kLanes] = {};
+    std::memcpy(few, from + size * i, static_cast<size_t>(rest * size));
     // As codes_of() packs what it counts: bfloat16 in order, others in quarters.
     for (int64_t j = 0; j < kLanes; ++j)
-      given[j] = on[kind == Floats::kBrain || j < 4 || j >= 12 ? j : j ^ 12];
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(made),
-                     codes_of<kind, look>(few, chance, base, step, top, load(given), sums));
-    std::memcpy(codes + i, made, rest);
+      if ((kind == Floats::kBrain || j < 4 || j >= 12 ? j : j ^ 12) < rest) wanted[j] = 255;
+    if constexpr (odd)
+      words[0] = Order<kind>::placed(load(numbers + i));
+    else
+      source.next<1>(words);
+    codes_of<kind, look, 1>(few, words, spot, load(wanted), sums, made);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), made[0]);
+    std::memcpy(codes + i, bytes, static_cast<size_t>(rest));
   }
   if constexpr (look) {
     uint32_t eight[8];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(eight), sums);
+    store(eight, sums);
     for (const uint32_t sum : eight) *spread += sum;
   }
+}
+
+template <Floats kind, bool look>
+SN_LANES void round_all(const void* values, int64_t count, const Place& place, const Luck& luck,
+                        uint8_t* codes, uint32_t* spread) {
+  if (luck.odd)
+    round_run<kind, look, true>(values, count, place, luck, codes, spread);
+  else
+    round_run<kind, look, false>(values, count, place, luck, codes, spread);
 }
 
 template <Floats kind>
@@ -180,18 +279,18 @@ SN_LANES void value_all(const uint8_t* codes, int64_t count, const Place& place,
 
 template <Floats kind, bool look>
 __attribute__((target(SN_AVX2))) void round_avx2(const void* values, int64_t count,
-                                                 const Place& place, float top,
-                                                 const uint16_t* luck, uint8_t* codes,
+                                                 const Place& place, float,
+                                                 const Luck& luck, uint8_t* codes,
                                                  uint32_t* spread) {
-  round_all<kind, look>(values, count, place, top, luck, codes, spread);
+  round_all<kind, look>(values, count, place, luck, codes, spread);
 }
 
 template <Floats kind, bool look>
 __attribute__((target(SN_AVX512))) void round_avx512(const void* values, int64_t count,
-                                                     const Place& place, float top,
-                                                     const uint16_t* luck, uint8_t* codes,
+                                                     const Place& place, float,
+                                                     const Luck& luck, uint8_t* codes,
                                                      uint32_t* spread) {
-  round_all<kind, look>(values, count, place, top, luck, codes, spread);
+  round_all<kind, look>(values, count, place, luck, codes, spread);
 }
 
 template <Floats kind>

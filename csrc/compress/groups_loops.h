@@ -11,10 +11,30 @@ struct Place {  // of a grid: its lowest point, and the distance of two points
   float base, step;
 };
 
-// Rounds elements that all lie on the grid to codes of one byte. `luck` has a random number for each;
-// `spread`, if asked for, gets what groups.h says added.
+// The random numbers of 16 bits from a position on: two of a word, the lower half first.
+struct Luck {
+  uint32_t pair, key, other;  // the first word
+  bool odd;                   // whether its upper half is the first number
+};
+
+inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
+  uint32_t x = at * 0x9E3779B9u + key;
+  x ^= x >> 17;
+  x *= 0xED5AD4BBu;
+  x ^= x >> 11;
+  x += other;
+  x *= 0xAC4C1B51u;
+  x ^= x >> 15;
+  x *= 0x31848BABu;
+  return x ^ (x >> 14);
+}
+
+constexpr int64_t kRun = 1024;  // elements worked on at a time: scratch stays in the cache
+
+// Rounds up to kRun elements that all lie on the grid to codes of one byte; `spread`, if asked for,
+// gets what groups.h says added.
 using RoundLoop = void (*)(const void* values, int64_t count, const Place& place, float top,
-                           const uint16_t* luck, uint8_t* codes, uint32_t* spread);
+                           const Luck& luck, uint8_t* codes, uint32_t* spread);
 // The values of codes of one byte, on a grid of finite numbers.
 using ValueLoop = void (*)(const uint8_t* codes, int64_t count, const Place& place, void* values);
 

@@ -184,7 +184,7 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], run: int, group: int) -> Turn | None:
-        """The turn of a view whose rows are runs; None if its memory is in order, or a copy has to be.
+        """The turn of a view whose rows are runs; None if it is in order, or has to be copied.
 
         Rows and runs may have two axes each, of which one has its elements side by side.
         """
