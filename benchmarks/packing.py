@@ -6,7 +6,7 @@ rounds in alternation; GB/s are of the tensor's own bytes, in its own type.
 
 contiguous       groups of 256 as they lie
 rows             groups within rows of 768, as those of a layer norm
-channels last    [images, 256, 28, 28] by channels, as a batch norm's: some images at a time
+channels last    [images, 256, 28, 28] by channels, as a batch norm's
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tables import between_markers, markdown
 
 from sn_compress.ops import groups
 from sn_memory.torch.activations import packing
-from sn_memory.torch.activations.treatments import parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "activations.md"
@@ -47,27 +47,17 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     out = torch.empty_like(x)
     run = ROW if layout == "rows" else 0
-    views = [(x, out)]
+    source, target = x, out
     if layout == "channels last":
-        images, back = x.view(-1, *IMAGE), out.view(-1, *IMAGE)
-        views = [(images[it].permute(3, 0, 1, 2), back[it].permute(3, 0, 1, 2))
-                 for it in parts_of(images)]  # fmt: skip
-    jobs = []
-    for source, target in views:
-        length = source[0].numel() if layout == "channels last" else run
-        ng, width = groups.Parts(source.numel(), bits, packing.GROUP, length).at(source.numel())
-        into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
-        jobs.append((packing.as_numpy(source), packing.as_numpy(target), into, length))
-
-    def pack() -> None:
-        for source, _, into, length in jobs:
-            groups.pack(source, bits, packing.GROUP, math.inf, (1, 2), 1, into, length, look=False)
-
-    def unpack() -> None:
-        for source, target, into, length in jobs:
-            groups.unpack(*into, source.size, bits, packing.GROUP, 1, target, length)
-
-    return x.nbytes, {"pack": pack, "unpack": unpack, "copy": lambda: out.copy_(x)}
+        source, target = (it.view(-1, *IMAGE).permute(3, 0, 1, 2) for it in (x, out))
+        run = source[0].numel()
+    values, back = packing.as_numpy(source), packing.as_numpy(target)
+    ng, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
+    into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
+    chance = math.inf, (1, 2), 1
+    pack = partial(groups.pack, values, bits, packing.GROUP, *chance, into, run, look=False)
+    unpack = partial(groups.unpack, *into, n, bits, packing.GROUP, 1, back, run)
+    return x.nbytes, {"pack": pack, "unpack": unpack, "copy": partial(out.copy_, x)}
 
 
 def row(dtype: torch.dtype, bits: int, layout: str, mib: int, rounds: int) -> dict[str, Any]:

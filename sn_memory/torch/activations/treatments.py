@@ -327,7 +327,9 @@ class Turned:
         ordered = view.detach().permute(order)
         self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
-        for part in parts_of(ordered):
+        # On the host rows are turned tile by tile; elsewhere, and for images, a part is a copy.
+        whole = self.by_rows and view.device.type == "cpu"
+        for part in [slice(None)] if whole else parts_of(ordered):
             turned = ordered[part].permute(self._turn)
             run = math.prod(turned.shape[turned.dim() - inner :]) if axes else 0
             self._kept.append((part, pack(turned, run)))
