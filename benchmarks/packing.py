@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ BITS = (2, 4, 8)
 LAYOUTS = ("contiguous", "rows", "channels last")
 MIB = (4, 64)  # within the last cache, and far beyond
 ROW, IMAGE = 768, (28, 28, 256)
-ROUNDS = 9
+ROUNDS = 5
 Call = Callable[[], Any]
 
 
@@ -93,11 +94,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small tensors, few rounds")
     quick = parser.parse_args().quick
     about = {"commit": commit(), "machine": machine()}
-    rows = [row(dtype, bits, layout, mib, 1 if quick else ROUNDS) | about
-            for dtype in DTYPES for layout in LAYOUTS
-            for mib in MIB[: 1 if quick else None] for bits in BITS]  # fmt: skip
     folder = ROOT / "benchmarks" / ("out" if quick else "results")
-    save(folder / "packing.json", rows)
+    rows = []
+    cases = product(DTYPES, LAYOUTS, MIB[: 1 if quick else None], BITS)
+    for dtype, layout, mib, bits in cases:  # saved row by row
+        rows.append(row(dtype, bits, layout, mib, 1 if quick else ROUNDS) | about)
+        save(folder / "packing.json", rows)
     print(table(rows))
     if not quick:
         text = PAGE.read_text(encoding="utf-8")
