@@ -3,10 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
 
 #include "bits.h"
+#include "groups_loops.h"
 #include "half.h"
 #include "lanes.h"
+#include "tiles.h"
 
 namespace sn {
 namespace {
@@ -14,45 +19,117 @@ namespace {
 constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
 constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
 constexpr float kEdge = 0.0009765625f;   // 2**-10 of a step
-constexpr int64_t kRun = 1024;           // elements worked on at a time: scratch stays in the cache
+constexpr float kFine = 0x1p-100f;       // below it groups_avx.cpp's quotients are not exact
 
 // Floats in the order of integers, and back; its own inverse.
-inline int32_t ordered(uint32_t bits) {
-  const int32_t b = static_cast<int32_t>(bits);
-  return b ^ ((b >> 31) & 0x7FFFFFFF);
+template <typename Word>
+inline std::make_signed_t<Word> ordered(Word bits) {
+  using Signed = std::make_signed_t<Word>;
+  constexpr auto magnitude = static_cast<Signed>(static_cast<Word>(~Word{0}) >> 1);
+  const auto b = static_cast<Signed>(bits);
+  return static_cast<Signed>(b ^ ((b >> (8 * sizeof(Word) - 1)) & magnitude));
 }
 
+// Extremes, in the order of integers, of what fits; and how many are zero, or fit.
+template <typename Word>
 struct Range {
-  int32_t low = INT32_MAX, high = INT32_MIN;
-  int32_t zeros = 0, fits = 0;
+  using Signed = std::make_signed_t<Word>;
+  Signed low = std::numeric_limits<Signed>::max(), high = std::numeric_limits<Signed>::min();
+  int64_t zeros = 0, fits = 0;
 };
 
-SN_CLONES void range_of(const float* values, int64_t count, Range& range) {
-  int32_t low = range.low, high = range.high, zeros = range.zeros, fits = range.fits;
+// Up to kRun words; `limit` is the magnitude from which on they do not fit, if not `all` do.
+template <typename Word, bool all>
+__attribute__((always_inline)) inline void range_run(const Word* words, int64_t count, Word limit,
+                                                     Range<Word>& range) {
+  using Signed = std::make_signed_t<Word>;
+  constexpr auto top = static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
+  constexpr Signed most = std::numeric_limits<Signed>::max();
+  constexpr Signed least = std::numeric_limits<Signed>::min();
+  Signed low = range.low, high = range.high;
+  Word zeros = 0, fits = 0;
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, 4);
-    const uint32_t magnitude = bits & 0x7FFFFFFF;
-    const bool fit = magnitude < kUnfit;
-    const int32_t key = ordered(bits);
-    // By masks: compilers make branches of selections that feed a minimum, and no vector code.
-    const int32_t mask = -static_cast<int32_t>(fit);
-    const int32_t down = (key & mask) | (INT32_MAX & ~mask), up = (key & mask) | (INT32_MIN & ~mask);
+    const auto magnitude = static_cast<Word>(words[i] & top);
+    const Signed key = ordered(words[i]);
+    Signed down = key, up = key;
+    if (!all) {
+      // By masks: compilers make branches of selections that feed a minimum, and no vector code.
+      const bool fit = magnitude < limit;
+      const auto mask = static_cast<Signed>(-static_cast<Signed>(fit));
+      down = static_cast<Signed>((key & mask) | (most & ~mask));
+      up = static_cast<Signed>((key & mask) | (least & ~mask));
+      fits = static_cast<Word>(fits + fit);
+    }
     low = std::min(down, low);
     high = std::max(up, high);
-    zeros += magnitude == 0;
-    fits += fit;
+    zeros = static_cast<Word>(zeros + (magnitude == 0));
   }
-  range = {low, high, zeros, fits};
+  range = {low, high, range.zeros + zeros, range.fits + fits};
+}
+
+SN_CLONES void range_wide(const uint32_t* words, int64_t count, uint32_t limit, bool all,
+                          Range<uint32_t>& range) {
+  if (all)
+    range_run<uint32_t, true>(words, count, limit, range);
+  else
+    range_run<uint32_t, false>(words, count, limit, range);
+}
+
+SN_CLONES void range_narrow(const uint16_t* words, int64_t count, uint16_t limit, bool all,
+                            Range<uint16_t>& range) {
+  if (all)
+    range_run<uint16_t, true>(words, count, limit, range);
+  else
+    range_run<uint16_t, false>(words, count, limit, range);
+}
+
+template <typename Word, typename Loop>
+Range<Word> range_of(const void* values, int64_t count, Word limit, Loop loop) {
+  const auto* words = static_cast<const Word*>(values);
+  Range<Word> range;
+  for (int64_t i = 0; i < count; i += kRun)
+    loop(words + i, std::min(kRun, count - i), limit, true, range);
+  range.fits = count;
+  // In the order of integers a negative number is its magnitude and one more, negated.
+  const auto top = static_cast<std::make_signed_t<Word>>(limit);
+  if (range.high < top && range.low >= -top) return range;
+  range = {};
+  for (int64_t i = 0; i < count; i += kRun)
+    loop(words + i, std::min(kRun, count - i), limit, false, range);
+  return range;
+}
+
+int64_t width_of(Floats kind) { return kind == Floats::kSingle ? 4 : 2; }
+
+struct Extremes {
+  float low = 0, high = 0;
+  int64_t zeros = 0, fits = 0;
+};
+
+Extremes extremes_of(const void* values, Floats kind, int64_t count) {
+  if (kind == Floats::kSingle) {
+    const auto range = range_of<uint32_t>(values, count, kUnfit, range_wide);
+    if (!range.fits) return {0, 0, range.zeros, 0};
+    const auto number = [](int32_t key) {
+      return from_bits(static_cast<uint32_t>(ordered(static_cast<uint32_t>(key))));
+    };
+    return {number(range.low), number(range.high), range.zeros, range.fits};
+  }
+  const bool half = kind == Floats::kHalf;
+  // Of float16 the infinite ones alone are that large.
+  const auto limit = static_cast<uint16_t>(half ? 0x7C00u : kUnfit >> 16);
+  const auto range = range_of<uint16_t>(values, count, limit, range_narrow);
+  if (!range.fits) return {0, 0, range.zeros, 0};
+  const auto number = [half](int16_t key) {
+    const auto word = static_cast<uint16_t>(ordered(static_cast<uint16_t>(key)));
+    return half ? from_half(word) : from_brain(word);
+  };
+  return {number(range.low), number(range.high), range.zeros, range.fits};
 }
 
 inline float upper(float value) {  // to the next number with a lower half of zeros
   return from_bits((to_bits(value) + 0xFFFF) & 0xFFFF0000u);
 }
-
-struct Place {
-  float base, step;
-};
 
 // Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
 // ops/groups.py for the reasons.
@@ -89,24 +166,21 @@ Place choose(float low, float high, bool zero, int levels, float cap) {
   return {-below * step, step};
 }
 
-inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
-  uint32_t x = at * 0x9E3779B9u + key;
-  x ^= x >> 17;
-  x *= 0xED5AD4BBu;
-  x ^= x >> 11;
-  x += other;
-  x *= 0xAC4C1B51u;
-  x ^= x >> 15;
-  x *= 0x31848BABu;
-  return x ^ (x >> 14);
+// Random numbers of 16 bits for `count` elements; `words` has room for one word more than they fill.
+SN_CLONES void draw(const Luck& luck, int64_t count, uint32_t* words) {
+  const uint32_t pair = luck.pair, key = luck.key, other = luck.other;
+  for (int64_t i = 0; i < (count + luck.odd + 1) / 2; ++i)
+    words[i] = random_word(pair + static_cast<uint32_t>(i), key, other);
 }
 
-// Random numbers of 16 bits for `count` elements, two of a word, from the first half of word `pair`
-// on; `luck` has room for a whole number of words.
-SN_CLONES void draw(uint32_t pair, int32_t count, uint32_t key, uint32_t other, uint32_t* luck) {
-  for (int32_t i = 0; i < (count + 1) / 2; ++i)
-    luck[i] = random_word(pair + static_cast<uint32_t>(i), key, other);
-}
+struct Drawn {
+  uint32_t words[kRun / 2 + 1];
+
+  const uint16_t* draw(const Luck& luck, int64_t count) {
+    sn::draw(luck, count, words);
+    return reinterpret_cast<const uint16_t*>(words) + luck.odd;
+  }
+};
 
 // Rounds up to kRun elements. Where `whole`, every element lies on the grid; else `bad` marks those
 // that no code stands for, and the number of them is returned.
@@ -185,34 +259,31 @@ SN_CLONES void squeeze(const uint8_t* codes, int64_t count, int bits, uint8_t* o
   }
 }
 
-// Codes to values; `count` is a multiple of 8 / bits but at the end of the last group.
-SN_CLONES void spread_out(const uint8_t* codes, int64_t count, int bits, const Place& place,
-                          float* out) {
-  const float base = place.base, step = place.step;
-  if (bits == 8) {
-    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(codes[i]) * step;
-  } else {
-    uint8_t wide[kRun];
-    const int per = 8 / bits;
-    const int64_t bytes = (count + per - 1) / per;
-    if (bits == 4) {
-      for (int64_t i = 0; i < bytes; ++i) {
-        const uint32_t w = codes[i];
-        const uint16_t two = static_cast<uint16_t>((w | w << 4) & 0x0F0F);
-        std::memcpy(wide + 2 * i, &two, 2);
-      }
-    } else if (bits == 2) {
-      for (int64_t i = 0; i < bytes; ++i) {
-        uint32_t w = codes[i];
-        w = (w | w << 12) & 0x000F000Fu;
-        w = (w | w << 6) & 0x03030303u;
-        std::memcpy(wide + 4 * i, &w, 4);
-      }
-    } else {
-      for (int64_t i = 0; i < bytes; ++i) spread(codes[i], wide + 8 * i);
+// What squeeze() was given, up to a multiple of 8 / bits codes.
+SN_CLONES void spread_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* wide) {
+  const int64_t bytes = (count * bits + 7) / 8;
+  if (bits == 4) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      const uint32_t w = codes[i];
+      const uint16_t two = static_cast<uint16_t>((w | w << 4) & 0x0F0F);
+      std::memcpy(wide + 2 * i, &two, 2);
     }
-    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(wide[i]) * step;
+  } else if (bits == 2) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      uint32_t w = codes[i];
+      w = (w | w << 12) & 0x000F000Fu;
+      w = (w | w << 6) & 0x03030303u;
+      std::memcpy(wide + 4 * i, &w, 4);
+    }
+  } else {
+    for (int64_t i = 0; i < bytes; ++i) spread(codes[i], wide + 8 * i);
   }
+}
+
+SN_CLONES void value_wide(const uint8_t* codes, int64_t count, const Place& place, void* values) {
+  const float base = place.base, step = place.step;
+  auto* out = static_cast<float*>(values);
+  for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(codes[i]) * step;
 }
 
 SN_CLONES void widen_half(const uint16_t* from, int64_t count, float* to) {
@@ -231,11 +302,10 @@ SN_CLONES void narrow_brain(const float* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_brain(from[i]);
 }
 
-// Up to kRun values from `start` on as float32: where they lie, or in `scratch`.
-const float* widened(const void* values, Floats kind, int64_t start, int64_t count,
-                     float* scratch) {
-  if (kind == Floats::kSingle) return static_cast<const float*>(values) + start;
-  const uint16_t* from = static_cast<const uint16_t*>(values) + start;
+// Up to kRun values as float32: where they lie, or in `scratch`.
+const float* widened(const void* values, Floats kind, int64_t count, float* scratch) {
+  if (kind == Floats::kSingle) return static_cast<const float*>(values);
+  const auto* from = static_cast<const uint16_t*>(values);
   if (kind == Floats::kHalf)
     widen_half(from, count, scratch);
   else
@@ -243,86 +313,258 @@ const float* widened(const void* values, Floats kind, int64_t start, int64_t cou
   return scratch;
 }
 
-}  // namespace
-
-void pack_groups(const void* values, Floats kind, int64_t count, int64_t run_length, int64_t first,
-                 const Grid& grid, float* bases, uint16_t* steps, uint32_t* spread, uint8_t* codes,
-                 Escapes& escapes) {
-  const int levels = (1 << grid.bits) - 1;
-  const float top = static_cast<float>(levels), largest = from_bits(kUnfit);
-  const float cap = from_bits(to_bits(std::min(grid.bound, largest)) & 0xFFFF0000u);
-  uint8_t wide[kRun], bad[kRun];
-  uint32_t words[kRun / 2 + 1];
+template <Floats kind, bool look>
+void round_plain(const void* values, int64_t count, const Place& place, float top,
+                 const Luck& luck, uint8_t* codes, uint32_t* spread) {
+  Drawn drawn;
   float scratch[kRun];
-  int64_t size = 0;
-  for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
-    size = std::min(grid.group, run_length - start % run_length);
-    Range range;
-    const float* run = nullptr;
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i);
-      run = widened(values, kind, start + i, here, scratch);
-      range_of(run, here, range);
+  const float* run = widened(values, kind, count, scratch);
+  const uint16_t* numbers = drawn.draw(luck, count);
+  if (look)
+    quantise_seen(run, static_cast<int32_t>(count), place, top, numbers, codes, spread);
+  else
+    quantise_whole(run, static_cast<int32_t>(count), place, top, numbers, codes);
+}
+
+template <Floats kind>
+void value_plain(const uint8_t* codes, int64_t count, const Place& place, void* values) {
+  if (kind == Floats::kSingle) return value_wide(codes, count, place, values);
+  float scratch[kRun];
+  value_wide(codes, count, place, scratch);
+  if (kind == Floats::kHalf)
+    narrow_half(scratch, count, static_cast<uint16_t*>(values));
+  else
+    narrow_brain(scratch, count, static_cast<uint16_t*>(values));
+}
+
+constexpr Floats kFloats = Floats::kSingle, kHalf = Floats::kHalf, kBrain = Floats::kBrain;
+constexpr Loops kPlain = {
+    {round_plain<kFloats, false>, round_plain<kHalf, false>, round_plain<kBrain, false>},
+    {round_plain<kFloats, true>, round_plain<kHalf, true>, round_plain<kBrain, true>},
+    {value_plain<kFloats>, value_plain<kHalf>, value_plain<kBrain>}};
+
+const Loops* loops_of(Form form) {
+  if (form == Form::kPlain) return &kPlain;
+  if (form == Form::kAvx2) return avx2_loops();
+  if (form == Form::kAvx512) return avx512_loops();
+  const Loops* found = avx512_loops() ? avx512_loops() : avx2_loops();
+  return found ? found : &kPlain;
+}
+
+// Packs groups, some at a time: finding a grid is a chain of divisions, and those of several groups
+// run beside each other.
+class Packer {
+ public:
+  Packer(Floats kind, const Grid& grid, const Loops& loops, const Packed& to, Escapes& escapes)
+      : kind_(kind), grid_(grid), loops_(loops), to_(to), escapes_(escapes) {}
+
+  // Group g has `size` values, the first of them at position `at`; its codes begin at byte `byte`.
+  // Until flush() the values are still to be read.
+  void add(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
+    jobs_[waiting_++] = {values, size, at, g, byte, {}, {}};
+    if (waiting_ == kJobs || size > kRun) flush();
+  }
+
+  void flush() {
+    for (int i = 0; i < waiting_; ++i)
+      jobs_[i].seen = extremes_of(jobs_[i].values, kind_, jobs_[i].size);
+    for (int i = 0; i < waiting_; ++i) {
+      const Extremes& seen = jobs_[i].seen;
+      jobs_[i].place = choose(seen.low, seen.high, seen.zeros > 0, levels_, cap_);
     }
-    escapes.zeros += range.zeros;
-    const float low = range.fits ? from_bits(ordered(range.low)) : 0.0f;
-    const float high = range.fits ? from_bits(ordered(range.high)) : 0.0f;
-    const Place place = choose(low, high, range.zeros > 0, levels, cap);
-    bases[g] = place.base;
-    steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
+    for (int i = 0; i < waiting_; ++i) round(jobs_[i]);
+    waiting_ = 0;
+  }
+
+ private:
+  static constexpr int kJobs = 8;
+
+  struct Job {
+    const void* values;
+    int64_t size, at, g, byte;
+    Extremes seen;
+    Place place;
+  };
+
+  void round(const Job& job) {
+    const Extremes& seen = job.seen;
+    const Place& place = job.place;
+    escapes_.zeros += seen.zeros;
+    to_.bases[job.g] = place.base;
+    to_.steps[job.g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
-    uint32_t* seen = spread ? spread + g : &unread;
-    *seen = 0;
+    uint32_t* spread = to_.spread ? to_.spread + job.g : &unread;
+    *spread = 0;
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
     // Two points about zero hold one side only.
-    const bool about_zero = range.zeros > 0 && low < 0 && high > 0;
-    const bool whole = range.fits == size && std::isinf(grid.bound) &&
-                       (levels > 1 || !about_zero) && place.step < cap;
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i), at = first + start + i;
-      if (size > kRun) run = widened(values, kind, start + i, here, scratch);
-      const auto number = static_cast<int32_t>(here);
-      const auto pair = static_cast<uint64_t>(at) >> 1;
-      const uint32_t other = grid.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
-      draw(static_cast<uint32_t>(pair), number + 1, grid.key, other, words);
-      const auto* luck = reinterpret_cast<const uint16_t*>(words) + (at & 1);
-      int32_t lost = 0;
-      if (!whole)
-        lost = quantise(run, number, place, top, grid.bound, luck, wide, bad, seen);
-      else if (spread)
-        quantise_seen(run, number, place, top, luck, wide, seen);
+    const bool about_zero = seen.zeros > 0 && seen.low < 0 && seen.high > 0;
+    const bool whole = seen.fits == job.size && std::isinf(grid_.bound) &&
+                       (levels_ > 1 || !about_zero) && place.step < cap_;
+    const Loops& loops = place.step < kFine && seen.low < seen.high ? kPlain : loops_;
+    const RoundLoop loop = (to_.spread ? loops.round_seen : loops.round)[static_cast<int>(kind_)];
+    const auto* values = static_cast<const uint8_t*>(job.values);
+    uint8_t* codes = to_.codes + job.byte;
+    for (int64_t i = 0; i < job.size; i += kRun) {
+      const int64_t here = std::min(kRun, job.size - i);
+      uint8_t* wide = grid_.bits == 8 ? codes : wide_;
+      const void* run = values + width_of(kind_) * i;
+      if (whole)
+        loop(run, here, place, top_, luck_at(job.at + i), wide, spread);
       else
-        quantise_whole(run, number, place, top, luck, wide);
-      for (int64_t j = here; j % 8; ++j) wide[j] = 0;
-      squeeze(wide, here, grid.bits, codes);
-      codes += (here * grid.bits + 7) / 8;
-      for (int64_t j = 0; lost && j < here; ++j)
-        if (bad[j]) {
-          escapes.at.push_back(at + j);
-          escapes.values.push_back(run[j]);
-        }
+        check(run, here, job.at + i, place, wide, spread);
+      if (grid_.bits < 8) {
+        for (int64_t j = here; j % 8; ++j) wide[j] = 0;
+        squeeze(wide, here, grid_.bits, codes);
+      }
+      codes += (here * grid_.bits + 7) / 8;
     }
+  }
+
+  Luck luck_at(int64_t at) const {
+    const auto pair = static_cast<uint64_t>(at) >> 1;
+    const uint32_t other = grid_.other + static_cast<uint32_t>(pair >> 32) * 0x85EBCA6Bu;
+    return {static_cast<uint32_t>(pair), grid_.key, other, (at & 1) != 0};
+  }
+
+  // Where elements may escape.
+  void check(const void* values, int64_t count, int64_t at, const Place& place, uint8_t* codes,
+             uint32_t* spread) {
+    const float* run = widened(values, kind_, count, scratch_);
+    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, top_, grid_.bound,
+                                  drawn_.draw(luck_at(at), count), codes, bad_, spread);
+    for (int64_t j = 0; lost && j < count; ++j)
+      if (bad_[j]) {
+        escapes_.at.push_back(at + j);
+        escapes_.values.push_back(run[j]);
+      }
+  }
+
+  const Floats kind_;
+  const Grid& grid_;
+  const Loops& loops_;
+  const Packed& to_;
+  Escapes& escapes_;
+  const int levels_ = (1 << grid_.bits) - 1;
+  const float top_ = static_cast<float>(levels_);
+  const float cap_ = from_bits(to_bits(std::min(grid_.bound, from_bits(kUnfit))) & 0xFFFF0000u);
+  uint8_t wide_[kRun], bad_[kRun];
+  Drawn drawn_;
+  float scratch_[kRun];
+  Job jobs_[kJobs];
+  int waiting_ = 0;
+};
+
+// The values of a group whose codes begin at byte `byte`.
+void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64_t size, int64_t g,
+            int64_t byte, void* values) {
+  const Place place = {from.bases[g], from_bits(static_cast<uint32_t>(from.steps[g]) << 16)};
+  // Of what is no number in a damaged payload, instructions make other bits than half.h.
+  const bool sound = std::isfinite(place.base) && std::isfinite(place.step);
+  const ValueLoop loop = (sound ? loops : kPlain).values[static_cast<int>(kind)];
+  const int64_t width = width_of(kind);
+  const uint8_t* codes = from.codes + byte;
+  for (int64_t i = 0; i < size; i += kRun) {
+    const int64_t here = std::min(kRun, size - i);
+    uint8_t spread[kRun];
+    if (bits < 8) spread_codes(codes, here, bits, spread);
+    loop(bits < 8 ? spread : codes, here, place, static_cast<uint8_t*>(values) + width * i);
+    codes += (here * bits + 7) / 8;
   }
 }
 
-void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
-                   int64_t run_length, int bits, int64_t group, void* values, Floats kind) {
-  float scratch[kRun];
-  int64_t size = 0;
+// Calls work(start, size, g, byte) for each group of `count` elements in runs.
+template <typename Work>
+void each_group(int64_t count, int64_t run, int64_t group, int bits, Work work) {
+  int64_t size = 0, byte = 0;
   for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
-    const Place place = {bases[g], from_bits(static_cast<uint32_t>(steps[g]) << 16)};
-    size = std::min(group, run_length - start % run_length);
-    for (int64_t i = 0; i < size; i += kRun) {
-      const int64_t here = std::min(kRun, size - i), at = start + i;
-      float* out = kind == Floats::kSingle ? static_cast<float*>(values) + at : scratch;
-      spread_out(codes, here, bits, place, out);
-      codes += (here * bits + 7) / 8;
-      if (kind == Floats::kHalf)
-        narrow_half(out, here, static_cast<uint16_t*>(values) + at);
-      else if (kind == Floats::kBrain)
-        narrow_brain(out, here, static_cast<uint16_t*>(values) + at);
-    }
+    size = std::min(group, run - start % run);
+    work(start, size, g, byte);
+    byte += (size * bits + 7) / 8;
   }
+}
+
+// Packs or unpacks, by `one`, the rows [first, first + rows) of a turned tensor; `done` follows each
+// tile.
+template <bool back, typename Byte, typename One, typename Done>
+void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
+                   int bits, int64_t width, Byte* memory, One one, Done done) {
+  const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
+  Tile tile;
+  const auto move = [&](const Block& block) {
+    if (width == 4)
+      move_block<4, back>(turn, block, memory, tile);
+    else
+      move_block<2, back>(turn, block, memory, tile);
+  };
+  each_block(turn, first, rows, run, group, width, [&](const Block& block) {
+    if (!back) move(block);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t row = block.row + r, kept = row - first;
+      one(tile.memory + kTileRun * width * r, block.size, row * run + block.start,
+          kept * groups + block.start / group, kept * bytes + block.start * bits / 8);
+    }
+    done();
+    if (back) move(block);
+  });
+}
+
+void sort(Escapes& escapes) {
+  const auto size = escapes.at.size();
+  std::vector<size_t> order(size);
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return escapes.at[a] < escapes.at[b]; });
+  Escapes sorted;
+  for (const size_t i : order) {
+    sorted.at.push_back(escapes.at[i]);
+    sorted.values.push_back(escapes.values[i]);
+  }
+  escapes.at.swap(sorted.at);
+  escapes.values.swap(sorted.values);
+}
+
+}  // namespace
+
+bool form_runs(Form form) { return loops_of(form) != nullptr; }
+
+void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& grid, Form form,
+                 const Packed& to, Escapes& escapes) {
+  Packer packer(kind, grid, *loops_of(form), to, escapes);
+  const int64_t width = width_of(kind);
+  const auto* from = static_cast<const uint8_t*>(values);
+  if (runs.turn) {
+    through_tiles<false>(*runs.turn, runs.first / runs.length, runs.count / runs.length,
+                         runs.length, grid.group, grid.bits, width, from,
+                         [&](const uint8_t* row, int64_t size, int64_t at, int64_t g,
+                             int64_t byte) { packer.add(row, size, at, g, byte); },
+                         [&] { packer.flush(); });
+    sort(escapes);
+  } else {
+    each_group(runs.count, runs.length, grid.group, grid.bits,
+               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
+                 packer.add(from + width * start, size, runs.first + start, g, byte);
+               });
+    packer.flush();
+  }
+}
+
+void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group, Form form,
+                   void* values, Floats kind) {
+  const Loops& loops = *loops_of(form);
+  const int64_t width = width_of(kind);
+  auto* to = static_cast<uint8_t*>(values);
+  if (runs.turn)
+    through_tiles<true>(*runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length,
+                        group, bits, width, to,
+                        [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
+                          unpack(from, bits, loops, kind, size, g, byte, row);
+                        },
+                        [] {});
+  else
+    each_group(runs.count, runs.length, group, bits,
+               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
+                 unpack(from, bits, loops, kind, size, g, byte, to + width * start);
+               });
 }
 
 }  // namespace sn

@@ -2,6 +2,8 @@
 // sizes are checked here; the caller (ops/record.py) has checked the settings.
 #include "door.h"
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <string>
@@ -267,18 +269,76 @@ PyObject* through_half(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+const char* const kForms[] = {"", "plain", "avx2", "avx512"};  // in the order of sn::Form
+
+// The form of a name; false with an exception set for one that does not run here.
+bool form_of(const char* name, sn::Form& form) {
+  for (int i = 0; i < 4; ++i)
+    if (std::strcmp(name, kForms[i]) == 0 && sn::form_runs(form = static_cast<sn::Form>(i)))
+      return true;
+  return PyErr_Format(PyExc_ValueError, "no form %s on this processor", name) != nullptr;
+}
+
+PyObject* group_forms(PyObject*, PyObject*) {
+  PyObject* names = PyList_New(0);
+  for (int i = 1; names && i < 4; ++i) {
+    if (!sn::form_runs(static_cast<sn::Form>(i))) continue;
+    PyObject* name = PyUnicode_FromString(kForms[i]);
+    if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  return names;
+}
+
+// What both directions are told of runs: how long they are and, if not empty, the numbers of a turn.
+struct RunArguments {
+  long long count = 0, first = 0, length = 0;
+  PyObject* numbers;
+  sn::Turn turn;
+
+  // Whether all that is packed lies in `there` elements; if not, an exception is set.
+  bool fit(int64_t there, int64_t group) {
+    const Py_ssize_t size = PyTuple_Check(numbers) ? PyTuple_GET_SIZE(numbers) : 0;
+    if (size == 0) {
+      count = there;
+      return true;
+    }
+    long long n, rows, far_row, near_row, piece, far, near;
+    if (!PyArg_ParseTuple(numbers, "LLLLLLL", &n, &rows, &far_row, &near_row, &piece, &far, &near))
+      return false;
+    count = n, turn = {rows, far_row, near_row, piece, far, near};
+    const bool legal = length > 0 && count > 0 && count % length == 0 && first % length == 0 &&
+                       first >= 0 && first + count <= there && rows > 0 && piece > 0 &&
+                       there % (rows * length) == 0 && length % piece == 0 && group <= 256 &&
+                       std::min({far_row, near_row, far, near}) >= 0 &&
+                       (near_row == 1 || near == 1);
+    if (legal && (there / (rows * length) - 1) * far_row + (rows - 1) * near_row +
+                         (length / piece - 1) * far + (piece - 1) * near < there)
+      return true;
+    PyErr_Format(PyExc_ValueError, "a turn that does not match %lld elements in runs of %lld",
+                 static_cast<long long>(there), length);
+    return false;
+  }
+
+  sn::Runs runs() const {
+    return {count, length, first, PyTuple_GET_SIZE(numbers) ? &turn : nullptr};
+  }
+};
+
 PyObject* pack_groups(PyObject*, PyObject* args) {
   PyObject *values_arg, *bases_arg, *steps_arg, *spread_arg, *codes_arg;
-  long long first, run, group;
+  RunArguments a;
+  long long group;
   int bits;
   double bound;
   unsigned int key, other;
-  const char* name;
+  const char *name, *form_name = "";
   sn::Floats kind;
-  if (!PyArg_ParseTuple(args, "OsOOOOLLiLdII", &values_arg, &name, &bases_arg, &steps_arg,
-                        &spread_arg, &codes_arg, &first, &run, &bits, &group, &bound, &key,
-                        &other) ||
-      !floats_of(name, kind))
+  sn::Form form;
+  if (!PyArg_ParseTuple(args, "OsOOOOLLiLdIIO!|s", &values_arg, &name, &bases_arg, &steps_arg,
+                        &spread_arg, &codes_arg, &a.first, &a.length, &bits, &group, &bound, &key,
+                        &other, &PyTuple_Type, &a.numbers, &form_name) ||
+      !floats_of(name, kind) || !form_of(form_name, form))
     return nullptr;
   Buffer values, bases, steps, spread, codes;
   const bool look = spread_arg != Py_None;
@@ -286,17 +346,18 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
       !steps.take(steps_arg, true) || (look && !spread.take(spread_arg, true)) ||
       !codes.take(codes_arg, true))
     return nullptr;
-  const int64_t count = values.bytes() / bytes_of(kind);
-  if (!groups_match(count, run, bits, group, bases, steps, codes)) return nullptr;
+  if (!a.fit(values.bytes() / bytes_of(kind), group) ||
+      !groups_match(a.count, a.length, bits, group, bases, steps, codes))
+    return nullptr;
   if (look && spread.bytes() != bases.bytes())
     return PyErr_Format(PyExc_ValueError, "spread has %zd bytes, bases %zd", spread.bytes(),
                         bases.bytes());
   const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
+  const sn::Packed packed = {bases.as<float>(), steps.as<uint16_t>(),
+                             look ? spread.as<uint32_t>() : nullptr, codes.as<uint8_t>()};
   sn::Escapes escapes;
   if (!sn::unlocked([&] {
-        sn::pack_groups(values.as<const void>(), kind, count, run, first, grid, bases.as<float>(),
-                        steps.as<uint16_t>(), look ? spread.as<uint32_t>() : nullptr, codes.as<uint8_t>(),
-                        escapes);
+        sn::pack_groups(values.as<const void>(), kind, a.runs(), grid, form, packed, escapes);
       }))
     return nullptr;
   const auto number = static_cast<Py_ssize_t>(escapes.at.size());
@@ -310,28 +371,35 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
 
 PyObject* unpack_groups(PyObject*, PyObject* args) {
   PyObject *bases_arg, *steps_arg, *codes_arg, *values_arg;
-  long long run, group;
+  RunArguments a;
+  long long group;
   int bits;
-  const char* name;
+  const char *name, *form_name = "";
   sn::Floats kind;
-  if (!PyArg_ParseTuple(args, "OOOOsLiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &name,
-                        &run, &bits, &group) ||
-      !floats_of(name, kind))
+  sn::Form form;
+  if (!PyArg_ParseTuple(args, "OOOOsLLiLO!|s", &bases_arg, &steps_arg, &codes_arg, &values_arg,
+                        &name, &a.first, &a.length, &bits, &group, &PyTuple_Type, &a.numbers,
+                        &form_name) ||
+      !floats_of(name, kind) || !form_of(form_name, form))
     return nullptr;
   Buffer values, bases, steps, codes;
   if (!values.take(values_arg, true) || !bases.take(bases_arg, false) ||
       !steps.take(steps_arg, false) || !codes.take(codes_arg, false))
     return nullptr;
-  const int64_t count = values.bytes() / bytes_of(kind);
-  if (!groups_match(count, run, bits, group, bases, steps, codes)) return nullptr;
+  if (!a.fit(values.bytes() / bytes_of(kind), group) ||
+      !groups_match(a.count, a.length, bits, group, bases, steps, codes))
+    return nullptr;
+  const sn::Packed packed = {bases.as<float>(), steps.as<uint16_t>(), nullptr,
+                             codes.as<uint8_t>()};
   Py_BEGIN_ALLOW_THREADS
-  sn::unpack_groups(bases.as<const float>(), steps.as<const uint16_t>(),
-                    codes.as<const uint8_t>(), count, run, bits, group, values.as<void>(), kind);
+  sn::unpack_groups(packed, a.runs(), bits, group, form, values.as<void>(), kind);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
+    {"group_forms", group_forms, METH_NOARGS,
+     "Names of the forms of pack_groups() and unpack_groups() that run here."},
     {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.groups.pack."},
     {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.groups.unpack."},
     {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},

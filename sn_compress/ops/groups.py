@@ -13,6 +13,7 @@ constants of C. Wellons' triple32): any part can be done by itself, in any order
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ WIDTHS = (1, 2, 4, 8)
 UNFIT = 0x7B800000  # bits of 2**120: from here on, NaN included, an element escapes
 FINEST = np.float32(2.0**-110)
 _EDGE = np.float32(2.0**-10)  # of a step
+_TILE, _TILE_ROWS = 256, 32  # elements of a tile of C++, of a row and across
 _CHUNK = 1 << 18  # elements a thread takes at a time: a multiple of every group
 
 
@@ -84,8 +86,9 @@ def pack(
     values: Values, bits: int, group: int, bound: float, key: tuple[int, int], threads: int = 1,
     into: tuple[Floats, Steps, codes.Bytes] | None = None, run: int = 0, look: bool = True,
 ) -> Grids:  # fmt: skip
-    """Round [n] floats to codes.
+    """Round n floats to codes.
 
+    values : of any shape, in C order; a view of turned axes costs no copy, see `Turn`
     bits : 1, 2, 4 or 8
     group : a power of two from 32 to 65536
     bound : above 2**-100; the error of every element is below it, or the element escapes
@@ -93,14 +96,15 @@ def pack(
     run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
     look : whether the variance is wanted; without, packing is faster and `spread` empty
     """
-    parts = Parts(values.size, bits, group, run)
+    core = _native.core()
+    turn = Turn.of(values, run, group) if core else None
+    parts = Parts(values.size, bits, group, run, _most(turn, run, threads))
     if into is None:
         ng, width = parts.at(values.size)
         into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
     made = (into[0], into[1], np.empty(into[0].size if look else 0, np.uint32), into[2])
-    contiguous: npt.NDArray[Any] = np.ascontiguousarray(values)
-    kind = _kind(contiguous)
-    core = _native.core()
+    flat = turn.memory if turn else np.ascontiguousarray(values).ravel()
+    kind, numbers = _kind(flat), turn.numbers if turn else ()
 
     def work(chunks: Iterator[int]) -> list[tuple[int, bytes, bytes, int]]:
         found = []
@@ -110,11 +114,12 @@ def pack(
             spread = made[2][here] if look else None
             target: list[Any] = [made[0][here], made[1][here], spread, made[3][bytes_]]
             if core is None:
-                wide = _widened(contiguous[start:stop])
+                wide = _widened(flat[start:stop])
                 at, lost, zeros = _pack_twin(wide, start, inner, bits, group, bound, key, target)
             else:
+                some, told = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
                 at, lost, zeros = core.pack_groups(
-                    contiguous[start:stop], kind, *target, start, inner, bits, group, bound, *key
+                    some, kind, *target, start, inner, bits, group, bound, *key, told
                 )
             found.append((chunk, at, lost, zeros))
         return found
@@ -130,11 +135,16 @@ def unpack(
     bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
     threads: int = 1, out: Values | None = None, run: int = 0,
 ) -> Values:  # fmt: skip
-    """The values of codes, [n], in `out` or float32; escapes are still to be put in."""
+    """The values of codes, [n], in `out` or float32; escapes are still to be put in.
+
+    out : n elements of any shape, in C order; a view of turned axes costs no copy, see `Turn`
+    """
     out = np.empty(n, np.float32) if out is None else out
-    kind = _kind(out)
     core = _native.core()
-    parts = Parts(n, bits, group, run)
+    turn = Turn.of(out, run, group) if core else None
+    flat = turn.memory if turn else np.ascontiguousarray(out).ravel()
+    kind, numbers = _kind(flat), turn.numbers if turn else ()
+    parts = Parts(n, bits, group, run, _most(turn, run, threads))
 
     def work(chunks: Iterator[int]) -> None:
         for chunk in chunks:
@@ -148,15 +158,65 @@ def unpack(
                 base = np.repeat(bases[here], lengths)
                 step = np.repeat(step_values(steps[here]), lengths)
                 with np.errstate(all="ignore"):  # a damaged payload may hold anything
-                    out[start:stop] = narrowed(base + got.astype(np.float32) * step, out.dtype)
+                    flat[start:stop] = narrowed(base + got.astype(np.float32) * step, out.dtype)
             else:
+                some, told = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
                 core.unpack_groups(
-                    bases[here], steps[here], packed[bytes_], out[start:stop], kind, inner, bits,
-                    group,
+                    bases[here], steps[here], packed[bytes_], some, kind, start, inner, bits, group,
+                    told,
                 )  # fmt: skip
 
     _native.parallel(work, range(parts.count), threads)
+    if not np.may_share_memory(flat, out):
+        out[...] = flat.reshape(out.shape)
     return out
+
+
+class Turn(NamedTuple):
+    """A view of turned axes as C++ packs it, in tiles: see struct Turn of csrc/compress/groups.h.
+
+    memory : its [n] elements in the order of memory, no copy
+    numbers : how an element of a row lies there
+    """
+
+    memory: npt.NDArray[Any]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any], run: int, group: int) -> Turn | None:
+        """The turn of a view whose rows are runs; None if it is in order, or has to be copied.
+
+        Rows and runs may have two axes each, of which one has its elements side by side.
+        """
+        if values.flags.c_contiguous or not run or group > _TILE:
+            return None
+        memory = values.transpose(np.argsort([-stride for stride in values.strides], kind="stable"))
+        rows: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
+        inner = 1
+        for size, stride in reversed(list(zip(values.shape, values.strides, strict=True))):
+            axes = runs if inner < run else rows
+            inner *= size
+            step = stride // values.itemsize
+            if axes and step == axes[-1][0] * axes[-1][1]:
+                axes[-1] = (axes[-1][0] * size, axes[-1][1])
+            elif size > 1:
+                axes.append((size, step))
+        rows, runs = rows or [(1, 1)], runs or [(1, 1)]
+        beside = rows[0][1] == 1 or runs[0][1] == 1
+        few = len(rows) < 3 and len(runs) < 3 and prod(size for size, _ in runs) == run
+        if not (memory.flags.c_contiguous and few and beside):
+            return None
+        far_row, far = (axes[1][1] if len(axes) > 1 else 0 for axes in (rows, runs))
+        return cls(memory.ravel(), (rows[0][0], far_row, rows[0][1], runs[0][0], far, runs[0][1]))
+
+
+def _most(turn: Turn | None, run: int, threads: int) -> int:
+    """Elements of a part that a thread takes at a time: of a turned view rows that fill tiles."""
+    if threads < 2 and _native.core():
+        return 1 << 62
+    tiles = _TILE_ROWS * run
+    return max(_CHUNK // tiles, 1) * tiles if turn else _CHUNK
 
 
 class Parts:

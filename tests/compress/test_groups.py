@@ -31,6 +31,7 @@ def vectors(n: int) -> dict[str, np.ndarray]:
         "holes": holes,
         "far from zero": x + np.float32(1000),
         "wide": x * np.float32(10) ** (np.arange(n) % 60 - 30).astype(np.float32),
+        "fine": x * np.float32(2.0**-106),
         "denormal": (np.arange(n) % 7 - 3).astype(np.float32) * np.float32(2.0**-149),
         "all equal": np.full(n, 0.3, np.float32),
         "zeros": np.zeros(n, np.float32),
@@ -39,28 +40,116 @@ def vectors(n: int) -> dict[str, np.ndarray]:
     }
 
 
+class Form:
+    """The extension with its loops in one form."""
+
+    def __init__(self, core, name: str) -> None:
+        self.pack_groups = lambda *args: core.pack_groups(*args, name)
+        self.unpack_groups = lambda *args: core.unpack_groups(*args, name)
+
+
 def unpacked(kept: groups.Grids, n: int, bits: int, group: int) -> np.ndarray:
     return groups.unpack(kept.bases, kept.steps, kept.codes, n, bits, group)
 
 
+def same(ours: groups.Grids, theirs: groups.Grids) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bits", groups.WIDTHS)
-def test_both_back_ends_give_the_same_bits(core, monkeypatch, n, bits):
+def test_all_forms_of_both_back_ends_give_the_same_bits(core, monkeypatch, n, bits):
+    forms = {name: Form(core, name) for name in core.group_forms()}
+    assert "plain" in forms
     # The long one in one group only: NumPy takes a second for each.
     for group in (256,) if n > 2000 else (32, 256, 65536):
         for name, x in vectors(n).items():
             for bound in (math.inf, 0.3, 1e-3):
-                monkeypatch.setattr(_native, "core", lambda: core)
-                ours = groups.pack(x, bits, group, bound, KEY)
-                values = unpacked(ours, n, bits, group)
                 monkeypatch.setattr(_native, "core", lambda: None)
                 twin = groups.pack(x, bits, group, bound, KEY)
-                for field in ours._fields:
-                    same = getattr(ours, field).tobytes() == getattr(twin, field).tobytes()
-                    assert same, (field, name, group, bound)
-                assert values.tobytes() == unpacked(twin, n, bits, group).tobytes()
+                values = unpacked(twin, n, bits, group)
+                for form, native in forms.items():
+                    monkeypatch.setattr(_native, "core", lambda native=native: native)
+                    ours = groups.pack(x, bits, group, bound, KEY)
+                    assert same(ours, twin), (form, name, group, bound)
+                    assert unpacked(ours, n, bits, group).tobytes() == values.tobytes(), form
             if n > 2000:
                 break
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("bits", groups.WIDTHS)
+def test_all_forms_give_the_same_bits_of_each_type_and_run(core, monkeypatch, kind, bits):
+    """Runs of odd length begin in the middle of a random word; those of 33 fill no vector."""
+    n = 33 * 7 * 16
+    for name, x in vectors(n).items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = x.astype(np.float16) if kind == "float16" else x
+        if kind == "bfloat16":
+            values = (x.view(np.uint32) >> 16).astype(np.uint16)
+        for run, look in ((0, True), (33, True), (33 * 7, False), (33 * 14, True)):
+            made = {}
+            for form in core.group_forms():
+                monkeypatch.setattr(_native, "core", lambda form=form: Form(core, form))
+                kept = groups.pack(values, bits, 256, math.inf, KEY, run=run, look=look)
+                back = np.empty_like(values)
+                groups.unpack(*kept[:2], kept.codes, n, bits, 256, out=back, run=run)
+                made[form] = b"".join(part.tobytes() for part in (*kept, back))
+            assert len(set(made.values())) == 1, (name, run, list(made))
+
+
+# Axes of an array in memory, those of a row's places, and how many images: as norms see channels
+# last, by batch, instance and groups of channels, channels first on small images, and two that no
+# tile is for.
+TURNED = {
+    "batch": ((3, 9, 11, 40), (3, 0, 1, 2), 3),
+    "instance": ((2, 20, 15, 24), (0, 3, 1, 2), 2),
+    "groups": ((2, 7, 5, 6, 8), (0, 3, 1, 2, 4), 3),
+    "groups of three": ((2, 7, 5, 6, 3), (0, 3, 1, 2, 4), 3),
+    "channels first": ((5, 37, 7, 7), (1, 0, 2, 3), 3),
+    "three axes of rows": ((3, 4, 5, 6, 7), (0, 2, 4, 1, 3), 2),
+    "columns": ((4, 5, 6), (0, 2, 1), 1),
+    "gaps": ((5, 8, 12), (2, 0, 1), 2),
+}
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", TURNED)
+def test_turned_views_are_packed_as_their_copies(backend, name, kind):
+    shape, order, axes = TURNED[name]
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x.ravel()[::97], x.ravel()[50::331] = 0, np.inf
+    memory = x.astype(np.float16) if kind == "float16" else x
+    if kind == "bfloat16":
+        memory = (x.view(np.uint32) >> 16).astype(np.uint16)
+    if name == "gaps":
+        memory = memory[:, ::2]
+    view = memory.transpose(order)
+    run = math.prod(view.shape[-axes:])
+    for bits, bound in ((2, math.inf), (4, 0.3), (8, math.inf)):
+        expected = groups.pack(np.ascontiguousarray(view), bits, 256, bound, KEY, run=run)
+        for threads in (1, 3):
+            kept = groups.pack(view, bits, 256, bound, KEY, threads, run=run)
+            assert same(kept, expected)
+            back = np.zeros_like(memory)
+            place = back.transpose(order)
+            args = (*kept[:2], kept.codes, view.size, bits, 256)
+            groups.unpack(*args, threads, out=place, run=run)
+            whole = groups.unpack(*args, out=np.empty(view.size, view.dtype), run=run)
+            assert place.tobytes() == whole.tobytes()
+
+
+def test_tiles_are_for_the_layouts_of_norms():
+    for name, (shape, order, axes) in TURNED.items():
+        view = np.zeros(shape, np.float32).transpose(order)
+        view = view[..., ::2] if name == "gaps" else view
+        turn = groups.Turn.of(view, math.prod(view.shape[-axes:]), 256)
+        assert (turn is None) == (name in {"three axes of rows", "gaps"}), name
+        assert turn is None or np.shares_memory(turn.memory, view)
+    shape, order, _ = TURNED["batch"]
+    view = np.zeros(shape, np.float32).transpose(order)
+    assert groups.Turn.of(view, 7, 256) is None  # runs that end within an axis
+    assert groups.Turn.of(view, 3 * 9 * 11, 512) is None  # groups longer than a tile
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -162,15 +251,47 @@ def test_variance_is_that_of_the_errors(backend, bits):
 def test_buffers_that_do_not_belong_together_are_refused(core):
     x, bases, steps = np.zeros(64, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint16)
     spread, packed = np.zeros(2, np.uint32), np.zeros(32, np.uint8)
-    core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0)
+    core.pack_groups(x, "float32", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0, ())
     for bits, group in ((3, 32), (8, 32), (4, 64), (4, 48), (4, 0)):
         with pytest.raises(ValueError, match="do not match"):
             core.pack_groups(
-                x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0
+                x, "float32", bases, steps, spread, packed, 0, 64, bits, group, 1.0, 0, 0, ()
             )
         with pytest.raises(ValueError, match="do not match"):
-            core.unpack_groups(bases, steps, packed, x, "float32", 64, bits, group)
+            core.unpack_groups(bases, steps, packed, x, "float32", 0, 64, bits, group, ())
+    with pytest.raises(ValueError, match="no form sse9"):
+        core.unpack_groups(bases, steps, packed, x, "float32", 0, 64, 4, 32, (), "sse9")
+    right = (64, 8, 0, 1, 8, 0, 8)
+    core.unpack_groups(
+        np.zeros(8, np.float32), np.zeros(8, np.uint16), packed, x, "float32", 0, 8, 4, 32, right
+    )
+    wrong = [
+        (64, 8, 0, 1, 8, 0, 9),
+        (65, 8, 0, 1, 8, 0, 8),
+        (64, 8, 0, 2, 8, 0, 8),
+        (64, 0, 0, 1, 8, 0, 8),
+        (64, 8, 0, 1, 0, 0, 8),
+        (64, 8, 0, -1, 8, 0, 1),
+        (64, 3, 0, 1, 8, 0, 8),
+        (0, 8, 0, 1, 8, 0, 8),
+    ]
+    for numbers in wrong:
+        with pytest.raises(ValueError, match="a turn that does not match"):
+            core.unpack_groups(
+                np.zeros(8, np.float32),
+                np.zeros(8, np.uint16),
+                packed,
+                x,
+                "float32",
+                0,
+                8,
+                4,
+                32,
+                numbers,
+            )
     with pytest.raises(ValueError, match="float64"):
-        core.pack_groups(x, "float64", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0)
+        core.pack_groups(x, "float64", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0, ())
     with pytest.raises(ValueError, match="spread"):
-        core.pack_groups(x, "float32", bases, steps, spread[:1], packed, 0, 64, 4, 32, 1.0, 0, 0)
+        core.pack_groups(
+            x, "float32", bases, steps, spread[:1], packed, 0, 64, 4, 32, 1.0, 0, 0, ()
+        )

@@ -244,7 +244,7 @@ class Lossy(Kept, Protocol):
 
 
 class OnHost:
-    """[n] values of the host in groups on grids, and those that escape."""
+    """Values of the host, in any order of axes, in groups on grids; and those that escape."""
 
     by_rows = False
 
@@ -274,13 +274,15 @@ class OnHost:
 
     def restore(self, layout: Layout) -> torch.Tensor:
         out = torch.empty(layout.numel, dtype=layout.dtype)
-        groups.unpack(
-            *self._grids(), layout.numel, self.bits, packing.GROUP, self._threads,
-            packing.as_numpy(out), self._run,
-        )  # fmt: skip
-        if self._lost is not None:
-            out[self._lost[0]] = self._lost[1].to(layout.dtype)
+        self.fill(out)
         return layout.restore(out)
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Write the values to a tensor of the axes that were packed."""
+        values, n = packing.as_numpy(out), out.numel()
+        groups.unpack(*self._grids(), n, self.bits, packing.GROUP, self._threads, values, self._run)
+        if self._lost is not None:
+            values.flat[self._lost[0].numpy()] = packing.as_numpy(self._lost[1].to(out.dtype))
 
 
 class OnDevice:
@@ -309,7 +311,7 @@ class Turned:
 
     view : [...] the tensor, its axes perhaps split
     axes : those over which its rows extend; none: packed as they lie, some images at a time
-    pack : keeps [n] values in runs of a length
+    pack : keeps a view in runs of a length
     """
 
     def __init__(
@@ -325,10 +327,12 @@ class Turned:
         ordered = view.detach().permute(order)
         self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
-        for part in parts_of(ordered):
+        # On the host rows are turned tile by tile; elsewhere, and for images, a part is a copy.
+        whole = self.by_rows and view.device.type == "cpu"
+        for part in [slice(None)] if whole else parts_of(ordered):
             turned = ordered[part].permute(self._turn)
             run = math.prod(turned.shape[turned.dim() - inner :]) if axes else 0
-            self._kept.append((part, pack(turned.reshape(-1), run)))
+            self._kept.append((part, pack(turned, run)))
         kept = [each for _, each in self._kept]
         self.bits, self.fits = kept[0].bits, all(each.fits for each in kept)
         self.nbytes = sum(each.nbytes for each in kept)
@@ -340,6 +344,9 @@ class Turned:
         out = torch.empty(self._shape, dtype=layout.dtype, device=layout.device)
         for part, kept in self._kept:
             turned = out[part].permute(self._turn)
+            if isinstance(kept, OnHost):
+                kept.fill(turned)
+                continue
             shape = tuple(turned.shape)
             strides = torch.empty(shape, device="meta").stride()
             turned.copy_(kept.restore(Layout(shape, strides, layout.dtype, layout.device)))
@@ -432,16 +439,16 @@ class Compressor:
     def _packed(
         self, values: torch.Tensor, run: int, bits: int, tolerance: float, form: str, *, look: bool
     ) -> Lossy:
-        """Return [n] values in runs in these bits."""
+        """Return values, in the order of their axes, in runs in these bits."""
         step = self.drawn
         self.drawn += 1
         if form == "paper":
             codec = named_codec("bounded", bound=tolerance, form="paper", measure=False)
-            return Coded(values, bits, codec)
+            return Coded(values.reshape(-1), bits, codec)
         key = groups.keys(self.seed, step)
         if values.device.type == "cpu":
             return OnHost(values, bits, tolerance, key, self.threads, run, look=look)
-        return OnDevice(values, bits, key, run, look=look)
+        return OnDevice(values.reshape(-1), bits, key, run, look=look)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
         """Return what is kept of a tensor of which nothing is lost."""

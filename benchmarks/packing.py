@@ -1,0 +1,110 @@
+"""Seconds of packing activations on the host: `python -m benchmarks packing`.
+
+Floats to codes and back by groups.pack and groups.unpack, as compress_activations calls them, into
+memory that is there; and a copy of the same bytes. Processor time on one thread, the median of
+rounds in alternation; GB/s are of the tensor's own bytes, in its own type.
+
+contiguous       groups of 256 as they lie
+rows             groups within rows of 768, as those of a layer norm
+channels last    [images, 256, 28, 28] by channels, as a batch norm's
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accuracy import save
+from machine import commit, machine
+from tables import between_markers, markdown
+
+from sn_compress.ops import groups
+from sn_memory.torch.activations import packing
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "activations.md"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (2, 4, 8)
+LAYOUTS = ("contiguous", "rows", "channels last")
+MIB = (4, 64)  # within the last cache, and far beyond
+ROW, IMAGE = 768, (28, 28, 256)
+ROUNDS = 5
+Call = Callable[[], Any]
+
+
+def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, dict[str, Call]]:
+    """Bytes of a tensor, and what to time."""
+    unit = math.prod(IMAGE) if layout == "channels last" else ROW
+    n = mib * 2**20 // dtype.itemsize // unit * unit
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = torch.empty_like(x)
+    run = ROW if layout == "rows" else 0
+    source, target = x, out
+    if layout == "channels last":
+        source, target = (it.view(-1, *IMAGE).permute(3, 0, 1, 2) for it in (x, out))
+        run = source[0].numel()
+    values, back = packing.as_numpy(source), packing.as_numpy(target)
+    ng, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
+    into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
+    chance = math.inf, (1, 2), 1
+    pack = partial(groups.pack, values, bits, packing.GROUP, *chance, into, run, look=False)
+    unpack = partial(groups.unpack, *into, n, bits, packing.GROUP, 1, back, run)
+    return x.nbytes, {"pack": pack, "unpack": unpack, "copy": partial(out.copy_, x)}
+
+
+def row(dtype: torch.dtype, bits: int, layout: str, mib: int, rounds: int) -> dict[str, Any]:
+    """One row: GB/s of each call."""
+    nbytes, found = calls(dtype, bits, layout, mib)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(rounds + 1):
+        for name, call in found.items():
+            start = time.process_time()
+            call()
+            if number:  # the first touches memory for the first time
+                seconds[name].append(time.process_time() - start)
+    about = {"dtype": str(dtype)[6:], "bits": bits, "layout": layout, "mib": mib}
+    speeds = {f"{name}_gb_s": round(nbytes / statistics.median(took) / 1e9, 2)
+              for name, took in seconds.items()}  # fmt: skip
+    return about | speeds
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: of each kind the tensors of both sizes."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for it in rows:
+        line = cells.setdefault((it["dtype"], it["layout"]), [])
+        line.append(f"{it['pack_gb_s']:.1f}, {it['unpack_gb_s']:.1f} ({it['copy_gb_s']:.1f})")
+    head = ["type", "layout", *(f"{mib} MiB, {bits} bits" for mib in MIB for bits in BITS)]
+    return markdown(head, [[*kind, *line] for kind, line in cells.items()])
+
+
+def main() -> None:
+    """Make all rows and print the table."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the small tensors, few rounds")
+    quick = parser.parse_args().quick
+    about = {"commit": commit(), "machine": machine()}
+    folder = ROOT / "benchmarks" / ("out" if quick else "results")
+    rows = []
+    cases = product(DTYPES, LAYOUTS, MIB[: 1 if quick else None], BITS)
+    for dtype, layout, mib, bits in cases:  # saved row by row
+        rows.append(row(dtype, bits, layout, mib, 1 if quick else ROUNDS) | about)
+        save(folder / "packing.json", rows)
+    print(table(rows))
+    if not quick:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(between_markers(text, "packing", table(rows)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

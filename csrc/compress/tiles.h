@@ -1,0 +1,140 @@
+// Tiles of a tensor whose rows lie across its memory, as a channel's do where channels come last.
+// A tile has as many rows as fill a cache line, so that none is read or written twice, and stays in
+// the first cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "groups.h"
+
+namespace sn {
+
+constexpr int64_t kTileRun = 256, kLine = 64;  // elements of a row of a tile; bytes
+
+struct Tile {
+  alignas(kLine) uint8_t memory[kTileRun * kLine];
+};
+
+// Rows [row, row + rows), of each the elements [start, start + size).
+struct Block {
+  int64_t row, rows, start, size;
+};
+
+// work(block) for each tile of some rows: those that are neighbours in memory follow each other.
+template <typename Work>
+void each_block(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
+                int64_t width, Work work) {
+  const int64_t most = kLine / width;
+  for (int64_t row = first, end = 0; row < first + rows; row = end) {
+    end = std::min(first + rows, (row / turn.rows + 1) * turn.rows);
+    for (int64_t start = 0; start < run; start += group)
+      for (int64_t at = row; at < end; at += most)
+        work(Block{at, std::min(most, end - at), start, std::min(group, run - start)});
+  }
+}
+
+#if defined(__SSE2__)
+// [8] runs of 8 words of 16 bits, or [4] of 4 of 32, to their columns; strides are bytes.
+template <int64_t width>
+inline void turn_square(const uint8_t* from, int64_t stride, uint8_t* to, int64_t to_stride) {
+  const auto load = [&](int64_t i) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
+  };
+  const auto store = [&](int64_t i, __m128i it) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_stride), it);
+  };
+  if constexpr (width == 4) {
+    const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+    const __m128i low = _mm_unpacklo_epi32(a, b), low2 = _mm_unpacklo_epi32(c, d);
+    const __m128i high = _mm_unpackhi_epi32(a, b), high2 = _mm_unpackhi_epi32(c, d);
+    store(0, _mm_unpacklo_epi64(low, low2));
+    store(1, _mm_unpackhi_epi64(low, low2));
+    store(2, _mm_unpacklo_epi64(high, high2));
+    store(3, _mm_unpackhi_epi64(high, high2));
+  } else {
+    __m128i pairs[8], fours[8];
+    for (int i = 0; i < 4; ++i) {
+      const __m128i a = load(2 * i), b = load(2 * i + 1);
+      pairs[i] = _mm_unpacklo_epi16(a, b);      // columns 0-3
+      pairs[4 + i] = _mm_unpackhi_epi16(a, b);  // columns 4-7
+    }
+    for (int i = 0; i < 8; i += 2) {
+      fours[i] = _mm_unpacklo_epi32(pairs[i], pairs[i + 1]);
+      fours[i + 1] = _mm_unpackhi_epi32(pairs[i], pairs[i + 1]);
+    }
+    for (int i = 0; i < 2; ++i)
+      for (int j = 0; j < 2; ++j) {
+        store(4 * i + 2 * j, _mm_unpacklo_epi64(fours[4 * i + j], fours[4 * i + 2 + j]));
+        store(4 * i + 2 * j + 1, _mm_unpackhi_epi64(fours[4 * i + j], fours[4 * i + 2 + j]));
+      }
+  }
+}
+#endif
+
+// `runs` runs of `length` words to their columns, and where `back`, columns to runs: those of memory,
+// the longer way of a tile, come first, so that lines of memory are done with one after another.
+template <int64_t width, bool back>
+inline void turn_runs(const uint8_t* from, int64_t stride, int64_t runs, int64_t length, uint8_t* to,
+                      int64_t to_stride) {
+  int64_t whole_runs = 0, whole_length = 0;
+#if defined(__SSE2__)
+  constexpr int64_t side = 16 / width;
+  whole_runs = runs / side * side, whole_length = length / side * side;
+  const int64_t outer = back ? whole_length : whole_runs, inner = back ? whole_runs : whole_length;
+  for (int64_t i = 0; i < outer; i += side)
+    for (int64_t j = 0; j < inner; j += side) {
+      const int64_t run = back ? j : i, place = back ? i : j;
+      turn_square<width>(from + run * stride + place * width, stride,
+                         to + place * to_stride + run * width, to_stride);
+    }
+#endif
+  for (int64_t run = 0; run < runs; ++run)
+    for (int64_t place = run < whole_runs ? whole_length : 0; place < length; ++place)
+      std::memcpy(to + place * to_stride + run * width, from + run * stride + place * width, width);
+}
+
+// memcpy() of few bytes, mostly of those that norms by groups of channels have side by side.
+inline void copy_few(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  switch (bytes) {
+    case 8: std::memcpy(to, from, 8); break;
+    case 16: std::memcpy(to, from, 16); break;
+    case 32: std::memcpy(to, from, 32); break;
+    case 64: std::memcpy(to, from, 64); break;
+    default: std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+}
+
+// Between memory and a tile: reads the tile where `back`, else writes it.
+template <int64_t width, bool back, typename Byte>
+inline void move_block(const Turn& turn, const Block& block, Byte* memory, Tile& tile) {
+  const int64_t row = block.row / turn.rows * turn.far_row + block.row % turn.rows * turn.near_row;
+  const int64_t line = kTileRun * width;
+  for (int64_t t = 0, count = 0; t < block.size; t += count) {
+    const int64_t at = block.start + t, place = at % turn.piece;
+    count = std::min(block.size - t, turn.piece - place);
+    Byte* here = memory + width * (row + at / turn.piece * turn.far + place * turn.near);
+    uint8_t* column = tile.memory + width * t;
+    if (turn.near_row == 1) {
+      if constexpr (back)
+        turn_runs<width, true>(column, line, block.rows, count, here, width * turn.near);
+      else
+        turn_runs<width, false>(here, width * turn.near, count, block.rows, column, line);
+    } else {
+      for (int64_t r = 0; r < block.rows; ++r) {
+        Byte* there = here + width * r * turn.near_row;
+        if constexpr (back)
+          copy_few(there, column + line * r, width * count);
+        else
+          copy_few(column + line * r, there, width * count);
+      }
+    }
+  }
+}
+
+}  // namespace sn
