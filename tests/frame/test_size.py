@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 2123, 1200),
     "tensorflow": (("tensorflow",), 6077, 4200),
 }
-TOTAL = (45_202, 28_000)
+TOTAL = (45_203, 28_000)
 MOST_FILES = (171, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103) and for predicting
