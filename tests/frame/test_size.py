@@ -2,8 +2,8 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91, 102, 105: activations, 92: regions), and was once
-where comprehensions took the names of what they run over.
+new capability alone, whose decision says so (91, 102, 105, 106: activations, 92: regions), and was
+once where comprehensions took the names of what they run over.
 """
 
 from pathlib import Path
@@ -34,11 +34,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1309, 750),
     "torch: regions": (("torch/regions",), 2343, 900),
     "torch: modules": (("torch/modules",), 1136, 550),
-    "torch: activations": (("torch/activations",), 2123, 1200),
+    "torch: activations": (("torch/activations",), 2472, 1200),
     "tensorflow": (("tensorflow",), 6142, 4200),
 }
-TOTAL = (46_019, 28_000)
-MOST_FILES = (172, 170)
+TOTAL = (46_368, 28_000)
+MOST_FILES = (173, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103) and for predicting
 # nodes (104).
