@@ -2,8 +2,8 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91, 102, 105, 107: activations, 92: regions), and was once
-where comprehensions took the names of what they run over.
+new capability alone, whose decision says so (91, 102, 105, 106, 107: activations, 92: regions), and
+was once where comprehensions took the names of what they run over.
 """
 
 from pathlib import Path
@@ -34,15 +34,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: policy": (("torch/policy",), 1309, 750),
     "torch: regions": (("torch/regions",), 2375, 900),
     "torch: modules": (("torch/modules",), 1067, 550),
-    "torch: activations": (("torch/activations",), 2130, 1200),
+    "torch: activations": (("torch/activations",), 2479, 1200),
     "tensorflow": (("tensorflow",), 6077, 4200),
 }
-TOTAL = (45_247, 28_000)
-MOST_FILES = (171, 170)
+TOTAL = (45_596, 28_000)
+MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
-# nodes (104) and for cores that ranks share (108).
-COMPRESS_LINES = (28_206, 19_500)
+# nodes (104), for cores that ranks share (108) and groups in vectors (107).
+COMPRESS_LINES = (28_266, 19_500)
 COMPRESS_FILES = (119, 120)
 
 

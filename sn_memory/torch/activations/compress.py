@@ -6,8 +6,9 @@ Between steps a controller chooses bits; in each forward pass all that is saved 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -18,11 +19,11 @@ from ... import settings
 from ...activations import Controller
 from ...activations.saved import Cost, Saved, compressed_bytes, packing_of, rates_of
 from ...base.sizes import parse_bytes
-from ..errors import ReplayError, TraceError
+from ..errors import TraceError
 from ..model.modes import transformed, warn
-from ..model.snapshot import StateSnapshot, version_of
-from ..model.step import OUTSIDE_TORCH, Generators, restore_rng_state
-from .saving import Call, Input, Pass, coverage_of, now, storages_of, weight_of
+from ..model.step import restore_rng_state
+from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer_of, runs_of
+from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor
 
 # Without a budget, times the seconds for which packing frees a byte that running again may take.
@@ -124,6 +125,9 @@ class CompressedActivations:
         Paths of modules, and calls of attention, that run again in the backward pass from their
         input, which is all that is kept of them: by what the first pass measured, that frees bytes
         for fewer seconds than packing does.
+    by_images
+        Paths of layers that take some images of a batch at a time, and run again in the backward
+        pass: those whose gradients take more bytes than all that is held compressed.
     """
 
     def __init__(
@@ -149,6 +153,8 @@ class CompressedActivations:
         self._magnitudes: dict[torch.nn.Parameter, float] = {}
         self._watched: list[Any] = []
         self.rerun: list[str] = []
+        self.by_images: list[str] = []
+        self._layers: dict[torch.nn.Module, Layer | None] = {}  # None: called more than once
         self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
         self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
         self._attention: dict[str, float] = {}  # calls of it that run again: see Pass
@@ -185,6 +191,8 @@ class CompressedActivations:
     def report(self) -> str:
         """Return bytes saved, and a row per tensor: bits, predicted and measured error."""
         rerun = f"run again from their input: {', '.join(self.rerun)}\n" if self.rerun else ""
+        if self.by_images:
+            rerun += f"run again, some images at a time: {', '.join(self.by_images)}\n"
         price = (
             f"packing and unpacking take {self.price * 2**30:.3g} s for each GiB that they free; "
             f"nothing is offloaded\n"
@@ -238,10 +246,13 @@ class CompressedActivations:
             start = now(args[0].device) - self.current.packing_s
             self._effects.append(SideEffects(module, args[0], start))
 
-    def _leave(self, module: torch.nn.Module, *_: object) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         if self.current is None or not self.current.path:
             return
         name = self.current.path.pop()
+        if self._step == 1 and self.current.is_innermost():
+            layer = layer_of(module, args, result, self.current.has_saved)
+            self._layers[module] = None if module in self._layers else layer
         if self._effects and self._effects[-1].module is module:
             effects = self._effects.pop()
             seconds = now(effects.device) - self.current.packing_s - effects.start
@@ -287,9 +298,79 @@ class CompressedActivations:
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
         saving = self._cheaper(kept, again, every.plain_bytes)
+        freed = sum(kept[it].held_bytes - again[it].held_bytes for it in saving)
+        held = every.held_bytes - freed
+        self._choose_images(first, max(held, self.controller.budget_bytes or 0))
         for place in (it for it in found if it in saving):
-            self._let_rerun(place, kept[place].plain_bytes, found[place][1], first)
+            if not any(it == place or _is_within(it, place) for it in self.by_images):
+                self._let_rerun(place, kept[place].plain_bytes, found[place][1], first)
         self._inputs = {}
+
+    def _choose_images(self, first: Pass, least_bytes: float) -> None:
+        """Let layers take some images at a time whose gradients take more bytes than all else."""
+        for module in list(self.model.modules()):
+            found = runs_of(module, self._layers, least_bytes) if is_sequential(module) else []
+            runs = [run for layers in found if (run := self._run_of(layers, first)) is not None]
+            if runs:
+                self._put_forward(module, self._sequential, {run.layers[0]: run for run in runs})
+        self._layers = {}
+
+    def _run_of(self, layers: list[torch.nn.Module], first: Pass) -> Run | None:
+        """Return a run of these layers, if some images at a time need less than all."""
+        seen = [it for layer in layers if (it := self._layers[layer]) is not None]
+        names, x = [self._names[layer] for layer in layers], seen[0].x
+        saved = [it for it in first.timed if not it.within.isdisjoint(names)]
+        # From rounded values ReLUs and poolings would decide otherwise: a tenth of a gradient.
+        given = replace(self._inputs[names[0]][0], packed=False)
+        growth = max(max(it.x.numel(), it.y.numel()) for it in seen) / x.numel()
+        plain_bytes = sum(it.plain_bytes for it in saved)
+        plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # which those after it may save, too
+        run = Run(layers, names, x.dim(), growth, plain_bytes / x.numel())
+        # Gradients of the run's own input and output are there whole.
+        ends = x.nbytes + seen[-1].y.nbytes
+        if (
+            len(run.parts(x)) == 1
+            or ends >= max(it.gradients_bytes for it in seen)
+            or self._least([given]) > sum(it.held_bytes for it in saved)
+        ):
+            return None
+        self.by_images += names
+        for name in names:
+            self.controller.forget(name)
+        first.foresee({f"{names[0]}/{RUN}/0": given})
+        return run
+
+    def _sequential(
+        self,
+        sequential: torch.nn.Sequential,
+        forward: Callable[..., Any],
+        runs: dict[torch.nn.Module, Run],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call layers one after the other, and runs of them for some images at a time."""
+        current = self.current
+        if current is None or kwargs or not torch.is_grad_enabled() or not current.is_innermost():
+            return forward(*args, **kwargs)
+        (x,), layers = args, list(sequential)
+        while layers:
+            run = runs.get(layers[0])
+            count = len(run.layers) if run else 1
+            if run and layers[:count] == run.layers and run.takes(x):
+                call = Call(RUN, current.place(RUN, run.names[0]), (), {})
+                with current.saving_input(run.plain_bytes * x.numel(), call, BY_IMAGES, count):
+                    x = run(x)
+            else:
+                count, x = 1, layers[0](x)
+            del layers[:count]
+        return x
+
+    def _put_forward(
+        self, module: torch.nn.Module, forward: Callable[..., Any], *more: Any
+    ) -> None:
+        ours = partial(forward, module, module.forward, *more)
+        self._forwards.append((module, vars(module).get("forward"), ours))
+        module.forward = ours
 
     def _let_rerun(self, place: str, plain_bytes: float, inputs: list[Input], first: Pass) -> None:
         """Let a module, or a call of attention, run again from now on."""
@@ -301,9 +382,7 @@ class CompressedActivations:
             first.foresee({f"{place}/{slot}": call for slot, call in enumerate(inputs)})
             return
         module = self.model.get_submodule(place)
-        ours = partial(self._again, module, module.forward, plain)
-        self._forwards.append((module, vars(module).get("forward"), ours))
-        module.forward = ours
+        self._put_forward(module, self._again, plain)
         places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
         keys = (f"{place or 'model'}/input{each}/0" for each in places)
         first.foresee(dict(zip(keys, inputs, strict=True)))
@@ -472,68 +551,6 @@ class CompressedActivations:
             if name in stacked:
                 self.controller.observe_error(key, float(stacked[name].double().std()))
         return stacked
-
-
-class SideEffects:
-    """What a module's forward pass leaves changed, from when this is made.
-
-    A second run would change it once more, or find it changed.
-    """
-
-    def __init__(self, module: torch.nn.Module, x: torch.Tensor, start: float = 0.0) -> None:
-        self.module, self.device, self.start = module, x.device, start
-        held = (pair for part in module.modules() for pair in vars(part).items())
-        self._held = StateSnapshot(held)
-        self._versions = Versions([x, *module.parameters(), *module.buffers()])
-        self._drawn = Generators(OUTSIDE_TORCH.values())
-
-    def changed(self) -> bool:
-        return self._versions.changed() or bool(self._held.changed()) or self._drawn.changed()
-
-
-class Versions:
-    """How often some tensors had been changed in place when this was made."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._before = [(tensor, version_of(tensor)) for tensor in tensors]
-
-    def changed(self) -> bool:
-        return any(version_of(tensor) != version for tensor, version in self._before)
-
-
-class RestoredModule:
-    """A module as it is when this is made, whenever this is entered: mode, attributes, weights.
-
-    What the forward pass assigns inside is dropped again. A weight that was changed in place since
-    cannot be brought back, and is an error, as it is without running again.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._then = [(part, _copied(vars(part))) for part in module.modules()]
-        self._versions = Versions([*module.parameters(), *module.buffers()])
-        self._now: list[list[dict[str, Any]]] = []
-
-    def __enter__(self) -> None:
-        if self._versions.changed():
-            raise ReplayError(
-                f"a parameter or buffer of {type(self._module).__name__}, which runs again in the "
-                "backward pass, was changed in place since the forward pass. Change it after."
-            )
-        self._now.append([vars(part) for part, _ in self._then])
-        for part, then in self._then:
-            object.__setattr__(part, "__dict__", _copied(then))
-
-    def __exit__(self, *_: object) -> None:
-        for held, present in zip(self._then, self._now.pop(), strict=True):
-            object.__setattr__(held[0], "__dict__", present)
-
-
-_TENSORS: Final = ("_parameters", "_buffers")
-
-
-def _copied(held: dict[str, Any]) -> dict[str, Any]:
-    return held | {slot: dict(held[slot]) for slot in _TENSORS}
 
 
 def _is_float(value: Any) -> bool:

@@ -49,6 +49,9 @@ from .treatments import (
 MIN_ELEMENTS = 1024
 """Smaller tensors are left alone."""
 _PACKED = (torch.float32, torch.float16, torch.bfloat16)
+RUN = "run"
+"""The op that saves, exactly, the input of layers that take some images at a time."""
+MODULES, BY_IMAGES = "modules run again", "layers run again, some images at a time"
 ATTENTION = "scaled_dot_product_attention"
 # Ops by which values decide what runs next, which element is meant, or how many there are.
 _DECIDES = frozenset(
@@ -317,7 +320,8 @@ class Pass:
         self._call: Call | None = None
         self.decided: set[str] = set()  # paths of modules in which values decide what is done
         self._input: Call | None = None  # stands for the module that runs again and now starts
-        self._again_bytes, self._again = 0.0, 0  # that autograd would hold of such; how many
+        # By how it runs again: how much does, and bytes that autograd would hold of it.
+        self._again = dict.fromkeys((MODULES, BY_IMAGES), (0, 0.0))
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
         self._elements = 0
@@ -341,8 +345,8 @@ class Pass:
         """What was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
         held = sum(memory.held_bytes for memory in self._memories)
-        again = round(self._again_bytes)
-        ways = [("modules run again", self._again, again)]
+        ways = [(way, count, round(nbytes)) for way, (count, nbytes) in self._again.items()]
+        again = sum(nbytes for *_, nbytes in ways)
         for way, exact in (("tensors packed", False), ("left as they are", True)):
             sizes = [m.nbytes for m in self._memories if m.saved and m.exact == exact]
             ways.append((way, len(sizes), sum(sizes)))
@@ -357,7 +361,7 @@ class Pass:
         # What an op calls is part of that op, and reading an attribute is none.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
-        call = self._call = Call(name, self._place(name), args, kwargs)
+        call = self._call = Call(name, self.place(name), args, kwargs)
         try:
             result = self._run(func, call)
             if self.watch is not None and call.lossy:
@@ -379,9 +383,9 @@ class Pass:
                 return self._attend(func, call)
         return func(*call.args, **call.kwargs)
 
-    def _place(self, name: str) -> str:
+    def place(self, name: str, path: str | None = None) -> str:
         """Name a call by module, op, and which of several it is."""
-        path = self.path[-1] if self.path else ""
+        path = path or (self.path[-1] if self.path else "")
         count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
         return f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
 
@@ -393,7 +397,7 @@ class Pass:
     # Compressing one tensor.
 
     def _compress(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
-        call = self._call or self._input or Call("", self._place(""), (), {})
+        call = self._call or self._input or Call("", self.place(""), (), {})
         storage = tensor.untyped_storage()
         # Counted as a slot all the same: the others keep their names from pass to pass.
         if storage._cdata in self._left_alone:
@@ -436,6 +440,10 @@ class Pass:
             self._memories.append(entry[1])
         return entry[1]
 
+    def has_saved(self, tensor: torch.Tensor) -> bool:
+        """Whether some call saved a tensor of this memory so far."""
+        return self._memory(tensor.untyped_storage()).saved
+
     def _counted(self, kept: Kept, key: str, memory: _Memory) -> Kept:
         """Note what something kept takes, other than rounded values."""
         if isinstance(kept, Exact):
@@ -448,13 +456,16 @@ class Pass:
         return kept
 
     @contextmanager
-    def saving_input(self, plain_bytes: float, call: Call | None = None) -> Iterator[None]:
-        """Keep what is saved directly in here as the input of a module, or call, that runs again.
+    def saving_input(
+        self, plain_bytes: float, call: Call | None = None, way: str = MODULES, count: int = 1
+    ) -> Iterator[None]:
+        """Keep what is saved directly in here as the input of modules, or a call, that run again.
 
         `plain_bytes` are those that autograd would hold of what it saves otherwise.
         """
-        self._again_bytes, self._again = self._again_bytes + plain_bytes, self._again + 1
-        self._input = call or Call("input", self._place("input"), (), {})
+        before = self._again[way]
+        self._again[way] = before[0] + count, before[1] + plain_bytes
+        self._input = call or Call("input", self.place("input"), (), {})
         try:
             yield
         finally:
@@ -524,7 +535,7 @@ class Pass:
         if tensor.dtype not in _PACKED:
             return "exact"
         if self._input is not None:
-            return "nonlinear"
+            return "exact" if self._input.name == RUN else "nonlinear"
         # Without a name it is an autograd function of the user's, or a checkpoint's input.
         kind = treatment(call.name) if call.name else "exact"
         if kind == "exact" or not of_input_size(tensor, call):

@@ -359,9 +359,10 @@ class Turned:
             yield part, kept.restore(replace(layout, shape=(count, *layout.shape[1:])))
 
 
-def parts_of(x: torch.Tensor) -> list[slice]:
-    """Return runs of the first axis that are packed, or unpacked, at once."""
-    return list(_parts(x.shape, x.device, _ROWS_AT_ONCE))
+def parts_of(x: torch.Tensor, growth: float = 1.0) -> list[slice]:
+    """Return runs of the first axis that are worked on at once, where each element makes some."""
+    shape = x.shape[0], round(math.prod(x.shape[1:]) * growth)
+    return list(_parts(shape, x.device, _ROWS_AT_ONCE))
 
 
 def in_memory(tensor: torch.Tensor) -> list[int]:

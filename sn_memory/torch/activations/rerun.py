@@ -1,0 +1,320 @@
+"""What runs again in the backward pass: modules as they were, and layers by a few images at a time.
+
+A layer's gradients, of its output and of its input, are there at once, whole, however little is
+kept for them. Layers that treat each image of a batch by itself need not take the batch whole: a
+few images go through all of them, forward and then in the backward pass again, before the next
+(Lym et al., Mini-batch Serialization, MLSys 2019; micro-batches of one convolution: Oyama et al.,
+mu-cuDNN, 2018). What is kept of them all is their first input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..errors import ReplayError
+from ..model.modes import is_batched
+from ..model.snapshot import GLOBAL_HOOKS, HOOKS, StateSnapshot, version_of
+from ..model.step import OUTSIDE_TORCH, Generators
+from .treatments import in_memory, parts_of
+
+
+class SideEffects:
+    """What a module's forward pass leaves changed, from when this is made.
+
+    A second run would change it once more, or find it changed.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor, start: float = 0.0) -> None:
+        self.module, self.device, self.start = module, x.device, start
+        held = (pair for part in module.modules() for pair in vars(part).items())
+        self._held = StateSnapshot(held)
+        self._versions = Versions([x, *module.parameters(), *module.buffers()])
+        self._drawn = Generators(OUTSIDE_TORCH.values())
+
+    def changed(self) -> bool:
+        return self._versions.changed() or bool(self._held.changed()) or self._drawn.changed()
+
+
+class Versions:
+    """How often some tensors had been changed in place when this was made."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def changed(self) -> bool:
+        return any(version_of(tensor) != version for tensor, version in self._before)
+
+
+class RestoredModule:
+    """A module as it is when this is made, whenever this is entered: mode, attributes, weights.
+
+    What the forward pass assigns inside is dropped again. A weight that was changed in place since
+    cannot be brought back, and is an error, as it is without running again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._then = [(part, _copied(vars(part))) for part in module.modules()]
+        self._versions = Versions([*module.parameters(), *module.buffers()])
+        self._now: list[list[dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        if self._versions.changed():
+            raise ReplayError(
+                f"a parameter or buffer of {type(self._module).__name__}, which runs again in the "
+                "backward pass, was changed in place since the forward pass. Change it after."
+            )
+        self._now.append([vars(part) for part, _ in self._then])
+        for part, then in self._then:
+            object.__setattr__(part, "__dict__", _copied(then))
+
+    def __exit__(self, *_: object) -> None:
+        for held, present in zip(self._then, self._now.pop(), strict=True):
+            object.__setattr__(held[0], "__dict__", present)
+
+
+_PACKAGE: Final = __name__.rpartition(".")[0]
+_TENSORS: Final = ("_parameters", "_buffers")
+
+
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    return held | {slot: dict(held[slot]) for slot in _TENSORS}
+
+
+# Axes of a batch that layers are given; 0: of any number.
+_CONVOLUTIONS: Final = {getattr(nn, f"Conv{n}d"): n + 2 for n in (1, 2, 3)}
+_POOLS: Final = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+# What they return is a tensor of its own, so that nothing after them writes on what they are given.
+_NEW: Final = {
+    **_CONVOLUTIONS,
+    **{getattr(nn, f"{kind}{n}d"): n + 2 for kind in _POOLS for n in (1, 2, 3)},
+    **dict.fromkeys((nn.LocalResponseNorm, nn.GroupNorm), 0),
+}
+_AXES: Final = _NEW | dict.fromkeys(
+    (
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
+        *(nn.Sigmoid, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Identity),
+    ),
+    0,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Input and output, without values, of a layer that treats each image of a batch by itself.
+
+    saved : whether it, or one before it, saved the output
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    saved: bool
+
+    @property
+    def gradients_bytes(self) -> int:
+        return self.x.nbytes + self.y.nbytes
+
+
+def layer_of(
+    module: nn.Module, args: tuple[Any, ...], y: Any, saved: Callable[[Any], bool]
+) -> Layer | None:
+    """Return what there is to know of a layer that was called; None of any other module.
+
+    Random numbers, or a batch norm in training, make one image depend on the others; code of the
+    user's may do anything.
+    """
+    axes = _AXES.get(type(module))
+    x: Any = args[0] if args else None
+    if axes is None or not _is_plain(module) or not _is_batch(x) or not _is_batch(y):
+        return None
+    if not y.requires_grad or len(x) != len(y) or x.dim() != (axes or x.dim()):
+        return None
+    empty = [it.detach().new_empty(()).expand(it.shape) for it in (x, y)]
+    return Layer(empty[0], empty[1], saved(y))
+
+
+def runs_of(
+    layers: Iterable[nn.Module], seen: Mapping[nn.Module, Layer | None], least_bytes: float
+) -> list[list[nn.Module]]:
+    """Return runs of layers, of some of which the gradients take more than so many bytes.
+
+    A convolution of which they do not takes its batch whole, but for the first; what has no
+    products does not take long, and often makes the output smaller.
+    """
+    runs: list[list[nn.Module]] = [[]]
+    large = {it for it, layer in seen.items() if layer and layer.gradients_bytes > least_bytes}
+    for module in layers:
+        if seen.get(module) is None or (type(module) in _CONVOLUTIONS and module not in large):
+            runs.append([])
+        if seen.get(module) is not None and (runs[-1] or type(module) in _NEW):
+            runs[-1].append(module)
+    return [run for run in runs if not large.isdisjoint(run)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers of a Sequential, one after the other, that take a few images at a time.
+
+    layers, names : these, and their paths
+    dim : axes of their input
+    growth : the most elements of any tensor, for each of the input
+    plain_bytes : that autograd holds of them, for each element of the input
+    """
+
+    layers: list[nn.Module]
+    names: list[str]
+    dim: int
+    growth: float
+    plain_bytes: float
+
+    def parts(self, x: torch.Tensor) -> list[slice]:
+        """Return which images are taken at once."""
+        return parts_of(x, self.growth)
+
+    def takes(self, x: Any) -> bool:
+        """Whether a batch goes through these layers a few images at a time."""
+        return (
+            _is_batch(x)
+            and x.dim() == self.dim
+            and len(self.parts(x)) > 1
+            and any(it.requires_grad for it in (x, *self.weights()))
+            and all(map(_is_plain, self.layers))
+        )
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the parameters, each once."""
+        return list(dict.fromkeys(it for layer in self.layers for it in layer.parameters()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, none of which has hooks but ours."""
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers so that autograd keeps their input alone."""
+        return torch.as_tensor(_ByImages.apply(self, x, *self.weights()))
+
+
+class _ByImages(torch.autograd.Function):
+    """A run of layers. Weights are inputs, so that hooks on their gradients are called."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Return the layers' output."""
+        ctx.run, ctx.layers = run, [RestoredModule(layer) for layer in run.layers]
+        ctx.casting = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", x.device.type}
+        }
+        ctx.save_for_backward(x)
+        y: Any = None
+        with _casting(ctx.casting):
+            for part in run.parts(x):
+                piece = run.forward(x[part])
+                y = _of_images(piece, len(x)) if y is None else y
+                y[part] = piece
+                del piece  # before the next images come
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the input and of the weights."""
+        (x,), run, wanted = ctx.saved_tensors, ctx.run, ctx.needs_input_grad[1:]
+        # Gradients of gradients need all as parts of the graph; several at once cannot be put
+        # into one tensor.
+        again = torch.is_grad_enabled()
+        whole = again or is_batched(gradient)
+        sums: list[Any] = [None] * len(wanted)
+        with ExitStack() as stack:
+            for layer in ctx.layers:
+                stack.enter_context(layer)
+            leaves = _put_leaves(run, wanted[1:], linked=again)
+            for part in [slice(None)] if whole else run.parts(x):
+                with torch.enable_grad(), _casting(ctx.casting):
+                    piece = _leaf(x[part], wanted[0], linked=again)
+                    y = run.forward(piece)
+                inputs = [it for it, want in zip([piece, *leaves], wanted, strict=True) if want]
+                found = iter(torch.autograd.grad(y, inputs, gradient[part], create_graph=again))
+                for slot in (slot for slot, want in enumerate(wanted) if want):
+                    each = next(found)
+                    if whole:
+                        sums[slot] = each
+                    elif slot == 0:
+                        sums[0] = torch.empty_like(x) if sums[0] is None else sums[0]
+                        sums[0][part] = each
+                    else:
+                        # Sums of halves would be rounded with each part.
+                        wide = each.float() if each.element_size() < 4 else each
+                        sums[slot] = wide if sums[slot] is None else sums[slot].add_(wide)
+                del piece, y, inputs, found
+            dtypes = [it.dtype for it in (x, *leaves)]
+        given = (it if it is None else it.to(as_) for it, as_ in zip(sums, dtypes, strict=True))
+        return None, *given
+
+
+def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
+    """Return a tensor to differentiate by: without its hooks, and linked to it if asked for."""
+    if linked:
+        with torch.enable_grad():
+            return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_(wanted)
+
+
+def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch.Tensor]:
+    """Let layers that were restored have leaves in the places of their weights; return these."""
+    weights = run.weights()
+    leaves = {it: _leaf(it, want, linked=linked) for it, want in zip(weights, wanted, strict=True)}
+    for layer in run.layers:
+        held = vars(layer)["_parameters"]
+        held |= {name: leaves[it] for name, it in held.items() if it is not None}
+    return list(leaves.values())
+
+
+@contextmanager
+def _casting(casts: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    """Cast as in the forward pass. Its cache would hand casts without a graph to other layers."""
+    with ExitStack() as stack:
+        for kind, (enabled, dtype) in casts.items():
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        yield
+
+
+def _of_images(piece: torch.Tensor, count: int) -> torch.Tensor:
+    """Return an empty tensor of so many images that lies as one of a few does."""
+    order = [0, *(axis + 1 for axis in in_memory(piece[0]))]
+    shape = [count, *(piece.shape[axis] for axis in order[1:])]
+    return piece.new_empty(shape).permute([order.index(axis) for axis in range(len(order))])
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether it is a plain tensor of floats with elements: others' types have ops of their own."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_floating_point()
+    return plain and value.dim() > 1 and value.numel() > 0
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has no hooks, and no forward in place of its class's, but ours."""
+    hooks = [hook for slot in HOOKS for hook in getattr(module, slot).values()]
+    return _runs(type(module), module) and all(map(_is_ours, hooks)) and not any(GLOBAL_HOOKS)
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether it calls its layers one after the other, and does nothing else."""
+    return _runs(nn.Sequential, module)
+
+
+def _runs(kind: type[nn.Module], module: nn.Module) -> bool:
+    own = vars(module).get("forward")
+    ours = own is None or _is_ours(getattr(own, "func", own))
+    return ours and type(module).forward is kind.forward
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_PACKAGE)
