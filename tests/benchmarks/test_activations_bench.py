@@ -28,7 +28,7 @@ def test_rounding_to_nearest_is_within_half_a_step(study, method, worst):
     x = np.random.default_rng(0).uniform(-1, 1, 1000).astype(np.float32)
     off = np.abs(study.Rounded(method).lossy(x) - x)
     assert worst * 0.9 < off.max() / 2 <= worst * 1.001
-    kept = study.RoundedTensor(study.Rounded(method), torch.from_numpy(x), look=True)
+    kept = study.rounded(method)(torch.from_numpy(x), look=True)
     assert kept.nbytes == 125 * int(method[-1]) + 32
 
 
@@ -54,7 +54,7 @@ def test_a_short_run_ends_in_a_row(study, method):
         assert row["held_bytes"] <= row["plain_bytes"] / 9 + 64 * 1024
         assert row["held_bytes"] < row["peak_bytes"]
     text = study.table([row | {"seed": 0}])
-    assert f"| cnn | {method[0]}" in text
+    assert f"| cnn, 3 steps | {method[0]}" in text
 
 
 def test_a_peak_is_measured_in_a_row():
