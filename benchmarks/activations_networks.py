@@ -169,12 +169,17 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
     if isinstance(net, ResNet):
         layers += [nn.Flatten(), net.head]
     segments = round(len(layers) ** 0.5)
+    # What writes over its input cannot be the first of a segment, which runs again from that.
+    firsts: list[nn.Module] = []
+    for layer in layers:
+        inside = bool(firsts) and getattr(layer, "inplace", False)
+        firsts[-1:] = [nn.Sequential(firsts[-1], layer)] if inside else [*firsts[-1:], layer]
 
     def plain() -> torch.Tensor:
         return nn.functional.cross_entropy(net(x), labels)
 
     def checkpoint() -> torch.Tensor:
-        y = checkpoint_sequential(layers, segments, x, use_reentrant=False)
+        y = checkpoint_sequential(firsts, segments, x, use_reentrant=False)
         return nn.functional.cross_entropy(y, labels)
 
     def by(form: type[Nearest | Float8 | Cosines]) -> torch.Tensor:
