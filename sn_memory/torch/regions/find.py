@@ -102,7 +102,7 @@ class Finder:
         self.found = Found()
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
         # Per structure, and how gradients come or the path of the only one.
-        self._alike: dict[tuple[Hashable, Hashable], Alike] = {}
+        self._alike: dict[tuple[Hashable, str | tuple[Any, ...]], Alike] = {}
         # Why modules of a structure were refused, and how often.
         self._why: dict[Hashable, list[str]] = {}
         self._inside = False
@@ -138,14 +138,14 @@ class Finder:
         called = {*self.found.regions, *self.found.refused}
         inside = tuple(f"{path}." for path in called)
         # How their gradients would come is not known: as those of the first that is alike.
-        first: dict[Hashable, Alike] = {}
-        for (form, owner), shared in self._alike.items():
-            if shared.kinds and not isinstance(owner, str):
-                first.setdefault(form, shared)
+        first: dict[Hashable, tuple[Alike, Arriving]] = {}
+        for (form, arriving), alike in self._alike.items():
+            if alike.kinds and not isinstance(arriving, str):
+                first.setdefault(form, (alike, dict(arriving)))
         for module, path in self._paths.items():
-            alike = first.get(structure(module)) if path not in called else None
-            if path and alike is not None and not path.startswith(inside):
-                self.found.regions[path] = Region(path, alike)
+            known = first.get(structure(module)) if path not in called else None
+            if path and known is not None and not path.startswith(inside):
+                self.found.regions[path] = Region(path, *known)
 
     @contextmanager
     def _offered(self) -> Iterator[None]:
