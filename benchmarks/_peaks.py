@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,38 @@ def make_rows(
         for level in others.get(name, levels)[: 1 if args.quick else None]
     ]
     save(path, [row for row in load(path) if row["net"] not in chosen] + rows)
+    print(f"{table(rows)}\n\nrows: {path}")
+
+
+def make_nets(
+    parser: argparse.ArgumentParser,
+    file: str,
+    nets: Collection[str],
+    methods: Sequence[str],
+    rows_of: Callable[[str, argparse.Namespace], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], str],
+    chosen: Sequence[str] | None = None,
+) -> None:
+    """Read the command line, make the rows of each net together, save them, print the table.
+
+    parser : with what else may be asked for
+    file : name of the rows' file
+    nets, methods : all, in the order of the rows; --quick takes the first net
+    rows_of : of a net, and what was asked for
+    chosen : nets that run if none is named; all
+    """
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the first net, one short round")
+    parser.add_argument("--nets", nargs="+", choices=[*nets], default=[*(chosen or nets)])
+    args = parser.parse_args()
+    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
+    about = {"commit": commit(), "machine": machine()}
+    order = {(net, method): at for at, (net, method) in enumerate(product(nets, methods))}
+    for net in [*nets][:1] if args.quick else args.nets:
+        made = [row | about for row in rows_of(net, args)]
+        rows = [row for row in load(path) if row["net"] != net] + made
+        rows.sort(key=lambda row: order[row["net"], row["method"]])
+        save(path, rows)
     print(f"{table(rows)}\n\nrows: {path}")
 
 

@@ -15,72 +15,52 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _peaks import ROOT, activation_bytes
-from accuracy import load, save
+from _peaks import activation_bytes, make_nets
 from activations_networks import NETS, losses
-from machine import commit, machine
 from tables import markdown
 from torch import nn
+
+from sn_memory.run.estimate import largest
 
 METHODS = ("plain", "checkpoint", "ours")
 ROUNDS, MOST = 5, 64
 
 
-def peak_of(net: nn.Module, method: str, x: torch.Tensor) -> tuple[int, Callable[[], Any]]:
-    """The most bytes of a step by a method, and its loss."""
+def peak_of(name: str, method: str, x: torch.Tensor) -> tuple[int, nn.Module, Callable[[], Any]]:
+    """The most bytes of a step by a method, the net that made it, and its loss."""
+    torch.manual_seed(0)
+    net = NETS[name][0]()
     loss = losses(net, x, (method,))[method]
     for _ in range(2):  # what runs again, and then bits, are chosen
         loss().backward()
-    return activation_bytes(loss, [*net.parameters()])[1], loss
+    return activation_bytes(loss, [*net.parameters()])[1], net, loss
 
 
-def largest(net: nn.Module, method: str, images: torch.Tensor, limit: int) -> tuple[int, int, Any]:
-    """Images of the largest batch within the limit, its peak and its loss; 0 if one is too many.
-
-    Peaks are nearly affine in the batch: two of them say where to begin.
-    """
-    one, three = (peak_of(net, method, images[:count])[0] for count in (1, 3))
-    batch = max(1, min(len(images), int(1 + 2 * (limit - one) / (three - one))))
-    fits = None
-    while 1 <= batch <= len(images):
-        peak, loss = peak_of(net, method, images[:batch])
-        if peak <= limit:
-            fits = batch, peak, loss
-            if fits[0] == len(images):
-                break
-            batch += 1
-        elif fits:
-            break
-        else:
-            batch -= 1
-    return fits or (0, one, None)
-
-
-def rows_of(name: str, count: int, most: int, rounds: int) -> list[dict[str, Any]]:
+def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One network by all methods."""
+    most, rounds = (6, 1) if args.quick else (MOST, ROUNDS)
     torch.manual_seed(0)
-    make, (_, *shape) = NETS[name]
-    images = torch.randn(most, *shape)
-    limit = peak_of(make(), "plain", images[:count])[0]
+    images = torch.randn(most, *NETS[name][1][1:])
+    limit = peak_of(name, "plain", images[: args.images])[0]
     rows, steps = [], {}
     for method in METHODS:
-        net = make()
-        batch, peak, loss = largest(net, method, images, limit)
-        rows.append(
-            {
-                "net": name,
-                "method": method,
-                "limit_bytes": limit,
-                "images": batch,
-                "peak_bytes": peak,
-            }
-        )
-        if batch:
+
+        def fits(batch: int, method: str = method) -> bool:
+            return peak_of(name, method, images[:batch])[0] <= limit
+
+        row = {
+            "net": name,
+            "method": method,
+            "limit_bytes": limit,
+            "images": largest(fits, 1, most),
+        }
+        if row["images"]:
+            row["peak_bytes"], net, loss = peak_of(name, method, images[: row["images"]])
             steps[method] = loss, torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+        rows.append(row)
     seconds: dict[str, list[float]] = {method: [] for method in steps}
     for number in range(1 + rounds):
         for method, (loss, optimizer) in steps.items():
@@ -120,6 +100,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['images_s'] / plain[row['net']]['images_s']:.2f}",
         ]
         for row in rows
+        if row["images"]
     ]
     return markdown(head, lines)
 
@@ -128,20 +109,9 @@ def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one net, few images, one round")
-    parser.add_argument("--nets", nargs="+", choices=[*NETS], default=["AlexNet", "ResNet-50"])
     parser.add_argument("--images", type=int, default=2, help="of the plain step that is the limit")
-    args = parser.parse_args()
-    file = "activations_batches.json"
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
-    for net in ["AlexNet"] if args.quick else args.nets:  # saved net by net
-        made = rows_of(net, args.images, 6 if args.quick else MOST, 1 if args.quick else ROUNDS)
-        rows = [row for row in load(path) if row["net"] != net] + [row | about for row in made]
-        rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
-        save(path, rows)
-    print(f"{table(rows)}\n\nrows: {path}")
+    chosen = ["AlexNet", "ResNet-50"]
+    make_nets(parser, "activations_batches.json", NETS, METHODS, rows_of, table, chosen)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _peaks import ROOT, activation_bytes
-from accuracy import load, save
+from _peaks import activation_bytes, make_nets
 from activations_memory import EIGHTH
-from machine import commit, machine
 from models.alexnet import alexnet
 from models.resnet import ResNet, resnet
 from models.vgg import vgg16
@@ -172,8 +169,10 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
     # What writes over its input cannot be the first of a segment, which runs again from that.
     firsts: list[nn.Module] = []
     for layer in layers:
-        inside = bool(firsts) and getattr(layer, "inplace", False)
-        firsts[-1:] = [nn.Sequential(firsts[-1], layer)] if inside else [*firsts[-1:], layer]
+        if firsts and getattr(layer, "inplace", False):
+            firsts[-1] = nn.Sequential(firsts[-1], layer)
+        else:
+            firsts.append(layer)
 
     def plain() -> torch.Tensor:
         return nn.functional.cross_entropy(net(x), labels)
@@ -196,24 +195,26 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
         "plain": plain,
         "checkpoint": checkpoint,
     } | {name: partial(by, form) for name, form in FORMS.items()}
-    four = compress_activations(net, bits=4)
-    ours(four).backward()
-    four.active = False
-    found["ours"] = partial(ours, four)
-    others: dict[str, dict[str, Any]] = {
-        "ours, eighth": {"budget": int(four.saved.plain_bytes / EIGHTH)},
-        "paper": {"error": 0.01, "form": "paper"},
-    }
-    for method, how in others.items():
-        if method in methods:
-            compressed = compress_activations(net, **how)
-            compressed.active = False
-            found[method] = partial(ours, compressed)
+
+    def add(method: str, **how: Any) -> Any:
+        compressed = compress_activations(net, **how)
+        compressed.active = False
+        found[method] = partial(ours, compressed)
+        return compressed
+
+    if {"ours", "ours, eighth"} & {*methods}:
+        four = add("ours", bits=4)
+        found["ours"]().backward()
+        if "ours, eighth" in methods:
+            add("ours, eighth", budget=int(four.saved.plain_bytes / EIGHTH))
+    if "paper" in methods:
+        add("paper", error=0.01, form="paper")
     return {method: found[method] for method in methods}
 
 
-def rows_of(name: str, methods: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
-    """One network by all methods."""
+def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One network by the methods asked for."""
+    methods, rounds = (METHODS[:2], 1) if args.quick else (args.methods, ROUNDS)
     torch.manual_seed(0)
     make, shape = NETS[name]
     net, x = make(), torch.randn(shape)
@@ -274,22 +275,8 @@ def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one net, few methods, one round")
-    parser.add_argument("--nets", nargs="+", choices=[*NETS], default=[*NETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    args = parser.parse_args()
-    file = "activations_networks.json"
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
-    nets = ["AlexNet"] if args.quick else args.nets
-    for net in nets:  # saved net by net
-        methods = METHODS[:2] if args.quick else args.methods
-        made = [row | about for row in rows_of(net, methods, 1 if args.quick else ROUNDS)]
-        rows = [row for row in load(path) if row["net"] != net] + made
-        rows.sort(key=lambda row: (list(NETS).index(row["net"]), METHODS.index(row["method"])))
-        save(path, rows)
-    print(f"{table(rows)}\n\nrows: {path}")
+    make_nets(parser, "activations_networks.json", NETS, METHODS, rows_of, table)
 
 
 if __name__ == "__main__":
