@@ -125,7 +125,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     for way in job["ways"]:
         # One after the other: eight ranks with six models each would not fit.
         model.zero_grad()
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Every rank made the same model: to send it once more would take minutes on a slow link.
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
         if (compression := WAYS[way]) is not None:
             state = CompressionState(compression, named_parameters=model.named_parameters())
             ddp.register_comm_hook(state, compression_hook)
