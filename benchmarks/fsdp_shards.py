@@ -62,11 +62,32 @@ class Gpt2(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
+def train(model: nn.Module, seed: int, steps: int) -> float:
+    """Train on a rank's own batches; the loss of all ranks on what was held out."""
+    rank = dist.get_rank()
+    draws = torch.Generator().manual_seed(1000 * seed + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(*batch(BATCH, CONTEXT, draws)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if rank == 0 and step % 100 == 99:
+            print(f"{step + 1} of {steps} steps", flush=True)
+    draws.manual_seed(rank)  # the same batches for all seeds and ways
+    with torch.no_grad():
+        losses = [
+            model(*batch(BATCH, CONTEXT, draws, held_out=True)) for _ in range(HELD_OUT_BATCHES)
+        ]
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: train one way, and return its loss on what was held out."""
     warnings.simplefilter("ignore")
-    way, rank = WAYS[job["way"]], dist.get_rank()
-    draws = torch.Generator().manual_seed(1000 * job["seed"] + rank)
+    way = WAYS[job["way"]]
     torch.manual_seed(job["seed"])
     model: nn.Module = Gpt2()
     if way.get("planned"):
@@ -78,23 +99,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     model = fully_shard(model)
     bits = {name: way[name] for name in ("gradients", "parameters") if name in way}
     shards = compress_shards(model, **bits) if bits else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(job["steps"]):
-        optimizer.zero_grad()
-        model(*batch(BATCH, CONTEXT, draws)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if rank == 0 and step % 100 == 99:
-            print(f"{step + 1} of {job['steps']} steps", flush=True)
-    report = shards.report() if shards else {}
-    draws.manual_seed(rank)  # the same batches for all seeds and ways
-    with torch.no_grad():
-        losses = [
-            model(*batch(BATCH, CONTEXT, draws, held_out=True)) for _ in range(HELD_OUT_BATCHES)
-        ]
-    total = torch.stack(losses).mean()
-    dist.all_reduce(total)
-    return {"loss": float(total) / RANKS, **report}
+    loss = train(model, job["seed"], job["steps"])
+    return {"loss": loss, **(shards.report() if shards else {})}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

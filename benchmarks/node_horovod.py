@@ -6,8 +6,9 @@
 As node_ddp does it for DDP: a namespace for each node, gradients of AlexNet's shapes.
 Bytes are those that the interface of the first node counts in a step, which has the rank that
 coordinates Horovod: what Horovod's ranks tell each other in every cycle is among them, and grows
-with the seconds of a step. "idle" is what it sends in a second in which nothing is exchanged. Ways
-that are measured once in a run are not for comparing seconds, which are written down with the load.
+with the seconds of a step. "idle" is what it sends in a second in which nothing is exchanged.
+Ranks ask every --cycle-ms what to exchange (HOROVOD_CYCLE_TIME): by default not every millisecond,
+as Horovod has it, in which threads of all ranks of a machine would take most of its two cores.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     hvd.init()
-    found: dict[str, Any] = {}
+    model = Shapes(job["scale"])
+    gradients = model.gradients(hvd.rank())
+    found: dict[str, Any] = {"alone": alone(model, gradients, hvd.barrier)}
     for way in job["ways"]:
-        model = Shapes(job["scale"])
-        gradients = model.gradients(hvd.rank())
-        if "alone" not in found:
-            found["alone"] = alone(model, gradients, hvd.barrier)
+        model = Shapes(job["scale"])  # Horovod's hooks stay on the last one
         options = {} if WAYS[way] is None else {"compression": WAYS[way]}
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0),
@@ -77,7 +77,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
         found[way] = {name: each[settle:] for name, each in taken.items()}
         found[way]["nodes"] = report.get("nodes", 0)
-        del optimizer, model, gradients
+        del optimizer, model
     hvd.barrier()
     before = now()
     time.sleep(IDLE_S)
@@ -104,7 +104,10 @@ def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dic
     try:
         for slot in slots:
             env = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
-            env |= {"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
+            env |= {
+                "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
+                "HOROVOD_CYCLE_TIME": f"{job['cycle_ms']:g}",
+            }  # fmt: skip
             command = [sys.executable, __file__, "--rank", str(folder)]
             with open(folder / f"log{slot.rank}", "w") as log:
                 node = slot.rank // job["per_node"]
@@ -129,6 +132,7 @@ def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dic
 def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a way; idle bytes are of a second of the first node, CPU seconds of all ranks."""
     idle = {
+        "cycle_ms": job["cycle_ms"],
         "idle_bytes_s": round(found[0]["idle"]["sent"]),
         "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in found), 3),
     }
@@ -141,13 +145,13 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
     cells = [
-        [row["way"], *(row[name] for name in SETTINGS), row["node_bytes"] / 1e6,
+        [row["way"], *(row[name] for name in SETTINGS), row["cycle_ms"], row["node_bytes"] / 1e6,
          row["idle_bytes_s"] / 1e6, row["step_s"], row["cpu_s"], row["load"]]
         for row in rows
     ]  # fmt: skip
-    names = ("way", "nodes", "ranks each", "Gbit/s", "scale", "MB a node", "MB/s idle", "s/step")
-    names += ("CPU s", "load")
-    return text_table(names, cells, ("", "", "", "g", "", ".2f", ".3f", ".2f", ".2f", ".1f"))
+    names = ("way", "nodes", "ranks each", "Gbit/s", "scale", "cycle ms", "MB a node")
+    names += ("MB/s idle", "s/step", "CPU s", "load")
+    return text_table(names, cells, ("", "", "", "g", "", "g", ".2f", ".3f", ".2f", ".2f", ".1f"))
 
 
 def main() -> None:
@@ -161,6 +165,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each way")
     parser.add_argument("--scale", type=int, default=1, help="divides the sides of large matrices")
+    parser.add_argument("--cycle-ms", type=float, default=10.0, help="of Horovod's negotiation")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -168,7 +173,7 @@ def main() -> None:
         (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(found))
         return
     rows = load(args.json)
-    job = {name: getattr(args, name) for name in SETTINGS}
+    job = {name: getattr(args, name) for name in (*SETTINGS, "cycle_ms")}
     if not args.report and not all(measured(rows, job | {"way": way}) for way in args.ways):
         job |= {"ways": args.ways, "steps": args.steps}
         try:

@@ -60,6 +60,8 @@ def said(row: dict[str, Any], here: dict[str, Any]) -> Step:
     """What predict says of a row, by the rates of a machine."""
     nodes, gpus = row.get("nodes", row.get("ranks")), row.get("per_node", 1)
     link = Link.of_gbit(row["gbit"])
+    if "cycle_ms" in row:  # what Horovod agrees on begins in its next cycle
+        link = replace(link, operation_s=1e-3 * row["cycle_ms"])
     if trained(row):  # a core a rank, and seconds of its computing are in pays.json
         every = load(RESULTS / "pays.json")
         alone = [it["compute_s"] for it in every if it["model"] == "transformer"]

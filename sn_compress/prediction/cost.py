@@ -447,10 +447,12 @@ def step(
             seconds = passes[place][stage // 2]
         else:
             seconds = host.share * route.codec_s[stage // 2]
-        start = max(ready, free[what])
+        # Where ranks share cores, what passes inside a node is work of those that encode.
+        by = "codec" if what == "inside" and host.share > 1 else what
+        start = max(ready, free[by])
         end = start + seconds
         if seconds:
-            free[what] = end
+            free[by] = end
             events.append(Event(what, tensor, start, end))
         if route.by_nodes and stage + 2 == 2 * len(route.rounds):
             exchanged.append((end, place, stage + 1))

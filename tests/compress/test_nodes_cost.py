@@ -15,6 +15,7 @@ from sn_compress.engine.payloads import shares_of
 from sn_compress.ops.fixed_point import MAX_RANKS, Digits
 from sn_compress.prediction.cost import (
     ALONE,
+    BUCKET_ELEMENTS,
     INSIDE,
     Host,
     Layer,
@@ -141,6 +142,21 @@ def test_a_busy_core_is_not_hidden_by_a_link():
     ]
     assert seconds[0] < 8  # computing and codec at once, on cores of their own
     assert seconds[1] >= 4.0 + 2 * 8 * 1.0
+
+
+def test_cores_do_not_encode_and_move_at_once():
+    """Cards carry one bucket inside a node while another is encoded; cores do one or the other."""
+    sizes = ("inside", 4 * BUCKET_ELEMENTS), ("allreduce", 10**6), ("inside", 4 * BUCKET_ELEMENTS)
+    routes = [Route("plain", sizes, (0.1, 0.2, 0.1, 0.1), BUCKET_ELEMENTS)] * 3
+    link = replace(LINK, gpus=2, inside=replace(FAST, bytes_per_s=1e9))
+
+    def overlaps(host):
+        events = step(routes, ranks=4, link=link, host=host).events
+        codec, inside = ([e for e in events if e.what == what] for what in ("codec", "inside"))
+        return any(a.start < b.end and b.start < a.end for a in codec for b in inside)
+
+    assert overlaps(ALONE)
+    assert not overlaps(Host(2, 4, move_s=1e-9, sum_s=1e-9))
 
 
 def test_cores_are_left_to_the_busiest_owner():
