@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import numpy as np
 import pytest
-from fuzz import reseal
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import random, vectors
 
-from sn_compress import CompressError, Payload, PayloadError, codec
+from sn_compress import CompressError, Payload, codec
 
 FORMS = st.one_of(
     st.builds(
@@ -147,32 +145,6 @@ def test_steps_and_seeds_change_the_chance_and_nothing_else():
     assert not np.array_equal(first.codes, second.codes)
     again = codec("bounded", bound=math.inf, bits=4, seed=1).quantise(x)
     assert not np.array_equal(first.codes, again.codes)
-
-
-@pytest.mark.parametrize("n", [1, 33, 1000])
-def test_damaged_payloads_of_the_paper_form_never_crash(n):
-    made = codec("bounded", bound=0.01, form="paper")
-    x = random(n, 0)
-    x[0] = np.nan
-    original = made.encode(x).to_bytes()
-    rng = np.random.default_rng(5)
-    refused = 0
-    for _ in range(300):
-        data = bytearray(original)
-        for _ in range(rng.integers(1, 4)):
-            data[rng.integers(32, len(data))] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.integers(256)])
-        try:
-            y = made.decode(Payload.from_bytes(reseal(data)))
-        except PayloadError:
-            refused += 1
-        else:
-            assert (y.dtype, y.shape) == (np.float32, (n,))
-    assert refused
-    for claimed in (0, n + 1, 2**40):
-        data = bytearray(original)
-        data[4:12] = struct.pack("<Q", claimed)
-        with pytest.raises(PayloadError):
-            made.decode(Payload.from_bytes(reseal(data)))
 
 
 def test_a_bound_is_never_rounded_up():

@@ -66,21 +66,6 @@ def test_the_size_is_the_budget(backend, n, ratio):
     assert codec.payload_bytes(n) == max(budget, least)
 
 
-def test_every_candidate_fits_and_fills_the_budget():
-    codec = AutoCodec(ratio=50, shape=SHAPE)
-    budget = codec.payload_bytes(N)
-    candidates = codec.candidates(N)
-    assert len(candidates) > 20
-    for candidate in candidates:
-        size = candidate.payload_bytes(N)
-        assert size <= budget
-        if isinstance(candidate, FFTCodec) and candidate.theta > 0:
-            # One more kept value a block, of up to 2 * 16 bits and a position, would not fit.
-            blocks = sum(s.count for s in candidate.sections(N))
-            assert size >= budget - blocks * 12 - 16
-    assert len({repr(candidate) for candidate in candidates}) == len(candidates)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_it_picks_the_right_kind(seed):
     plain = AutoCodec(ratio=60)
@@ -155,34 +140,6 @@ def test_mixed_choices_decode_to_the_mean(backend):
     assert np.isnan(codec.decode_mean([*payloads, codec.encode(x)])[5])
 
 
-def test_a_new_choice_keeps_the_memory(backend):
-    """From any candidate to any other: what is remembered stands for the same vector."""
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    candidates = codec.candidates(N)
-    first_of = {}
-    for i, c in enumerate(candidates):
-        kind = (getattr(c, "transform", "lowrank"), getattr(c, "block", 0), getattr(c, "axes", 0))
-        first_of.setdefault(kind, i)
-    assert len(first_of) >= 8
-    for old in first_of.values():
-        for new in first_of.values():
-            state = codec.new_state(N)
-            codec._switch(state, old, N)
-            payload = candidates[old].encode(random(N), state=state.inner)
-            before = codec.state_to_values(state, N).astype(np.float64)
-            codec._switch(state, new, N)
-            assert state.choice == new
-            after = codec.state_to_values(state, N)
-            e = sum(
-                transform_error(candidates[i], N) if isinstance(candidates[i], FFTCodec) else 0
-                for i in (old, new)
-            )
-            # Back, forward, back, and the comparison's own way back.
-            assert norm(after - before) <= 2.1 * e * math.sqrt(payload.error)
-            if old == new:
-                assert norm(after - before) == 0
-
-
 def test_what_went_in_comes_out_across_choices(backend):
     codec = AutoCodec(ratio=20, shape=SHAPE, every=3)
     state = codec.new_state(N)
@@ -228,18 +185,6 @@ def test_a_first_gradient_that_is_not_finite_decides_nothing(backend):
     assert isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec)
 
 
-def test_values_to_state():
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    values = random(N)
-    state = codec.values_to_state(values)
-    np.testing.assert_array_equal(codec.state_to_values(state, N), values)
-    assert not codec.state_to_values(codec.new_state(N), N).any()
-    # The memory counts in the choice: a small gradient, a low-rank memory.
-    state = codec.values_to_state(flat(*SHAPE, 2))
-    payload = codec.encode(heavy(N) * np.float32(1e-9), state=state)
-    assert isinstance(chosen(codec, payload), LowRankCodec)
-
-
 def test_ranks_that_decide_together():
     """Scores summed over ranks, as an all-reduce gives them, make one choice everywhere."""
     codec = AutoCodec(ratio=20, shape=SHAPE)
@@ -260,29 +205,6 @@ def test_ranks_that_decide_together():
     before = states[0].choice
     codec.choose(states[0], total + codec.scores(bad), N)
     assert (states[0].choice, states[0].age) == (before, 1)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"theta": 0.98},
-        {"theta": 0.9, "values": "fp16"},
-        {"theta": 0.9, "block": 256, "bits": 4, "mantissa": 1},
-        {"theta": 0.5, "block": None, "values": "2bit"},
-        {"theta": 0.99, "positions": "bitmap"},
-        {"theta": 0.999, "block": 64, "values": "sign"},
-    ],
-    ids=str,
-)
-def test_one_like_an_fft_is_as_large(settings):
-    for shape, n in ((None, 5000), ((64, 96), N), ((100, 1000), 100_000), (None, 99_991)):
-        auto = AutoCodec.like(shape=shape, **settings)
-        fixed = FFTCodec(transform="fft", **settings)
-        assert auto.payload_bytes(n) <= fixed.payload_bytes(n)
-        assert auto.payload_bytes(n) >= 0.5 * fixed.payload_bytes(n)
-    x = heavy(5000)
-    auto = AutoCodec.like(**settings)
-    assert auto.encode(x).error <= FFTCodec(transform="fft", **settings).encode(x).error
 
 
 def test_settings():
