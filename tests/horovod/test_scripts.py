@@ -13,25 +13,26 @@ import pytest
 
 RANKS = Path(__file__).parent / "ranks"
 slow = pytest.mark.slow
-pytestmark = pytest.mark.horovod
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 # Nothing fused, so that runs which compare bits sum in one order: fused tensors are summed in one
 # that depends on when they came, and a last bit decides which values are kept.
 UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
+NODES = ["-H", "localhost:2,127.0.0.1:2"]  # two of two ranks, both of them this machine
 
 
 @pytest.mark.parametrize("script", [
     "behave.py",  # the one way to train in torch that is not slow
     *(pytest.param(script, marks=slow) for script in (
-        "buckets.py", "trust.py", "keras_train.py", "tensorflow_behave.py", "tensorflow_sized.py",
-        "tensorflow_gathered.py", "tensorflow_outcomes.py", "tensorflow_trust.py",
-        "tensorflow_tune.py",
+        "buckets.py", "trust.py", "nodes.py", "keras_train.py", "tensorflow_behave.py",
+        "tensorflow_sized.py", "tensorflow_gathered.py", "tensorflow_outcomes.py",
+        "tensorflow_trust.py", "tensorflow_tune.py", "tensorflow_nodes.py",
     )),
 ])  # fmt: skip
-def test_all_cases(horovodrun, tmp_path, cases_of, script):
-    given = [tmp_path] if script == "behave.py" else []
-    env = UNFUSED if script == "buckets.py" else {}
-    run = horovodrun(2, RANKS / script, *given, timeout=280, **env).check()
-    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / script), run.stdout
+def test_all_cases(horovodrun, cases_of, script):
+    ranks, options = (4, NODES) if "nodes" in script else (2, ())
+    env = UNFUSED if script in ("buckets.py", "nodes.py") else {}
+    run = horovodrun(ranks, RANKS / script, options=options, timeout=580, **env).check()
+    assert run.stdout.count(">:ok ") == ranks * cases_of(RANKS / script), run.stdout
 
 
 TORCH = [
@@ -43,34 +44,44 @@ TENSORFLOW = [
     "shared", "shared-sum", "shared-groups", "generic-names", "process-sets",
     "process-sets-traced",
 ]  # fmt: skip
+BY_NODES = ["fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups-bf16"]
+BY_NODES.append("process-sets")  # which have no nodes
 
 
 @slow
-@pytest.mark.parametrize(("script", "ranks", "given", "cases"), [
+@pytest.mark.parametrize(("script", "ranks", "cases"), [
     # Three: sums then depend on their order, and pieces of a tensor are of several lengths.
-    ("train.py", 3, ["gather"], [*TORCH, "paper", "without-names", "two-optimizers"]),
-    ("train.py", 3, ["shared"], [*TORCH, "join"]),
-    ("train.py", 2, ["overlap"], [*TORCH, "join", "scaler"]),
-    ("train.py", 3, ["overlap"], ["fp32", "bf16", "order", "process-sets", "join"]),
-    ("tensorflow_train.py", 2, [], TENSORFLOW),
-    ("tensorflow_train.py", 3, [], ["bf16", "groups", "shared", "process-sets-traced"]),
-    ("keras_train.py", 3, [], ["accumulate", "mixed_precision", "shared", "process_sets"]),
-    ("tensorflow_gathered.py", 3, [], ["many_ranks_have_the_bits_of_the_engine"]),
+    ("train.py", 3, [
+        "way=gather", *TORCH, "paper", "without-names", "two-optimizers",
+        "way=shared", *TORCH, "join",
+        "way=overlap", "fp32", "bf16", "order", "process-sets", "join",
+    ]),
+    ("train.py", 2, ["way=overlap", *TORCH, "join", "scaler"]),
+    ("train.py", 4, ["way=gather", *BY_NODES, "way=shared", *BY_NODES]),
+    ("tensorflow_train.py", 2, TENSORFLOW),
+    ("tensorflow_train.py", 3, ["bf16", "groups", "shared", "process-sets-traced"]),
+    ("tensorflow_nodes.py", 6, ["many_nodes_learn_as_without"]),
+    # In TensorFlow `hvd.join()` can be called once in a process.
+    ("tensorflow_nodes.py", 4, ["a_rank_joins_at_a_step_of_the_graph"]),
+    ("tensorflow_nodes.py", 4, ["a_rank_joins_at_a_step_on_the_host"]),
+    ("keras_train.py", 3, ["accumulate", "mixed_precision", "shared", "process_sets"]),
+    ("tensorflow_gathered.py", 3, ["many_ranks_have_the_bits_of_the_engine"]),
     # A plan changes memory, and nothing that the ranks exchange.
-    ("tensorflow_planned.py", 2, [], ["stepped", "low_rank", "fitted"]),
+    ("tensorflow_planned.py", 2, ["stepped", "low_rank", "fitted"]),
 ])  # fmt: skip
-def test_these_cases(horovodrun, script, ranks, given, cases):
+def test_these_cases(horovodrun, script, ranks, cases):
     """Of trainings of 20 steps, ranks stay bit-identical."""
-    run = horovodrun(ranks, RANKS / script, *given, *cases, timeout=280).check()
-    for case in cases:
+    options = NODES if ranks == 4 else ()
+    run = horovodrun(ranks, RANKS / script, *cases, options=options, timeout=580).check()
+    for case in {case for case in cases if not case.startswith("way=")}:
         said = re.findall(rf">:ok {case}[ \n]", run.stdout)
-        assert len(said) == ranks, f"{case}\n{run.stdout}"
+        assert len(said) == ranks * cases.count(case), f"{case}\n{run.stdout}"
 
 
 @slow
 def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun):
     """To the bit, on three ranks too."""
-    cases = ["gather", "scaler", "shared", "scaler"]
+    cases = ["way=gather", "scaler", "way=shared", "scaler"]
     run = horovodrun(3, RANKS / "train.py", *cases, **UNFUSED).check()
     assert run.stdout.count("ok scaler\n") == 2 * 3, run.stdout
 

@@ -1,8 +1,20 @@
 """What scripts of ranks share, in torch and TensorFlow: cases that run in order, and node names."""
 
 import os
+import sys
 import time
 from contextlib import contextmanager
+
+from sn_compress import CompressError
+
+
+def main(cases, hvd, more=(), **options):
+    """Start Horovod and run the cases; of these and `more` those that are asked for by name."""
+    hvd.init(**options)
+    asked = sys.argv[1:]
+    run(
+        [case for case in (*cases, *more) if case.__name__ in asked] if asked else cases, hvd.rank()
+    )
 
 
 def run(cases, rank):
@@ -15,9 +27,13 @@ def run(cases, rank):
         print(f"ok {case.__name__}", flush=True)
 
 
-def named(cases, names):
-    """Those of these names; all where none is given."""
-    return [case for case in cases if not names or case.__name__ in names]
+def message_of(call, kinds=CompressError):
+    """What it raises says."""
+    try:
+        call()
+    except kinds as error:
+        return str(error)
+    raise AssertionError("an error was to be raised")
 
 
 @contextmanager

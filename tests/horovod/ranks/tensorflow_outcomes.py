@@ -5,8 +5,9 @@ Run as `tensorflow_outcomes.py [CASE...]`; prints "ok CASE" on every rank, or fa
 
 import contextlib
 import logging
-import sys
+from functools import partial
 
+import cases
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -382,11 +383,8 @@ def a_gradient_is_exchanged_once():
             run(batch(at))
 
     def said(*given):
-        try:
-            loop(LowRankCompression.using(warmup=1), *given)
-        except (CompressError, StagingError) as error:
-            return str(error)
-        return "nothing"
+        call = partial(loop, LowRankCompression.using(warmup=1), *given)
+        return cases.message_of(call, (CompressError, StagingError))
 
     for of_tape in (FFT.using(), LOW.using()):
         for traced in (True, False):
@@ -436,37 +434,6 @@ def applied_twice_is_sent_twice():
     assert np.abs(variable.numpy() - left - plain).max() < 1e-4
 
 
-def a_tape_may_compute_two_losses():
-    """Two calls of one tape are two exchanges, of which the one that is applied counts."""
-
-    def bits(compression, both):
-        compression = compression.using()
-        variables = variables_of()
-
-        @tf.function
-        def step(x):
-            with hvd.DistributedGradientTape(
-                tf.GradientTape(persistent=True), compression=compression
-            ) as tape:
-                loss = loss_of(variables, x)
-                other = -3 * loss_of(variables, x)
-            if both:
-                tape.gradient(other, variables)
-            apply(variables, tape.gradient(loss, variables))
-
-        for at in range(8):
-            step(batch(at))
-        return numpy_of(variables)
-
-    # The first step's counts as applied: its variables were never seen to change.
-    for name in ("fft", "low"):
-        found = [bits(CLASSES[name], both) for both in (False, True)]
-        assert all(np.isfinite(it).all() for it in found[1])
-        assert np.abs(found[0][0] - found[1][0]).max() < 0.1, name
-        first, last = hvd.allgather_object(found[1])
-        same(first, last, "ranks")
-
-
 def a_choice_of_methods_follows_too():
     """AutoCompression, while it measures and once it rests."""
     compression = AutoCompression.using()
@@ -500,13 +467,8 @@ CASES = [
     a_gradient_is_exchanged_once,
     a_norm_over_all_ranks_may_clip_what_an_optimizer_averages,
     applied_twice_is_sent_twice,
-    a_tape_may_compute_two_losses,
     a_choice_of_methods_follows_too,
 ]
 
 if __name__ == "__main__":
-    hvd.init()
-    for case in CASES:
-        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
-            case()
-            print(f"ok {case.__name__}", flush=True)
+    cases.main(CASES, hvd)
