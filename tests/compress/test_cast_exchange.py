@@ -156,15 +156,12 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert (found["wide"] == np.float16((1 + 3 * 2.0**-11) / 4)).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dtype": "fp4"}, "CastCompression: dtype='fp4'; expected 'fp16' or 'bf16' or 'fp8'"),
-        ({"dtype": "fp8", "bits": 4}, "bits belongs to FFTCompression"),
-        ({"feedback": False}, "feedback=False has no effect with dtype='bf16'"),
-        ({"dtype": "fp16", "decay": 0.9}, "decay=0.9 has no effect with dtype='fp16'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"dtype": "fp4"}, "CastCompression: dtype='fp4'; expected 'fp16' or 'bf16' or 'fp8'"),
+    ({"dtype": "fp8", "bits": 4}, "bits belongs to FFTCompression"),
+    ({"feedback": False}, "feedback=False has no effect with dtype='bf16'"),
+    ({"dtype": "fp16", "decay": 0.9}, "decay=0.9 has no effect with dtype='fp16'"),
+])  # fmt: skip
 def test_settings_that_there_are_not_are_refused(settings, message):
     with pytest.raises(CompressError, match=message.replace("(", r"\(")):
         CastCompression.using(**settings)
@@ -179,9 +176,7 @@ def losses(dtype, steps=50, ranks=4):
     """Of a net of two layers on data of each rank, held-out, after SGD with momentum."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(32, 64, bias=False),
-        torch.nn.Tanh(),
-        torch.nn.Linear(64, 8, bias=False),
+        torch.nn.Linear(32, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
     ).double()
     way = torch.randn(32, 8, dtype=torch.float64)
 

@@ -217,19 +217,15 @@ def test_half_casts_first():
     assert np.isnan(half.decode(half.encode(np.full(100, 1e5, np.float32)))).all()  # beyond float16
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"block": 2**17},
-        {"window": "payload"},
-        {"transform": "dct", "values": "2bit"},
-        {"transform": "hadamard", "values": "sign"},
-        {"transform": "identity", "values": "fp16"},
-        {"transform": "axes", "shape": (3, 7, 26_027), "axes": (0,)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"block": 2**17},
+    {"window": "payload"},
+    {"transform": "dct", "values": "2bit"},
+    {"transform": "hadamard", "values": "sign"},
+    {"transform": "identity", "values": "fp16"},
+    {"transform": "axes", "shape": (3, 7, 26_027), "axes": (0,)},
+], ids=str)  # fmt: skip
 def test_threads_change_nothing(backend, settings):
     n = math.prod(settings.get("shape", [2**20 + 5001]))
     x = random(n)

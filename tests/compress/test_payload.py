@@ -155,16 +155,13 @@ def test_version_1_is_read_by_its_own_sum():
             Payload.from_bytes(changed.view(np.uint8))
 
 
-@pytest.mark.parametrize(
-    ("at", "new", "message"),
-    [
-        (0, b"PK", r"magic b'PK', version 2; expected b'SN', 1 to 3"),
-        (2, b"\x04", "version 4.*Use one version on all ranks"),
-        (2, b"\x00", "version 0"),
-        (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
-        (4, struct.pack("<Q", 2**64 - 1), "claims"),
-    ],
-)
+@pytest.mark.parametrize(("at", "new", "message"), [
+    (0, b"PK", r"magic b'PK', version 2; expected b'SN', 1 to 3"),
+    (2, b"\x04", "version 4.*Use one version on all ranks"),
+    (2, b"\x00", "version 0"),
+    (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
+    (4, struct.pack("<Q", 2**64 - 1), "claims"),
+])  # fmt: skip
 def test_what_the_header_must_say(at, new, message):
     data = FFTCodec().encode(random(70)).to_bytes()
     with pytest.raises(PayloadError, match=message):

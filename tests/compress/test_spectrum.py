@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 import scipy.linalg
-from samples import (
-    U,
-    exact_inverse,
-    exact_transform,
-    random,
-    transform_error,
-    walsh,
-    weights,
-)
+from samples import U, exact_inverse, exact_transform, random, transform_error, walsh, weights
 
 from sn_compress import FFTCodec
 from sn_compress.ops import spectrum

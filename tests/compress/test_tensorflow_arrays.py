@@ -14,11 +14,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from sn_compress import arrays  # noqa: E402
-from sn_compress.allreduce.bucket import (  # noqa: E402
-    Bucket,
-    bucket_of,
-    traced_step,
-)
+from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
 from sn_compress.allreduce.methods.dense import Whole  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
@@ -27,11 +23,7 @@ from sn_compress.codecs.fft import FFTCodec  # noqa: E402
 from sn_compress.errors import CompressError  # noqa: E402
 from sn_compress.ops import fixed_point  # noqa: E402
 from sn_compress.ops.bits import largest, orders, read_positions, write_positions  # noqa: E402
-from sn_compress.ops.fixed_point import (  # noqa: E402
-    Digits,
-    FixedPointColumns,
-    word_sum,
-)
+from sn_compress.ops.fixed_point import Digits, FixedPointColumns, word_sum  # noqa: E402
 from sn_compress.ops.orthonormal import Orthonormal  # noqa: E402
 from sn_compress.ops.quantize import Layout, Values  # noqa: E402
 from sn_compress.ops.record_arrays import decode_values, encode_values  # noqa: E402

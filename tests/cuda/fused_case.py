@@ -56,11 +56,7 @@ def encode(
 
 
 def decode(
-    device: Host,
-    form: Format,
-    records: np.ndarray,
-    size: int,
-    dtype: str = "float32",
+    device: Host, form: Format, records: np.ndarray, size: int, dtype: str = "float32"
 ) -> tuple[np.ndarray, int, np.ndarray]:
     """[ranks, blocks, words] -> the mean of the ranks, error flags, checksums by rank."""
     ranks, blocks, words = records.shape

@@ -151,15 +151,12 @@ def test_architectures_are_those_of_torch_that_nvcc_knows(tmp_path):
     assert horovod_cuda.architectures("", root / "bin/nvcc") == ()
 
 
-@pytest.mark.parametrize(
-    ("header", "standard"),
-    [
-        ("#if !defined(_MSC_VER) && __cplusplus < 201703L\n#error C++17", 17),
-        ("    (!defined(_MSC_VER) && __cplusplus < 202002L)\n#error", 20),
-        ("__cplusplus < 201402L", 17),
-        ("nothing said", 17),
-    ],
-)
+@pytest.mark.parametrize(("header", "standard"), [
+    ("#if !defined(_MSC_VER) && __cplusplus < 201703L\n#error C++17", 17),
+    ("    (!defined(_MSC_VER) && __cplusplus < 202002L)\n#error", 20),
+    ("__cplusplus < 201402L", 17),
+    ("nothing said", 17),
+])  # fmt: skip
 def test_the_standard_is_what_torchs_headers_ask_for(header, standard):
     assert horovod_target.standard_of(header) == standard
 

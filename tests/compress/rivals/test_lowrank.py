@@ -219,17 +219,14 @@ def test_foreign_payloads_are_refused():
             codec.decode(forged)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shape": (10, 0)}, "expected sizes above zero"),
-        ({"shape": (10, 5), "rank": 6}, "a rank from 1 to 5"),
-        ({"shape": (10, 5), "rank": 0}, "a rank from 1 to 5"),
-        ({"shape": (10,), "rank": 2}, "a rank from 1 to 1"),
-        ({"shape": (10, 5), "bits": 3}, "4 to 16 bits"),
-        ({"shape": (10, 5), "mantissa": 9}, "legal are 1 to 7"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"shape": (10, 0)}, "expected sizes above zero"),
+    ({"shape": (10, 5), "rank": 6}, "a rank from 1 to 5"),
+    ({"shape": (10, 5), "rank": 0}, "a rank from 1 to 5"),
+    ({"shape": (10,), "rank": 2}, "a rank from 1 to 1"),
+    ({"shape": (10, 5), "bits": 3}, "4 to 16 bits"),
+    ({"shape": (10, 5), "mantissa": 9}, "legal are 1 to 7"),
+])  # fmt: skip
 def test_illegal_settings(settings, message):
     with pytest.raises(CompressError, match=message):
         LowRankCodec(**settings)

@@ -9,16 +9,7 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from cases import (
-    RANK,
-    RANKS,
-    OfType,
-    message_of,
-    process_group,
-    run,
-    said_by_all,
-    same_on_all,
-)
+from cases import RANK, RANKS, OfType, message_of, process_group, run, said_by_all, same_on_all
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel

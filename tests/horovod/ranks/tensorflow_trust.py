@@ -53,11 +53,7 @@ def variables_of(*names, shape=(48, 48)):
 def tapes_agree_at_the_start():
     odd = hvd.rank() == 1
     for words, names, fft in (
-        (
-            ["setting ratio: 8 on rank 0, 4 on rank 1"],
-            "ab",
-            SHARED.using(ratio=4 if odd else 8),
-        ),
+        (["setting ratio: 8 on rank 0, 4 on rank 1"], "ab", SHARED.using(ratio=4 if odd else 8)),
         (["setting theta"], "ab", FFTCompression.using(theta=0.8 if odd else 0.9)),
         (["variable 0: a#0 (48, 48)", "b#0 (48"], "ba" if odd else "ab", LowRankCompression),
         (["variable 2: nothing on rank 0"], "abc" if odd else "ab", FFTCompression),
