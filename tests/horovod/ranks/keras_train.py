@@ -11,6 +11,8 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from tensors import assert_equal_ranks as assert_equal
+from tensors import flat_of
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.engine.engine_state import from_bytes
@@ -52,17 +54,14 @@ def sgd(**settings):
     return keras.optimizers.SGD(0.05, momentum=0.9, **settings)
 
 
-def everyone(variables, **where):
-    flat = tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in variables], 0)
-    assert np.isfinite(flat).all()
-    return hvd.allgather(flat[None], name="parameters", **where).numpy()
+def everyone(model):
+    flat = flat_of([v.value for v in model.weights])
+    return hvd.allgather(flat[None], name="everyone").numpy()
 
 
 def assert_equal_ranks(model, **where):
     variables = [v.value for v in (*model.weights, *model.optimizer.variables)]
-    flats = everyone(variables, **where)
-    assert (flats == flats[:1]).all(), "ranks differ"
-    return flats[0]
+    return assert_equal(variables, **where)
 
 
 def assert_same_bits(some, others):
@@ -144,7 +143,7 @@ def stock_diverges():
     model.compile(stock.DistributedOptimizer(sgd()), loss_of())
     x, y = data()
     model.fit(x, y, 8, shuffle=False, verbose=0)
-    flats = everyone([v.value for v in model.weights])
+    flats = everyone(model)
     assert not (flats == flats[:1]).all(), "stock averages by now: use it, or reword the docs"
     fit(compression=None)
 
@@ -241,7 +240,7 @@ def process_sets():
     mine = even if hvd.rank() % 2 == 0 else odd
     callbacks = [BroadcastVariables(hvd.rank() % 2, process_set=mine)]
     model, _ = fit(model=model_of(seed=hvd.rank()), process_set=mine, callbacks=callbacks)
-    flats = everyone([v.value for v in model.weights])
+    flats = everyone(model)
     assert not (flats[0] == flats[1]).all(), "the sets were to train apart"
     hvd.remove_process_set(even)
     hvd.remove_process_set(odd)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensors import assert_equal_ranks
 
 import sn_memory.tensorflow
 from sn_compress import CompressError, FFTCompression, LowRankCompression
@@ -56,13 +57,6 @@ def batch(step):
     return tf.constant(x), tf.constant(x[:, :1] * x[:, 1:2])
 
 
-def require_same(held, name):
-    flat = tf.concat([tf.reshape(tf.cast(one, tf.float32), [-1]) for one in held], 0)
-    every = hvd.allgather(flat[None], name=name).numpy()
-    assert np.isfinite(every).all()
-    assert (every == every[:1]).all(), "ranks differ"
-
-
 def shrink(exchange):
     model = network()
     optimizer = DistributedOptimizer(
@@ -89,12 +83,12 @@ def shrink(exchange):
                 check_cut(one, before, after)
             planned, train = wrap(model, optimizer)
             peaks.append(planned.sn_memory.plan.peak_bytes)
-            require_same([*model.variables, *optimizer.variables], f"{exchange}.{step}")
+            assert_equal_ranks([*model.variables, *optimizer.variables])
     assert events > 1
     assert model.layers[0].units <= WIDTH // 2
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
-    require_same([*model.variables, *optimizer.variables], f"{exchange}.end")
+    assert_equal_ranks([*model.variables, *optimizer.variables])
     assert FFTCompression.report(optimizer)["ratio"] > 1
     for path in ("net/one/kernel", "nowhere"):
         with pytest.raises(CompressError, match=path):

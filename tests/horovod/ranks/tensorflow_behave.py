@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensors import mean_of, noise
 
 from sn_compress import CastCompression, FFTCompression, LowRankCompression
 from sn_compress.ops.casts import Cast
@@ -40,14 +41,6 @@ def gradients_of(values, compression, *, graph=False, **options):
 
     run = tf.function(step) if graph else step
     return [[g.numpy() for g in run(*map(tf.constant, step))] for step in values]
-
-
-def noise(*shape, seed=0):
-    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
-
-
-def mean_of(values):
-    return np.mean(hvd.allgather_object(values), axis=0)
 
 
 def mean_is_the_mean():

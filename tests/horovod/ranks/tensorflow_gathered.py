@@ -15,7 +15,8 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
+from tensorflow_sized import PYTHON, graphs_of
+from tensors import SIDE, assert_equal_ranks, mean_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
 from sn_compress.collective import Gradient
@@ -34,7 +35,6 @@ from engines import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
-SIDE = 48
 
 
 def gradients_of(variables, compression):
@@ -76,9 +76,9 @@ def steps_without_python():
         expected = (0, ["HorovodAllreduce", "HorovodAllgather"])
         assert python_of(step) == expected, (compiled, python_of(step))
         assert ("SnCompressEncode" in {n.op for n in graphs_of(step)}) == compiled
-        plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+        plain = mean_of(np.sum(steps, axis=0))
         own = memory_of(fft).residual("1:w1").reshape(SIDE, SIDE)
-        kept = np.mean(hvd.allgather_object(own), axis=0)
+        kept = mean_of(own)
         # Sums of 12 float32 numbers of size about 1, in two orders, and as many transforms.
         assert abs(applied + kept - plain).max() < 1e-4
         assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
+from tensors import SIDE, mean_of, variables_of
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
@@ -23,15 +24,6 @@ ARRAYS = FFTCompression.using(theta=0.9, transform="hadamard")  # no compiled no
 LOW = LowRankCompression.using(ratio=20, warmup=2, every=1000)
 DENSE = LowRankCompression.using(ratio=20, warmup=2, every=4)  # Python functions, again and again
 CLASSES = {"fft": FFT, "arrays": ARRAYS, "low": LOW, "dense": DENSE}
-SIDE = 48
-
-
-def variables_of(count=2):
-    rng = np.random.default_rng(0)
-    return [
-        tf.Variable(rng.standard_normal((SIDE, SIDE)).astype("f4") / SIDE**0.5, name=f"w{i}")
-        for i in range(count)
-    ]
 
 
 def batch(step):
@@ -77,7 +69,7 @@ def same(one, other, why):
 def trained(compression, way, drops, steps=12, traced=True):
     """Weights after some steps; `drops` of each, what is thrown away behind it."""
     compression = compression.using()
-    variables = variables_of()
+    variables = variables_of(2)
     run = {"rejected": rejected, "other place": other_place, "loop": in_a_loop}[way](
         variables, compression
     )
@@ -185,8 +177,8 @@ def nothing_else_is_lost():
                     wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
                     mean = run(tf.constant(wanted), tf.constant(factor))
                 variables[0].assign_sub(mean)
-                plain += np.mean(hvd.allgather_object(wanted), axis=0)
-            left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+                plain += mean_of(wanted)
+            left = mean_of(residuals(compression)[0])
             applied = before - variables[0].numpy()
             error = np.abs(applied + left.reshape(SIDE, SIDE) - plain).max()
             assert error < 2e-4, (name, traced, error)
@@ -214,9 +206,9 @@ def of_two_optimizers_one_may_skip():
             wanted = rng.standard_normal((2, SIDE, SIDE)).astype("f4")
             wanted[0] *= 100 if skips else 1
             step(tf.constant(wanted), tf.constant(skips))
-            mean = 0.5 * np.mean(hvd.allgather_object(wanted), axis=0)
+            mean = 0.5 * mean_of(wanted)
             plain -= mean * np.array([not skips, True])[:, None, None]
-        left = 0.5 * np.mean(hvd.allgather_object(residuals(compression)), axis=0)
+        left = 0.5 * mean_of(residuals(compression))
         error = numpy_of(both) - left.reshape(plain.shape) - plain
         if skips:
             error = error[1:]
@@ -228,7 +220,7 @@ def a_scaler_that_skips_leaves_no_trace():
 
     def bits(compression, overflows):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 1024.0)
         scaler.build(variables)
         memory_of(compression).watch(scaler)
@@ -258,7 +250,7 @@ def an_exception_is_a_gradient_thrown_away():
 
     def bits(compression, fails):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         step = tf.function(lambda x: gradients(variables, x, compression))
         for at in range(10):
             if fails and at in (4, 5, 7):
@@ -309,9 +301,9 @@ def gradients_may_be_added_up():
             for _ in range(3):
                 wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
                 total += step(tf.constant(wanted))
-                plain -= np.mean(hvd.allgather_object(wanted), axis=0)
+                plain -= mean_of(wanted)
             variable.assign_sub(total)
-        left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+        left = mean_of(residuals(compression)[0])
         error = np.abs(variable.numpy() - left.reshape(SIDE, SIDE) - plain).max()
         assert (error < 1e-4) == accumulates, error
         said = [text for text in warnings.end() if "accumulates" in text]
@@ -339,7 +331,7 @@ def a_loss_scale_changes_nothing():
 
     def bits(compression, growth):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         scaler = keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.5), 8.0, dynamic_growth_steps=growth
         )
@@ -428,16 +420,16 @@ def applied_twice_is_sent_twice():
     for _ in range(6):
         wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
         step(tf.constant(wanted))
-        plain -= 2 * np.mean(hvd.allgather_object(wanted), axis=0)
+        plain -= 2 * mean_of(wanted)
     (left,) = FFTCompression.residuals(optimizer).values()
-    left = np.mean(hvd.allgather_object(left), axis=0)
+    left = mean_of(left)
     assert np.abs(variable.numpy() - left - plain).max() < 1e-4
 
 
 def a_choice_of_methods_follows_too():
     """AutoCompression, while it measures and once it rests."""
     compression = AutoCompression.using()
-    variables = variables_of()
+    variables = variables_of(2)
 
     @tf.function
     def step(x, factor):

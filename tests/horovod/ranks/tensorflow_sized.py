@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from tensors import assert_equal_ranks, mean_of, noise, step_of, variables_of
 
 from sn_compress import LowRankCompression
 from sn_compress.ops import products
@@ -19,45 +20,6 @@ from sn_compress.tensorflow.tape import memory_of
 
 PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 LOW = LowRankCompression.using(ratio=20, warmup=2, every=16, check_every=7)
-
-
-def noise(*shape, seed=0):
-    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
-
-
-def variables_of(count=3, side=48):
-    rng = np.random.default_rng(0)
-    return [
-        tf.Variable(rng.standard_normal((side, side)).astype("f4") / side**0.5, name=f"w{i}")
-        for i in range(count)
-    ]
-
-
-def step_of(variables, compression, **options):
-    """A step of training in a tf.function, given inputs."""
-
-    @tf.function
-    def step(x):
-        with hvd.DistributedGradientTape(
-            tf.GradientTape(), compression=compression, **options
-        ) as tape:
-            y = x
-            for variable in variables:
-                y = tf.tanh(y @ variable)
-            loss = tf.reduce_mean((y - 0.5) ** 2)
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(0.5 * gradient)
-        return loss
-
-    return step
-
-
-def assert_equal_ranks(variables):
-    flat = np.concatenate([v.numpy().reshape(-1) for v in variables])
-    assert np.isfinite(flat).all()
-    first, *others = hvd.allgather_object(flat)
-    assert all(np.array_equal(first, other) for other in others), "ranks differ"
-    return first
 
 
 def graphs_of(function):
@@ -130,9 +92,9 @@ def what_is_applied_and_what_is_kept():
 
     steps = [noise(48, 48, seed=t) for t in range(20)]
     applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
-    plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+    plain = mean_of(np.sum(steps, axis=0))
     own = memory_of(low).exchange().residual("1:w1").reshape(48, 48)
-    kept = np.mean(hvd.allgather_object(own), axis=0)
+    kept = mean_of(own)
     # Sums of 20 float32 numbers of size about 1, in the two orders.
     assert abs(applied + kept - plain).max() < 1e-4
     assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
@@ -248,12 +210,12 @@ def eager_tapes_of_one_shape_keep_apart():
             x = noise(48, 48, seed=2 * t + i)
             with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
                 loss = tf.reduce_sum(net * x)
-            kept[i] += np.mean(hvd.allgather_object(x), axis=0)
+            kept[i] += mean_of(x)
             kept[i] -= tape.gradient(loss, [net])[0].numpy()
     assert sorted(memory_of(low).exchange().tensors) == ["0:w0", "1:w1"]
     for i, name in enumerate(("0:w0", "1:w1")):
         left = memory_of(low).exchange().residual(name).reshape(48, 48)
-        mean = np.mean(hvd.allgather_object(left), axis=0)
+        mean = mean_of(left)
         assert np.linalg.norm(mean) > 1
         np.testing.assert_allclose(kept[i], mean, atol=1e-4)
 

@@ -11,7 +11,8 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
+from tensorflow_sized import PYTHON, graphs_of
+from tensors import assert_equal_ranks, mean_of, noise, step_of, variables_of
 
 import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
@@ -163,7 +164,7 @@ def what_a_run_before_has_left_leaves_with_plain_gradients():
     left = memory.residual("0:w0").reshape(48, 48)
     other = means_of(variables, again)
     x = tf.constant(noise(48, 48))
-    mean = np.mean(hvd.allgather_object(left), axis=0)
+    mean = mean_of(left)
     assert np.linalg.norm(mean) > 1
     np.testing.assert_allclose(other(x)[0] - plain(x)[0], mean, atol=1e-5)
     assert np.array_equal(other(x)[0], plain(x)[0])
@@ -217,20 +218,17 @@ def calls_beside_each_other_are_chosen_for_together():
         table.assign_sub(0.1 * tf.convert_to_tensor(sparse))
         return [one, tf.cast(two, tf.float32), dense, back - one]
 
-    def mean(x):
-        return np.mean(hvd.allgather_object(x), axis=0)
-
     inputs = [noise(48, 48, seed=t) for t in range(30)]
     kept = 0.0
     for t, x in enumerate(inputs):
         one, two, _, back = step(tf.constant(x))
         clock.now += 2.0 if memory.tuner.choice != "plain" else 1.0
-        kept = kept + mean(x) - one.numpy()
-        np.testing.assert_allclose(back, mean(x), atol=1e-5, err_msg=str(t))
+        kept = kept + mean_of(x) - one.numpy()
+        np.testing.assert_allclose(back, mean_of(x), atol=1e-5, err_msg=str(t))
         for each in (one, two, table.numpy()):
             assert_equal_ranks([tf.Variable(each)])
     assert abs(kept).max() < 1e-4
-    assert np.array_equal(one, mean(x))
+    assert np.array_equal(one, mean_of(x))
     assert memory.tuner.settled
     assert len(memory.graphs) == 3
     report = memory.report()
