@@ -1,7 +1,8 @@
 """Two ranks of Keras: one net shrinks, within a budget of memory, with compressed gradients.
 
 What a rank had yet to send is cut as the variables were, by either exchange; the memory is planned
-anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every rank.
+anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE"
+on every rank; ranks that differ all stop.
 """
 
 import sys
@@ -16,7 +17,7 @@ from tensors import assert_equal_ranks
 import sn_memory.tensorflow
 from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_memory.apoptosis.tensorflow import Apoptosis
+from sn_memory.apoptosis.tensorflow import AgreementError, Apoptosis
 
 STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16
 EXCHANGES = {
@@ -112,9 +113,22 @@ def check_cut(one, before, after):
         )
 
 
+def ranks_that_differ_all_stop():
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(24, "relu")])
+    model.add(keras.layers.Dense(3))
+    apoptosis = Apoptosis(model, keras.optimizers.SGD(0.01), tolerance=0.05, every=2)
+    apoptosis.observe(np.random.default_rng(hvd.rank()).standard_normal((64, 6)).astype("f4"))
+    apoptosis.step()
+    with pytest.raises(AgreementError):
+        apoptosis.step()
+
+
 hvd.init()
 sn_memory.settings.deterministic = True
 tf.config.threading.set_intra_op_parallelism_threads(1)
 for exchange in sys.argv[1:]:
     shrink(exchange)
     print(f"ok {exchange}", flush=True)
+ranks_that_differ_all_stop()
+print("all stopped", flush=True)
