@@ -1,8 +1,8 @@
 """Two ranks of Keras: one net shrinks, within a budget of memory, with compressed gradients.
 
 What a rank had yet to send is cut as the variables were, by either exchange; the memory is planned
-anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE"
-on every rank; ranks that differ all stop.
+anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every
+rank; ranks that differ all stop.
 """
 
 import sys
@@ -117,7 +117,9 @@ def ranks_that_differ_all_stop():
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(24, "relu")])
     model.add(keras.layers.Dense(3))
-    apoptosis = Apoptosis(model, keras.optimizers.SGD(0.01), tolerance=0.05, every=2)
+    settings = {"tolerance": 0.05, "every": 2, "min_width": 4, "round_to": 4, "overhead": None}
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    apoptosis = Apoptosis(model, optimizer, schedule="aggressive", **settings)
     apoptosis.observe(np.random.default_rng(hvd.rank()).standard_normal((64, 6)).astype("f4"))
     apoptosis.step()
     with pytest.raises(AgreementError):
