@@ -1,4 +1,4 @@
-"""The real FFT of our own: the twins agree to the bit, SciPy in float64 agrees within the bound."""
+"""The real FFT of our own and the Hadamard transform: the twins agree to the bit."""
 
 import math
 
