@@ -19,10 +19,6 @@ from sn_compress.engine.hierarchy import (
 )
 
 
-def test_doctests():
-    assert doctest.testmod(hierarchy).failed == 0
-
-
 @pytest.mark.parametrize(("ids", "expected"), [
     ([5, 5, 5], "all ranks are on one node"),
     ([1, 2, 3], "each rank is alone on its node"),

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import cases
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow_sized import PYTHON, graphs_of
-from tensors import SIDE, assert_equal_ranks, mean_of, noise, step_of, variables_of
+from tensors import SIDE, assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
 from sn_compress.collective import Gradient
@@ -24,8 +23,6 @@ from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import kernels
 from sn_compress.tensorflow import memory as memory_module
-from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
@@ -256,19 +253,10 @@ def train(fft):
 
 def keras_fits_without_python():
     """In inner graphs: two steps in a call; a branch of a step."""
-    for steps, passes in ((2, 1), (1, 2)):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
-        optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(0.5), compression=FFT, backward_passes_per_step=passes
-        )
-        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
-        x = noise(8 * 12 * passes, SIDE)
-        model.fit(x, x, 8, verbose=0, shuffle=False)
-        assert_equal_ranks(model.trainable_variables)
-        report = memory_of_optimizer(optimizer).report()
-        assert (report["steps"], report["frequencies"]) == (12, 1), report
-        assert memory_of_optimizer(optimizer).graphs, "the steps were to be sized"
+    for per_call, passes in ((2, 1), (1, 2)):
+        memory = fitted(FFT, 12, per_call=per_call, passes=passes, layers=1)
+        assert memory.report()["frequencies"] == 1, memory.report()
+        assert memory.graphs, "the steps were to be sized"
 
 
 def bare_computes_ffts():

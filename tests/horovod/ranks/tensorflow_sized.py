@@ -7,15 +7,12 @@ import tempfile
 
 import cases
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
-from tensors import assert_equal_ranks, mean_of, noise, step_of, variables_of
+from tensors import assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
 
 from sn_compress import LowRankCompression
 from sn_compress.ops import products
-from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
 
 PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
@@ -125,6 +122,13 @@ def a_graph_goes_on_where_it_was_saved():
     for x in inputs[7:]:
         step(x)
     assert np.array_equal(assert_equal_ranks(resumed), whole)
+    # A concrete function of before would go on with memories that nobody has any more.
+    held = step.get_concrete_function(inputs[0])
+    memory_of(again).synchronize()
+    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
+    assert "this graph is out of date" in said, said
+    step(inputs[0])
+    assert_equal_ranks(resumed)
 
 
 def a_step_that_is_lost_changes_no_memory():
@@ -147,21 +151,6 @@ def a_step_that_is_lost_changes_no_memory():
     scale.assign(1.0)
     assert np.isfinite(step(tf.constant(noise(48, 48)))).all()
     assert not np.array_equal(memory_of(low).exchange().residual("0:w0"), before)
-
-
-def a_graph_whose_step_has_ended_says_so():
-    """A concrete function of before would go on with memories that nobody has any more."""
-    low, variables = LOW.using(), variables_of(1)
-    step, x = step_of(variables, low), tf.constant(noise(8, 48))
-    for _ in range(4):
-        step(x)
-    held = step.get_concrete_function(x)
-    held(x)
-    memory_of(low).synchronize()
-    said = cases.message_of(lambda: held(x), tf.errors.InvalidArgumentError)
-    assert "this graph is out of date" in said, said
-    step(x)
-    assert_equal_ranks(variables)
 
 
 def damaged_sums_end_the_step():
@@ -222,21 +211,12 @@ def eager_tapes_of_one_shape_keep_apart():
 
 def keras_fits_in_both_forms():
     """Dense and sized in turns, in inner graphs: two steps in a call; a branch of a step."""
-    for steps, passes in ((2, 1), (1, 2)):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((48,)), *(keras.layers.Dense(48) for _ in range(2))])
-        optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(0.5), compression=LOW, backward_passes_per_step=passes
-        )
-        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
-        x = noise(8 * 24 * passes, 48)
-        model.fit(x, x, 8, verbose=0, shuffle=False)
-        assert_equal_ranks(model.trainable_variables)
-        report = memory_of_optimizer(optimizer).report()
-        assert report["steps"] == 24, report
+    for per_call, passes in ((2, 1), (1, 2)):
+        memory = fitted(LOW, 24, per_call=per_call, passes=passes)
+        report = memory.report()
         assert report["low_rank"] == 2, report
         assert report["ratio"] > 2, report
-        assert memory_of_optimizer(optimizer).graphs, "the last steps were to be sized"
+        assert memory.graphs, "the last steps were to be sized"
 
 
 def a_size_that_was_outgrown_is_chosen_anew():
@@ -268,7 +248,7 @@ def a_size_that_was_outgrown_is_chosen_anew():
 CASES = [
     an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
     what_is_applied_and_what_is_kept, a_graph_goes_on_where_it_was_saved,
-    a_step_that_is_lost_changes_no_memory, a_graph_whose_step_has_ended_says_so,
+    a_step_that_is_lost_changes_no_memory,
     damaged_sums_end_the_step, a_size_that_was_outgrown_is_chosen_anew,
     unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
 ]  # fmt: skip

@@ -8,19 +8,16 @@ from functools import partial
 
 import cases
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow_sized import PYTHON, graphs_of
-from tensors import assert_equal_ranks, mean_of, noise, step_of, variables_of
+from tensors import assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
 
 import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
 from sn_compress.prediction.cost import step as step_of_model
 from sn_compress.prediction.rates import FREE
 from sn_compress.tensorflow.agreement import total
-from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
 
 AUTO = AutoCompression.using(ratio=20, warmup=2, every=200, check_every=7)
@@ -259,19 +256,12 @@ def where_no_graph_can_be_traced_again_it_is_an_error():
 def keras_fits():
     """By a clock that nobody knows; whatever it says, ranks stay equal."""
     tuning.step = partial(free, True)
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((48,)), *(keras.layers.Dense(48) for _ in range(2))])
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.5), compression=AUTO)
-    model.compile(optimizer, "mse", jit_compile=False)
-    x = noise(8 * 40, 48)
-    model.fit(x, x, 8, verbose=0, shuffle=False)
-    assert_equal_ranks(model.trainable_variables)
-    report = AutoCompression.report(optimizer)
-    assert (report["steps"], report["tuned"]) == (40, 1), report
+    memory = fitted(AUTO, 40)
+    report = memory.report()
+    assert report["tuned"] == 1, report
     assert report["plain_step_s"] > 0, report
     assert report["trial_step_s"] > 0, report
     assert report["low_rank"] == report["tuned_tensors"] == report["tensors"], report
-    memory = memory_of_optimizer(optimizer)
     assert all(form.rests for form in memory.graphs.values()), "the last steps were to ask nobody"
     assert len(memory.graphs) == 1
 

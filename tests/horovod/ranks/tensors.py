@@ -1,8 +1,11 @@
 """What scripts of ranks of TensorFlow share: data, a step, and what all ranks have alike."""
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
+
+from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
 
 SIDE = 48
 
@@ -52,3 +55,20 @@ def assert_equal_ranks(variables, **where):
     assert np.isfinite(every).all()
     assert (every == every[:1]).all(), "ranks differ"
     return every[0]
+
+
+def fitted(compression, steps, *, per_call=1, passes=1, layers=2):
+    """The memory of an optimizer of Keras after so many steps; all ranks are alike."""
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(SIDE) for _ in range(layers)]
+    model = keras.Sequential([keras.Input((SIDE,)), *dense])
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.5), compression=compression, backward_passes_per_step=passes
+    )
+    model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=per_call)
+    x = noise(8 * steps * passes, SIDE)
+    model.fit(x, x, 8, verbose=0, shuffle=False)
+    assert_equal_ranks(model.trainable_variables)
+    memory = memory_of(optimizer)
+    assert memory.report()["steps"] == steps, memory.report()
+    return memory
