@@ -1,4 +1,4 @@
-"""The build script: edits find their place or stop, the hash sees every input, CUDA is found or not.
+"""The build script: edits find their place or stop, the hash sees every input, CUDA is taken.
 
 No network.
 """
