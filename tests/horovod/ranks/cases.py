@@ -1,5 +1,7 @@
 """What scripts of ranks share, in torch and TensorFlow: cases that run in order, and node names."""
 
+import importlib
+import itertools
 import os
 import sys
 import time
@@ -9,12 +11,18 @@ from sn_compress import CompressError
 
 
 def main(cases, hvd, more=(), **options):
-    """Start Horovod and run the cases; of these and `more` those that are asked for by name."""
+    """Start Horovod and run the cases, then those of scripts that are named on the command line.
+
+    Of the cases, and of `more`, only those run that are asked for by name.
+    """
     hvd.init(**options)
-    asked = sys.argv[1:]
-    run(
-        [case for case in (*cases, *more) if case.__name__ in asked] if asked else cases, hvd.rank()
-    )
+    scripts = [word[:-3] for word in sys.argv[1:] if word.endswith(".py")]
+    if scripts:
+        others = [importlib.import_module(script).CASES for script in scripts]
+        cases = list(itertools.chain(cases, *others))
+    elif asked := sys.argv[1:]:
+        cases = [case for case in (*cases, *more) if case.__name__ in asked]
+    run(cases, hvd.rank())
 
 
 def run(cases, rank):
