@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 # that depends on when they came, and a last bit decides which values are kept.
 UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 NODES = ["-H", "localhost:2,127.0.0.1:2"]  # two of two ranks, both of them this machine
-
-
 # Scripts that share a start, on so many ranks; the first one is not slow, the one way to train in
 # torch that is not.
 STARTS = [
@@ -46,10 +44,14 @@ def ended():
     return {}
 
 
-@pytest.mark.parametrize(("start", "case"), [
-    pytest.param(start, case, marks=[slow] * (start > 0))
-    for start, (scripts, *_) in enumerate(STARTS) for case in [*dict.fromkeys(names(scripts)), "end"]
-])  # fmt: skip
+EACH = [
+    pytest.param(start, case, id=f"{scripts[0]}-{case}", marks=[slow] * (start > 0))
+    for start, (scripts, *_) in enumerate(STARTS)
+    for case in [*dict.fromkeys(names(scripts)), "end"]
+]
+
+
+@pytest.mark.parametrize(("start", "case"), EACH)
 def test_case(horovodrun, ended, start, case):
     scripts, ranks, env = STARTS[start]
     if start not in ended:
