@@ -1,12 +1,9 @@
 """Ranks by nodes, without a framework: who is where, who owns what, and states of other nodes."""
 
-import doctest
-
 import numpy as np
 import pytest
 
 from sn_compress import CompressError
-from sn_compress.engine import hierarchy
 from sn_compress.engine.hierarchy import (
     NodeLayout,
     Owners,
