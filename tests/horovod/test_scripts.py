@@ -34,8 +34,8 @@ STARTS = [
 def names(scripts):
     """Of their cases, without loading what they import."""
     texts = [(RANKS / script).read_text() for script in scripts]
-    listed = [text.partition("CASES = [")[2].partition("]")[0] for text in texts]
-    return re.findall(r"(\w+),", "".join(listed))
+    listed = [text.partition("\nCASES = [")[2].partition("]")[0] for text in texts]
+    return re.findall(r"(\w+)(?:,|$)", "\n".join(listed), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
