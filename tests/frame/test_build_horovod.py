@@ -27,17 +27,10 @@ from horovod_target import Target
 
 NEW = Versions(torch=(2, 13, 0), tensorflow=(2, 21, 0))
 TARGET = Target(
-    python="3.11 cpython-311",
-    torch="2.13.0+cpu",
-    torch_cuda=None,
-    tensorflow="2.21.0",
-    tensorflow_cuda=False,
-    compiler="g++ 12.2.0",
-    machine="Linux x86_64 glibc-2.36",
-    cpu=("avx",),
-    nvcc=None,
-    mpi=None,
-)
+    python="3.11 cpython-311", torch="2.13.0+cpu", torch_cuda=None, tensorflow="2.21.0",
+    tensorflow_cuda=False, compiler="g++ 12.2.0", machine="Linux x86_64 glibc-2.36", cpu=("avx",),
+    nvcc=None, mpi=None,
+)  # fmt: skip
 NVCC = """#!/bin/sh
 case "$1" in
   --version) echo "Cuda compilation tools, release {version}, V{version}.88" ;;

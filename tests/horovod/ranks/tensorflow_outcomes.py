@@ -447,20 +447,13 @@ def a_choice_of_methods_follows_too():
 
 
 CASES = [
-    what_is_thrown_away_leaves_no_trace,
-    what_is_thrown_away_eagerly_leaves_no_trace,
-    nothing_else_is_lost,
-    of_two_optimizers_one_may_skip,
-    a_scaler_that_skips_leaves_no_trace,
-    an_exception_is_a_gradient_thrown_away,
-    a_generator_goes_through_the_discriminator,
-    gradients_may_be_added_up,
-    a_loss_scale_changes_nothing,
-    a_gradient_is_exchanged_once,
-    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages,
-    applied_twice_is_sent_twice,
+    what_is_thrown_away_leaves_no_trace, what_is_thrown_away_eagerly_leaves_no_trace,
+    nothing_else_is_lost, of_two_optimizers_one_may_skip, a_scaler_that_skips_leaves_no_trace,
+    an_exception_is_a_gradient_thrown_away, a_generator_goes_through_the_discriminator,
+    gradients_may_be_added_up, a_loss_scale_changes_nothing, a_gradient_is_exchanged_once,
+    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages, applied_twice_is_sent_twice,
     a_choice_of_methods_follows_too,
-]
+]  # fmt: skip
 
 if __name__ == "__main__":
     cases.main(CASES, hvd)
