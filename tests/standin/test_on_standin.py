@@ -113,15 +113,9 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = gradients(copy.deepcopy(model), sample)
     mine = plan(
-        model,
-        sample,
-        "40%",
-        optimizer=optimizer,
-        state="host",
-        device=LINK,
-        profile=False,
+        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
         time_limit_s=0.5,
-    )
+    )  # fmt: skip
     on_host = [it for it in mine.parameters() if it.device.type == "cpu"]
     assert on_host
     finished, own = [], StreamLanes.finish
