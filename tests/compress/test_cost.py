@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import words_sent
 
 from sn_cli.main import main
 from sn_compress import CompressError, FFTCompression, Link, LowRankCompression, predict
@@ -223,20 +224,8 @@ def test_sizes_are_those_of_the_real_exchange():
         Layer("d", (16, 9)),
     ]
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    session = AllReduceExchange(**chosen.shared)
-    assert isinstance(session, AllReduceExchange)
-    rng = np.random.default_rng(0)
     ranks = 8
-    for tensor in model:
-        assert session.dense(tensor.name, tensor.shape)
-        values = rng.standard_normal(tensor.elements).astype(np.float32)
-        session.whole(tensor.name, values)
-        session.learn(tensor.name, values)
-    sent = 0
-    for tensor in model:
-        rounds = session.exchange(tensor.name, np.ones(tensor.elements, np.float32), ranks=ranks)
-        next(rounds)
-        sent += 4 * sum(session.words(tensor.name, ranks))
+    sent = 4 * words_sent(AllReduceExchange(**chosen.shared), model, ranks)
     routes = routes_of("shared", model, ranks=ranks, settings=chosen, rates=FREE)
     modelled = sum(route.sent_bytes for route in routes)
     # Which direction was left out for want of budget may differ: at most the dearest of them.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import words_sent
 
 from sn_cli.main import main
 from sn_compress import CompressError, Link, LowRankCompression, predict
@@ -219,21 +220,9 @@ NODES, GPUS = 128, 8
 def test_low_rank_of_a_thousand_ranks_sends_what_the_formula_says():
     """128 nodes of 8: sessions of the eight owners, as if they were among 1,024 ranks."""
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    rng = np.random.default_rng(0)
     sent = 0
     for own in owned(MODEL, GPUS):
-        session = AllReduceExchange(**chosen.shared)
-        for tensor in own:
-            assert session.dense(tensor.name, tensor.shape)
-            values = rng.standard_normal(tensor.elements).astype(np.float32)
-            session.whole(tensor.name, values)
-            session.learn(tensor.name, values)
-        for tensor in own:
-            rounds = session.exchange(
-                tensor.name, np.ones(tensor.elements, np.float32), ranks=NODES
-            )
-            next(rounds)
-            sent += 4 * sum(session.words(tensor.name, NODES))
+        sent += 4 * words_sent(AllReduceExchange(**chosen.shared), own, NODES)
     routes = routes_by_nodes("shared", MODEL, nodes=NODES, gpus=GPUS, settings=chosen, rates=FREE)
     assert sum(it.sent_bytes for it in routes) / GPUS == pytest.approx(sent / GPUS, rel=0.05)
 
