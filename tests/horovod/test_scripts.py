@@ -57,10 +57,12 @@ def test_case(horovodrun, ended, start, case):
     if start not in ended:
         options = NODES if ranks == 4 else ()
         script, *others = scripts
+        ended[start] = None  # where it does not end, no other case starts it anew
         ended[start] = horovodrun(
             ranks, RANKS / script, *others, options=options, timeout=580, **env
         )
     run = ended[start]
+    assert run, "the start failed: see its first case"
     if case == "end":
         run.check()
     else:
