@@ -142,16 +142,6 @@ def _kill_marked(mark: str) -> None:
             continue
 
 
-@pytest.fixture(scope="session")
-def cases_of() -> Callable[[Path], int]:
-    """Return `count(script)`: how many functions a script of one rank has in its `CASES`."""
-
-    def count(script: Path) -> int:
-        return script.read_text().partition("CASES = [")[2].partition("]")[0].count(",")
-
-    return count
-
-
 @pytest.fixture
 def horovodrun() -> Callable[..., Ranks]:
     """Return `run(np, script, *args, timeout=120, **env) -> Ranks`, on real Horovod."""

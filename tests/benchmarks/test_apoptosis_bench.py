@@ -16,17 +16,10 @@ def row(net, method, seed, args):
     settings |= {"schedule": args.schedule, "held_out": args.held_out}
     settings["steps"] = apoptosis.steps_of(net, method, args)
     return settings | {
-        "net": net,
-        "method": method,
-        "seed": seed,
-        "score": tested[-1],
-        "parameters": 1000,
-        "cpu_s": 8.0,
-        "curve_step": [1, 2],
-        "curve_cpu_s": [4.0, 8.0],
-        "curve_score": tested,
+        "net": net, "method": method, "seed": seed, "score": tested[-1], "parameters": 1000,
+        "cpu_s": 8.0, "curve_step": [1, 2], "curve_cpu_s": [4.0, 8.0], "curve_score": tested,
         "curve_widths": [[32, 32], [16, 8]],
-    }
+    }  # fmt: skip
 
 
 def test_only_what_is_missing_runs(monkeypatch, tmp_path, capsys):

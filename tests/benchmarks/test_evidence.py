@@ -20,29 +20,26 @@ def worse(rule, before, changes):
     return any(finding.worse for finding in rule(before, before | changes))
 
 
-@pytest.mark.parametrize(
-    ("before", "changes", "expected"),
-    [
-        (PLAN, {}, False),
-        (PLAN, {"peak_bytes": 1001}, True),
-        (PLAN, {"seconds": 1.001}, True),
-        # Other choices must bring something.
-        (PLAN, {"choices": "b"}, True),
-        (PLAN, {"choices": "b", "seconds": 0.9}, False),
-        (PLAN, {"choices": "b", "seconds": 0.9, "peak_bytes": 1001}, True),
-        (CUT, {"choices": "b", "seconds": 1.014}, False),
-        (CUT, {"choices": "b", "seconds": 1.016}, True),
-        (CUT, {"choices": "b", "peak_bytes": 1014}, False),
-        (CUT, {"choices": "b", "peak_bytes": 1016}, True),
-        # That the search ends earlier now does not loosen what is asked.
-        (PLAN, {"seconds": 1.01, "ended": False}, True),
-        (CUT, {"refused": True}, True),
-        (CUT | {"refused": True}, {"refused": False}, False),
-        (CUT | {"refused": True}, {"peak_bytes": 1016, "seconds": None}, True),
-        (PLAN, {"absent": "there is no such planner"}, True),
-        ({"key": "x", "absent": "as well"}, {}, False),
-    ],
-)
+@pytest.mark.parametrize(("before", "changes", "expected"), [
+    (PLAN, {}, False),
+    (PLAN, {"peak_bytes": 1001}, True),
+    (PLAN, {"seconds": 1.001}, True),
+    # Other choices must bring something.
+    (PLAN, {"choices": "b"}, True),
+    (PLAN, {"choices": "b", "seconds": 0.9}, False),
+    (PLAN, {"choices": "b", "seconds": 0.9, "peak_bytes": 1001}, True),
+    (CUT, {"choices": "b", "seconds": 1.014}, False),
+    (CUT, {"choices": "b", "seconds": 1.016}, True),
+    (CUT, {"choices": "b", "peak_bytes": 1014}, False),
+    (CUT, {"choices": "b", "peak_bytes": 1016}, True),
+    # That the search ends earlier now does not loosen what is asked.
+    (PLAN, {"seconds": 1.01, "ended": False}, True),
+    (CUT, {"refused": True}, True),
+    (CUT | {"refused": True}, {"refused": False}, False),
+    (CUT | {"refused": True}, {"peak_bytes": 1016, "seconds": None}, True),
+    (PLAN, {"absent": "there is no such planner"}, True),
+    ({"key": "x", "absent": "as well"}, {}, False),
+])  # fmt: skip
 def test_plans_are_equal_or_within_a_part_where_the_search_was_cut(before, changes, expected):
     assert worse(rules.same_plan, before, changes) is expected
 

@@ -24,14 +24,11 @@ SETTING = gossip_scale.Setting(
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 32])
-@pytest.mark.parametrize(
-    ("compute_s", "method", "expected"),
-    [
-        (5.0, "gossip", 5.1),  # the message of 2 s hides behind computing
-        (1.0, "gossip", 2.0 + 0.01 + 0.1),  # and here computing behind the message
-        (1.0, "gossip, top-k", 1.5),
-    ],
-)
+@pytest.mark.parametrize(("compute_s", "method", "expected"), [
+    (5.0, "gossip", 5.1),  # the message of 2 s hides behind computing
+    (1.0, "gossip", 2.0 + 0.01 + 0.1),  # and here computing behind the message
+    (1.0, "gossip, top-k", 1.5),
+])  # fmt: skip
 def test_a_step_of_equal_ranks(ranks, compute_s, method, expected):
     seconds = gossip_scale.computing(ranks, 50, compute_s, 1.0, 0.0)
     assert gossip_scale.gossip_s(seconds, SETTING, method) == pytest.approx(expected)

@@ -51,23 +51,20 @@ def test_every_benchmark_is_named_by_a_page():
         assert ".md" in where, f"{name}: no page has its command or a result of it; remove it"
 
 
-@pytest.mark.parametrize(
-    ("suffix", "text", "same", "other"),
-    [
-        (
-            ".py",
-            'def f(a):\n    """Say."""\n    return g(a, "x")  # why\n',
-            "def f(a):\n    return g(\n        a,\n        'x',\n    )\n",
-            'def f(a):\n    return g(a, "y")\n',
-        ),
-        (
-            ".cpp",
-            'int f() { return 1; }  // one\nauto s = "//";\n',
-            'int f()\n{\n  /* as\n ever */ return 1;\n}\nauto s = "//";',
-            'int f() { return 1; }\nauto s = "/*";\n',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("suffix", "text", "same", "other"), [
+    (
+        ".py",
+        'def f(a):\n    """Say."""\n    return g(a, "x")  # why\n',
+        "def f(a):\n    return g(\n        a,\n        'x',\n    )\n",
+        'def f(a):\n    return g(a, "y")\n',
+    ),
+    (
+        ".cpp",
+        'int f() { return 1; }  // one\nauto s = "//";\n',
+        'int f()\n{\n  /* as\n ever */ return 1;\n}\nauto s = "//";',
+        'int f() { return 1; }\nauto s = "/*";\n',
+    ),
+])  # fmt: skip
 def test_only_what_runs_counts(suffix, text, same, other):
     assert manifest.code_of(text, suffix) == manifest.code_of(same, suffix)
     assert manifest.code_of(text, suffix) != manifest.code_of(other, suffix)

@@ -33,26 +33,23 @@ def test_rivals_are_set_to_the_bytes_asked_for(study, method, ratio):
     assert ratio <= plain / received <= ratio * 1.2
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((64, 32, 3, 3), (2, 3)),  # torch
-        ((3, 3, 32, 64), (0, 1)),  # TensorFlow
-        ((64, 3, 7, 7), (2, 3)),
-        ((7, 7, 3, 64), (0, 1)),
-        ((32, 16, 5), (2,)),
-        ((5, 16, 32), (0,)),
-        ((8, 8, 3, 3, 3), (2, 3, 4)),
-        ((64, 1, 3, 3), (2, 3)),  # depthwise
-        ((3, 3, 64, 1), (0, 1)),
-        ((64, 64, 1, 3), (3,)),
-        ((64, 32, 1, 1), (1,)),  # a matrix
-        ((1, 1, 32, 64), (2,)),
-        ((128, 1024), (0,)),
-        ((1024, 64), (1,)),
-        ((64, 64), (1,)),
-    ],
-)
+@pytest.mark.parametrize(("shape", "axes"), [
+    ((64, 32, 3, 3), (2, 3)),  # torch
+    ((3, 3, 32, 64), (0, 1)),  # TensorFlow
+    ((64, 3, 7, 7), (2, 3)),
+    ((7, 7, 3, 64), (0, 1)),
+    ((32, 16, 5), (2,)),
+    ((5, 16, 32), (0,)),
+    ((8, 8, 3, 3, 3), (2, 3, 4)),
+    ((64, 1, 3, 3), (2, 3)),  # depthwise
+    ((3, 3, 64, 1), (0, 1)),
+    ((64, 64, 1, 3), (3,)),
+    ((64, 32, 1, 1), (1,)),  # a matrix
+    ((1, 1, 32, 64), (2,)),
+    ((128, 1024), (0,)),
+    ((1024, 64), (1,)),
+    ((64, 64), (1,)),
+])  # fmt: skip
 def test_the_axes_that_a_shape_asks_for(shape, axes):
     from _study_methods import transform_of
 
@@ -66,14 +63,11 @@ def test_one_axis_is_a_vector(shape):
     assert transform_of(shape) == {"transform": "fft"}
 
 
-@pytest.mark.parametrize(
-    ("method", "ratio"),
-    [
-        ("fft by shape, warm-up", 50.0),
-        ("fft by shape, no memory", 3.0),
-        ("fft by shape, no memory, diminishing", 3.0),
-    ],
-)
+@pytest.mark.parametrize(("method", "ratio"), [
+    ("fft by shape, warm-up", 50.0),
+    ("fft by shape, no memory", 3.0),
+    ("fft by shape, no memory, diminishing", 3.0),
+])  # fmt: skip
 def test_schedules_are_set_to_the_bytes_asked_for(study, method, ratio):
     """Over all steps; theta of the first is what the schedule says, and moves where it should."""
     shapes, steps = {"a": (64, 48, 3, 3), "b": (128, 1024)}, 300

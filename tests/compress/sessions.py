@@ -77,3 +77,18 @@ def step(sessions, name, shape, gradients, **how):
     if begins:
         return dense(sessions, name, gradients, **how), True
     return np.asarray(exchange(sessions, name, gradients)[0][0]), False
+
+
+def words_sent(session, tensors, ranks):
+    """Of tensors of the cost model, once their sizes are chosen; which must be dense before."""
+    rng = np.random.default_rng(0)
+    for it in tensors:
+        assert session.dense(it.name, it.shape)
+        values = rng.standard_normal(it.elements).astype(np.float32)
+        session.whole(it.name, values)
+        session.learn(it.name, values)
+    sent = 0
+    for it in tensors:
+        next(session.exchange(it.name, np.ones(it.elements, np.float32), ranks=ranks))
+        sent += sum(session.words(it.name, ranks))
+    return sent

@@ -76,16 +76,13 @@ def test_ranks_that_say_the_same_agree(ranks):
     assert agreed([SAME] * ranks) == ["agreed"] * ranks
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ([("setting ratio", "50.0"), *SAME[1:]], "setting ratio: 100.0 on rank 0, 50.0 on rank "),
-        ([SAME[0], ("tensor 0", "'b' (2, 3)"), SAME[2]], "tensor 0: 'w' (2, 3) on rank 0, 'b' (2"),
-        (SAME[:2], "tensor 1: 'b' (3,) on rank 0, nothing on rank "),
-        ([*SAME, ("tensor 2", "'c' (1,)")], "tensor 2: nothing on rank 0, 'c' (1,) on rank "),
-        ([], "setting ratio: 100.0 on rank 0, nothing on rank "),
-    ],
-)
+@pytest.mark.parametrize(("other", "words"), [
+    ([("setting ratio", "50.0"), *SAME[1:]], "setting ratio: 100.0 on rank 0, 50.0 on rank "),
+    ([SAME[0], ("tensor 0", "'b' (2, 3)"), SAME[2]], "tensor 0: 'w' (2, 3) on rank 0, 'b' (2"),
+    (SAME[:2], "tensor 1: 'b' (3,) on rank 0, nothing on rank "),
+    ([*SAME, ("tensor 2", "'c' (1,)")], "tensor 2: nothing on rank 0, 'c' (1,) on rank "),
+    ([], "setting ratio: 100.0 on rank 0, nothing on rank "),
+])  # fmt: skip
 @pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (5, 3)])
 def test_one_that_differs_is_the_same_error_on_every_rank(other, words, ranks, odd):
     every = [SAME] * ranks

@@ -306,17 +306,13 @@ def step(batch, gradients, memories):
     return made.words, made.memories, made.numbers, read.means, read.damaged
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"span": 64},
-        {"transform": "dct", "positions": "bitmap"},
-        {"transform": "hadamard", "window": 0.5},
-        {"block": None},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"span": 64},
+    {"transform": "dct", "positions": "bitmap"},
+    {"transform": "hadamard", "window": 0.5},
+    {"block": None},
+], ids=str)  # fmt: skip
 def test_no_value_is_read(settings):
     """Tensors of device `meta` have none."""
     codec, sizes = FFTCodec(**settings), (4097, 1000, 2**16, 0)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import numpy as np
 import pytest
-from fuzz import reseal
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import random, vectors
 
-from sn_compress import CompressError, Payload, PayloadError, codec
+from sn_compress import CompressError, Payload, codec
 
 FORMS = st.one_of(
     st.builds(
@@ -112,17 +110,6 @@ def test_expectation_is_the_vector(bits, bound):
     assert (np.abs(total / t - x) <= slack).all()
 
 
-def test_rounding_to_nearest_is_biased_and_this_is_not():
-    """Half zeros at half a deviation: facts of the theory that made the fixed form what it is."""
-    x = np.maximum(random(2**18, 0), 0)
-    nearest = codec("bounded", bound=0.5, form="paper")
-    chance = codec("bounded", bound=1.0, bits=4, escapes=0.01)
-    bias = [np.mean(c.decode(c.encode(x)).astype(float) - x) for c in (nearest, chance)]
-    # A grid spans each group; six deviations of the mean of 2**18 errors below 1/4 each.
-    assert abs(bias[0]) > 0.01
-    assert abs(bias[1]) < 6 * 0.25 / 2**9
-
-
 def test_escapes_beyond_the_room_are_counted_and_broken_groups_are_nan():
     x = np.zeros(1024, np.float32)
     x[:1024:2] = 100 * random(512, 0)
@@ -147,38 +134,6 @@ def test_steps_and_seeds_change_the_chance_and_nothing_else():
     assert not np.array_equal(first.codes, second.codes)
     again = codec("bounded", bound=math.inf, bits=4, seed=1).quantise(x)
     assert not np.array_equal(first.codes, again.codes)
-
-
-@pytest.mark.parametrize("n", [1, 33, 1000])
-def test_damaged_payloads_of_the_paper_form_never_crash(n):
-    made = codec("bounded", bound=0.01, form="paper")
-    x = random(n, 0)
-    x[0] = np.nan
-    original = made.encode(x).to_bytes()
-    rng = np.random.default_rng(5)
-    refused = 0
-    for _ in range(300):
-        data = bytearray(original)
-        for _ in range(rng.integers(1, 4)):
-            data[rng.integers(32, len(data))] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.integers(256)])
-        try:
-            y = made.decode(Payload.from_bytes(reseal(data)))
-        except PayloadError:
-            refused += 1
-        else:
-            assert (y.dtype, y.shape) == (np.float32, (n,))
-    assert refused
-    for claimed in (0, n + 1, 2**40):
-        data = bytearray(original)
-        data[4:12] = struct.pack("<Q", claimed)
-        with pytest.raises(PayloadError):
-            made.decode(Payload.from_bytes(reseal(data)))
-
-
-def test_a_bound_is_never_rounded_up():
-    made = codec("bounded", bound=0.1, form="paper")  # 0.1 lies below the float32 nearest to it
-    x = random(10_000, 1)
-    assert (np.abs(made.decode(made.encode(x)).astype(np.float64) - x) <= 0.1).all()
 
 
 def test_what_was_lost_is_known_unless_it_is_not_asked_for():

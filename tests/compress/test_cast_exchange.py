@@ -1,13 +1,11 @@
 """CastCompression: what arrives, what is remembered and how many bytes, without a framework."""
 
-from contextlib import suppress
-
 import numpy as np
 import pytest
 import torch
+from engines import step as engines_step
 
 from sn_compress import CastCompression, CompressError
-from sn_compress.collective import Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.engine_state import load_state_dict, state_dict
 from sn_compress.ops.casts import Cast
@@ -31,43 +29,12 @@ def noise(ranks, seed):
 
 
 def step(every, values, like=np.asarray, kind="f4"):
-    """The means of all ranks, checked to be alike, and the bytes that each rank received."""
-    mine = [{name: like(own[name].astype(kind)) for name in SHAPES} for own in values]
-    received = exchange(every, mine, SHAPES)
-    found = [{name: np.asarray(it, np.float32) for name, it in own.items()} for own in mine]
-    for own in found[1:]:
-        assert all(own[name].tobytes() == found[0][name].tobytes() for name in SHAPES)
-    return found[0], received
-
-
-def exchange(every, values, shapes):
-    """Values, vectors by name of each rank, become the means; bytes that each rank received."""
-    ranks, rounds = len(every), []
-    for rank, (engine, own) in enumerate(zip(every, values, strict=True)):
-        way = engine.sort(
-            [Gradient(name, shapes[name], own[name]) for name in shapes], ranks=ranks, total=None
-        )
-        assert len(way.coded) == len(shapes)
-        rounds.append(engine.rounds(way.coded, ranks=ranks, rank=rank))
-    like = torch.from_numpy if isinstance(next(iter(own.values())), torch.Tensor) else np.asarray
-    asked = [next(each)[0] for each in rounds]
-    assert {carry.kind for carry in asked} == {"alltoall"}
-    words = [
-        np.split(np.asarray(carry.words), np.cumsum(carry.to_ranks(rank))[:-1])
-        for rank, carry in enumerate(asked)
-    ]
-    came = [np.concatenate([own[rank] for own in words]) for rank in range(ranks)]
-    for rank, carry in enumerate(asked):
-        assert came[rank].size == sum(carry.of_ranks(rank))
-    asked = [each.send([like(own)])[0] for each, own in zip(rounds, came, strict=True)]
-    assert {carry.kind for carry in asked} == {"gather"}
-    brought = [np.asarray(carry.words) for carry in asked]
-    assert [each.size for each in brought] == list(asked[0].sizes)
-    means = np.concatenate(brought)
-    for each in rounds:
-        with suppress(StopIteration):
-            each.send([like(means.copy())])
-    return [c.size + means.size - own.size for c, own in zip(came, brought, strict=True)]
+    """The means of all ranks, which are alike, and the bytes that each rank received."""
+    mine = [{name: own[name].astype(kind) for name in SHAPES} for own in values]
+    travelled = engines_step(every, mine, SHAPES, make=like)
+    assert travelled.kinds == ["alltoall", "gather"]
+    found = {name: mine[0][name].astype(np.float32) for name in SHAPES}
+    return found, travelled.received
 
 
 def rounded(vector, dtype):
@@ -189,15 +156,12 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert (found["wide"] == np.float16((1 + 3 * 2.0**-11) / 4)).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dtype": "fp4"}, "CastCompression: dtype='fp4'; expected 'fp16' or 'bf16' or 'fp8'"),
-        ({"dtype": "fp8", "bits": 4}, "bits belongs to FFTCompression"),
-        ({"feedback": False}, "feedback=False has no effect with dtype='bf16'"),
-        ({"dtype": "fp16", "decay": 0.9}, "decay=0.9 has no effect with dtype='fp16'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"dtype": "fp4"}, "CastCompression: dtype='fp4'; expected 'fp16' or 'bf16' or 'fp8'"),
+    ({"dtype": "fp8", "bits": 4}, "bits belongs to FFTCompression"),
+    ({"feedback": False}, "feedback=False has no effect with dtype='bf16'"),
+    ({"dtype": "fp16", "decay": 0.9}, "decay=0.9 has no effect with dtype='fp16'"),
+])  # fmt: skip
 def test_settings_that_there_are_not_are_refused(settings, message):
     with pytest.raises(CompressError, match=message.replace("(", r"\(")):
         CastCompression.using(**settings)
@@ -212,9 +176,7 @@ def losses(dtype, steps=50, ranks=4):
     """Of a net of two layers on data of each rank, held-out, after SGD with momentum."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(32, 64, bias=False),
-        torch.nn.Tanh(),
-        torch.nn.Linear(64, 8, bias=False),
+        torch.nn.Linear(32, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
     ).double()
     way = torch.randn(32, 8, dtype=torch.float64)
 
@@ -234,7 +196,7 @@ def losses(dtype, steps=50, ranks=4):
         if dtype is None:
             mean = {name: sum(own[name] for own in grads) / ranks for name in shapes}
         else:
-            exchange(every, grads, shapes)
+            engines_step(every, grads, shapes)
             mean = grads[0]
         for name, p in model.named_parameters():
             p.grad = mean[name].view(p.shape).double()

@@ -185,26 +185,6 @@ def test_a_mean_that_was_dropped_chooses_no_sizes():
         np.testing.assert_array_equal(engine.residual("wide"), own)
 
 
-def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
-    outcomes = Decided("applied")
-    both = engines(AutoCompression.using(warmup=1, ratio=8), outcomes=outcomes)
-    for engine in both:
-        engine.tuner = Chosen("shared")
-    for seed in range(4):
-        step(both, noise(seed))
-    left = both[0].residual("wide")
-    for engine in both:
-        engine.tuner = Chosen("plain")
-    for outcome in ("dropped", "dropped", "applied"):
-        step(both, noise(9))
-        outcomes.outcome = outcome
-        both[0].transaction.settle()
-        both[1].transaction.settle()
-        if outcome == "dropped":
-            np.testing.assert_array_equal(both[0].residual("wide"), left)
-    assert not both[0].remembers("wide")
-
-
 def test_a_scaler_skips_what_was_not_applied(way):
     """One scale for two optimizers: of the one that stepped nothing goes back."""
     found = {}
@@ -266,30 +246,92 @@ def test_another_number_of_ranks_takes_the_mean_of_what_is_owed(way):
         np.testing.assert_array_equal(alone.residual("wide"), before)
 
 
-def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient():
-    both = engines(AutoCompression.using(warmup=1, ratio=8))
-    owed = np.zeros(2400)
-    for engine in both:
-        engine.tuner = Chosen("shared")
-    for seed in range(4):
-        values = noise(seed)
-        owed += np.mean([own["wide"] for own in values], axis=0)
-        step(both, values)
-        owed -= values[0]["wide"]
-    for engine in both:
-        engine.tuner = Chosen("plain")
-    unused = noise(8)
-    for own in unused:
-        own["wide"][:] = 0  # a framework may drop the mean of what nobody has used
-    step(both, unused)
-    assert not unused[0]["wide"].any()
-    assert all(engine.remembers("wide") for engine in both)
-    values = noise(9)
+def given_up(**options):
+    """Engines whose tuner has given compression up, and what they all owe of "wide"."""
+    both = engines(AutoCompression.using(warmup=1, ratio=8), **options)
+    for method in ("shared", "plain"):
+        for engine in both:
+            engine.tuner = Chosen(method)
+        for seed in range(4 if method == "shared" else 0):
+            step(both, noise(seed))
+    owed = np.mean([engine.residual("wide") for engine in both], axis=0)
+    assert np.linalg.norm(owed) > 1
+    return both, owed
+
+
+def beyond_the_mean(both, seed):
+    """What a step sends of "wide" that is not of its own gradients."""
+    values = noise(seed)
     mean = np.mean([own["wide"] for own in values], axis=0)
     assert step(both, values).named == {"plain": list(SHAPES), "dense": [], "coded": []}
-    np.testing.assert_allclose(values[0]["wide"] - mean, owed, atol=2e-5)
-    assert np.linalg.norm(owed) > 1
+    return values[0]["wide"] - mean
+
+
+def unused(both):
+    """A step in which nobody has used "wide": a framework may drop its mean."""
+    values = noise(8)
+    for own in values:
+        own["wide"][:] = 0
+    step(both, values)
+    assert not values[0]["wide"].any()
+
+
+def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
+    outcomes = Decided("applied")
+    both, _ = given_up(outcomes=outcomes)
+    left = both[0].residual("wide")
+    for outcome in ("dropped", "dropped", "applied"):
+        step(both, noise(9))
+        outcomes.outcome = outcome
+        both[0].transaction.settle()
+        both[1].transaction.settle()
+        if outcome == "dropped":
+            np.testing.assert_array_equal(both[0].residual("wide"), left)
     assert not both[0].remembers("wide")
+
+
+def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient_once():
+    both, owed = given_up()
+    unused(both)
+    assert all(engine.remembers("wide") for engine in both)
+    np.testing.assert_allclose(beyond_the_mean(both, 9), owed, atol=2e-5)
+    assert not both[0].remembers("wide")
+    np.testing.assert_allclose(beyond_the_mean(both, 10), 0, atol=1e-6)
+    for engine in both:  # and compression can be taken up again
+        engine.tuner = Chosen("shared")
+    step(both, noise(11))
+    assert both[0].remembers("wide")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_that_the_scaler_skips_owes_it_again(waits):
+    """And in the scaler's new unit."""
+    scaler = Scaler()
+    both, owed = given_up(scaler=scaler)
+    if waits:
+        unused(both)
+    step(both, noise(9))  # nobody has applied it
+    scaler.scale /= 2
+    np.testing.assert_allclose(beyond_the_mean(both, 10), owed / 2, atol=2e-5)
+    np.testing.assert_allclose(beyond_the_mean(both, 11), 0, atol=1e-6)
+
+
+def test_what_is_owed_is_saved_and_shared_by_another_number_of_ranks():
+    """Of two ranks one has sent it already: the one that goes on owes half."""
+    both, _ = given_up()
+    unused(both)
+    states = [state_dict(engine, ranks=RANKS, rank=rank) for rank, engine in enumerate(both)]
+    again = engines(AutoCompression.using(warmup=1, ratio=8))
+    for rank, engine in enumerate(again):
+        engine.tuner = Chosen("plain")
+        load_state_dict(engine, states[rank], ranks=RANKS, rank=rank)
+    left = both[0].residual("wide")
+    np.testing.assert_array_equal(beyond_the_mean(again, 9), beyond_the_mean(both, 9))
+    sent = state_dict(both[1], ranks=RANKS, rank=1)
+    (alone,) = engines(AutoCompression.using(warmup=1, ratio=8), 1)
+    for every in ([states[0], sent], [sent | {"rank": 0}, states[0] | {"rank": 1}]):
+        load_state_dict(alone, every, ranks=1, rank=0)
+        np.testing.assert_array_equal(alone.residual("wide"), left / 2)
 
 
 def test_what_a_run_before_has_left_leaves_once():

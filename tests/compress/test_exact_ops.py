@@ -178,16 +178,12 @@ def test_rows_that_depend_on_others_are_zero_or_what_is_put_there():
     assert (orthonormal(whole, instead)[[1, 3]] == instead[[1, 3]]).all()
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(3, 40)],
-        [(3, 40), (3, 40)],
-        [(3, 40), (5, 20), (1, 7), (2, 2), (3, 33), (1, 1), (2, 40)],
-        [(2, 9), (2, 1000), (2, 9)],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shapes", [
+    [(3, 40)],
+    [(3, 40), (3, 40)],
+    [(3, 40), (5, 20), (1, 7), (2, 2), (3, 33), (1, 1), (2, 40)],
+    [(2, 9), (2, 1000), (2, 9)],
+], ids=str)  # fmt: skip
 def test_matrices_together_are_as_each_alone(shapes):
     rng = np.random.default_rng(3)
     each = [rng.integers(-99, 99, shape).astype(np.int32) for shape in shapes]

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import scipy.fft
-from hypothesis import given
-from hypothesis import strategies as st
 from samples import (
     ENERGY,
     SIZES,
@@ -15,14 +13,12 @@ from samples import (
     codecs,
     edges,
     exact_transform,
-    examples,
     for_each,
     norm,
     random,
     specials,
     support_mask,
     transform_error,
-    vectors,
     weights,
 )
 
@@ -88,12 +84,6 @@ def test_error_of_special_vectors(backend, codec, n):
         check_error(codec, x)
 
 
-@examples
-@given(st.sampled_from(CODECS), vectors())
-def test_error_of_any_vector(backend, codec, x):
-    check_error(codec, x)
-
-
 @for_each("n", (4096, 3 * 4096, 5000, 75_000))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_error_is_what_was_dropped_plus_what_was_rounded(backend, codec, n):
@@ -132,18 +122,6 @@ def test_what_the_inverse_ignores_is_no_error_and_not_remembered(backend, values
         assert abs(made - math.sqrt(payload.error)) <= slack
     for s, part in zip(codec.sections(75), state, strict=True):
         assert not part[:, edges(s.layout)].any()
-
-
-@pytest.mark.parametrize("codec", codecs(theta=0.0, values="fp16", window="block"), ids=str)
-def test_all_bins_in_half_precision(backend, codec):
-    """Nothing dropped: 11 bits of each part remain, or 2**-24 of the scaled peak's 2**14."""
-    x = random(3 * 4096)
-    y = codec.decode(codec.encode(x))
-    bins = sum(s.count * s.layout.bins for s in codec.sections(x.size))
-    # Half a spacing of subnormals is 2**-25 where the peak is at least 2**14; |peak| <= |x|.
-    subnormal = math.sqrt(4 * bins) * 2.0**-39 * norm(x)
-    slack = transform_error(codec, x.size) * 2.01 * norm(x)
-    assert norm(x.astype(np.float64) - y) <= 2.0**-11 * norm(x) + subnormal + slack
 
 
 def test_promised_ratio():
@@ -197,37 +175,6 @@ def test_non_finite_reaches_its_block_and_no_memory(backend, codec, bad):
         np.testing.assert_array_equal(part.view(np.uint32), clean_part.view(np.uint32))
 
 
-@for_each("value", (3e38, -3e38, 1e35))
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_a_transform_of_the_largest_numbers_does_not_overflow(backend, codec, value):
-    """A spectrum is up to the root of its length larger than values, its sums length times."""
-    n = 4096
-    state = codec.new_state(n)
-    with np.errstate(all="raise"):
-        payload = codec.encode(np.full(n, value, np.float32), state=state)
-    y = codec.decode(payload)
-    for part in state:
-        assert np.isfinite(part).all()
-    if codec.half:  # which float16 cannot hold
-        assert np.isnan(y).all()
-        return
-    assert np.isfinite(y).all()
-    if isinstance(codec.window, str):
-        lower = codec.decode(codec.encode(np.full(n, np.ldexp(value, -100), np.float32)))
-        highest = np.finfo(np.float32).max
-        expected = np.clip(np.ldexp(lower.astype(np.float64), 100), -highest, highest)
-        np.testing.assert_array_equal(y, expected.astype(np.float32))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_half_precision_input_is_its_float32(backend, codec):
-    x = random(5000)
-    for dtype in (np.float16, pytest.importorskip("ml_dtypes").bfloat16):
-        narrow = x.astype(dtype)
-        assert codec.encode(narrow).to_bytes() == codec.encode(narrow.astype(np.float32)).to_bytes()
-    assert codec.encode(np.repeat(x, 2)[::2]).to_bytes() == codec.encode(x).to_bytes()  # strided
-
-
 def test_half_casts_first():
     x = random(5000)
     plain, half = FFTCodec(theta=0.9), FFTCodec(theta=0.9, half=True)
@@ -238,19 +185,15 @@ def test_half_casts_first():
     assert np.isnan(half.decode(half.encode(np.full(100, 1e5, np.float32)))).all()  # beyond float16
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"block": 2**17},
-        {"window": "payload"},
-        {"transform": "dct", "values": "2bit"},
-        {"transform": "hadamard", "values": "sign"},
-        {"transform": "identity", "values": "fp16"},
-        {"transform": "axes", "shape": (3, 7, 26_027), "axes": (0,)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"block": 2**17},
+    {"window": "payload"},
+    {"transform": "dct", "values": "2bit"},
+    {"transform": "hadamard", "values": "sign"},
+    {"transform": "identity", "values": "fp16"},
+    {"transform": "axes", "shape": (3, 7, 26_027), "axes": (0,)},
+], ids=str)  # fmt: skip
 def test_threads_change_nothing(backend, settings):
     n = math.prod(settings.get("shape", [2**20 + 5001]))
     x = random(n)
@@ -263,16 +206,6 @@ def test_threads_change_nothing(backend, settings):
     for left, right in zip(*states, strict=True):
         np.testing.assert_array_equal(left.view(np.uint32), right.view(np.uint32))
     np.testing.assert_array_equal(one.decode(a).view(np.uint32), four.decode(a).view(np.uint32))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_the_same_input_gives_the_same_bytes(backend, codec):
-    for x in (random(9000), np.where(np.arange(9000) == 5000, np.nan, random(9000)).astype("f4")):
-        first, given_ = codec.encode(x), x.copy()
-        assert codec.encode(x).to_bytes() == first.to_bytes()
-        np.testing.assert_array_equal(x, given_)  # and the input is left alone
-        again = [codec.decode(first).view(np.uint32) for _ in range(2)]
-        np.testing.assert_array_equal(*again)
 
 
 @pytest.mark.parametrize("values", ["range", "fp16"])
@@ -326,14 +259,6 @@ def test_mean_of_four_equal_payloads_is_exact(backend, codec):
     np.testing.assert_array_equal(mean.view(np.uint32), codec.decode(payload).view(np.uint32))
 
 
-def test_one_rank_with_nan_reaches_the_mean(backend):
-    codec = FFTCodec(theta=0.9, block=64)
-    x, y = random(200), random(200, 1)
-    y[70] = np.nan
-    mean = codec.decode_mean([codec.encode(x), codec.encode(y), codec.encode(x)])
-    assert np.flatnonzero(np.isnan(mean)).tolist() == list(range(64, 128))
-
-
 SHAPE, AXES = (10, 6, 5, 3), (2, 3)
 OVER_AXES = [
     {"theta": 0.9},
@@ -377,20 +302,3 @@ def test_axes_non_finite_spreads_along_the_axes_only(backend, bad):
     assert np.flatnonzero(np.isnan(y)).tolist() == list(range(5 * 64, 6 * 64))
     np.testing.assert_array_equal(state[0][5], before[5])
     assert np.isfinite(state[0]).all()
-
-
-def test_axes_zeros_stay_zero(backend):
-    for values in ("range", "fp16", "sign", "2bit"):
-        codec = FFTCodec(theta=0.5, transform="axes", shape=(16, 64), axes=(1,), values=values)
-        assert not codec.decode(codec.encode(np.zeros(1024, np.float32))).any()
-
-
-def test_axes_mean(backend):
-    shape = (64, 64, 3, 3)
-    codec = FFTCodec(theta=0.9, transform="axes", shape=shape, axes=(2, 3))
-    n = math.prod(shape)
-    payloads = [codec.encode(random(n, seed)) for seed in range(3)]
-    decodes = [codec.decode(p).astype(np.float64) for p in payloads]
-    whole = sum(math.sqrt(p.energy) + math.sqrt(p.error) for p in payloads)
-    bound = (2.01 * transform_error(codec, n) + 5 * U) * whole / 3
-    assert norm(codec.decode_mean(payloads) - sum(decodes) / 3) <= bound

@@ -1,12 +1,10 @@
-"""The real FFT of our own: the twins agree to the bit, SciPy in float64 agrees within the bound."""
+"""The real FFT of our own and the Hadamard transform: the twins agree to the bit."""
 
 import math
 
 import numpy as np
 import pytest
-import scipy.fft
-from samples import ENERGY, U, fft_error, layouts, random
-from spans_by_hand import spans_joined, spans_parted
+from samples import ENERGY, layouts, random
 
 from sn_compress import FFTCodec, PayloadError
 from sn_compress.ops import spectrum
@@ -63,23 +61,6 @@ def test_spans_have_equal_bits_on_both_back_ends(core, block, span, scale):
     equal(back, spectrum.inverse_twin(noise, block, span))
 
 
-@pytest.mark.parametrize(("block", "span"), CUTS)
-def test_spans_against_float64(backend, block, span):
-    """Each span by itself; its norm in a block is that of the values, as a block's is."""
-    x = random(2 * block, seed=1).reshape(2, block)
-    bins = spectrum.forward_fourier(x, span)
-    exact = spans_joined(scipy.fft.rfft(x.astype("f8").reshape(-1, span), norm="ortho"), block)
-    # A span's last rounding is that of its edge bins, which are scaled once more.
-    e = (fft_error(span) + U) * np.linalg.norm(x.astype("f8"))
-    assert np.linalg.norm(bins - exact) <= e
-    energy = spectrum.energy(bins, block, 2)
-    assert energy == pytest.approx(float((x.astype("f8") ** 2).sum()), rel=4 * fft_error(span))
-    back = spectrum.inverse_fourier(bins, block, span)
-    assert np.linalg.norm(back - x.astype("f8")) <= 2.01 * e
-    other = scipy.fft.irfft(spans_parted(exact.view(complex), span), n=span, norm="ortho")
-    np.testing.assert_allclose(other.reshape(2, block), x, atol=1e-11)
-
-
 def test_a_span_of_the_block_is_the_block():
     x = random(4096).reshape(4, 1024)
     np.testing.assert_array_equal(spectrum.forward_fourier(x, 1024), spectrum.forward_fourier(x))
@@ -88,39 +69,6 @@ def test_a_span_of_the_block_is_the_block():
     one, two = whole.encode(x.reshape(-1), state=state), cut.encode(x.reshape(-1), state=other)
     np.testing.assert_array_equal(one.body, two.body)
     np.testing.assert_array_equal(state[0], other[0])
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_against_float64_by_bin(backend, block):
-    x = random(2 * block, seed=1).reshape(2, block)
-    bins = spectrum.forward_fourier(x)
-    exact = scipy.fft.rfft(x.astype(np.float64), norm="ortho")
-    e = fft_error(block) * np.linalg.norm(x.astype(np.float64))
-    assert np.linalg.norm(bins.view(np.complex64) - exact) <= e
-    single = np.zeros((1, block + 2), np.float32)
-    for at in (0, 1, block // 2 - 1, block // 2):  # one bin alone: a cosine
-        single[:] = 0
-        single[0, 2 * at] = 1
-        want = scipy.fft.irfft(single.view(np.complex64).astype(complex), n=block, norm="ortho")
-        got = spectrum.inverse_fourier(single, block)
-        assert np.linalg.norm(got - want) <= fft_error(block) * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_table_is_good_to_half_a_unit(block):
-    """Against the library's sines: what float32 takes, and float64 on the way."""
-    table = spectrum.roots(block).astype(np.float64)
-    angles = 2 * np.pi * np.arange(block // 2) / block
-    exact = np.concatenate([np.cos(angles), -np.sin(angles)])
-    assert abs(table[:block] - exact).max() <= 2.0**-25 + 1e-14
-    at, n = block, block // 2
-    while n > 8:
-        size = 14 * (n // 8)
-        turns = np.outer(np.arange(1, 8), np.arange(n // 8)) / n
-        exact = np.stack([np.cos(2 * np.pi * turns), -np.sin(2 * np.pi * turns)], axis=1)
-        assert abs(table[at : at + size] - exact.reshape(-1)).max() <= 2.0**-25 + 1e-14
-        at, n = at + size, n // 8
-    assert at == table.size
 
 
 def test_which_blocks_it_takes():
@@ -245,3 +193,53 @@ def test_into_memory_of_another_size():
     for out in (np.zeros(99, "f4"), np.zeros(100, "f8"), np.zeros(200, "f4")[::2]):
         with pytest.raises(ValueError, match="contiguous"):
             codec.decode_mean_into([payload], out)
+
+
+@pytest.mark.parametrize("name", spectrum.TRANSFORMS)
+def test_energy_neither_overflows_nor_vanishes(backend, name):
+    transform = spectrum.TRANSFORMS[name]
+    for scale in (1e-40, 1e30):
+        x = np.full((1, 32), scale, np.float32)
+        want = 32 * float(x[0, 0]) ** 2
+        got = spectrum.energy(transform.forward(x), 32, transform.parts)
+        assert abs(got - want) <= 1e-4 * want
+
+
+@pytest.mark.parametrize("scale", [1, 1e-38, 1e-42, 1e30, 3e38])
+@pytest.mark.parametrize("block", [1, 2, 32, 64, 2048, 4096, 2**16])
+def test_hadamard_gives_equal_bits_on_both_back_ends(core, monkeypatch, block, scale):
+    x = (random(3 * block) * np.float64(scale)).clip(-3.4e38, 3.4e38)
+    x = x.astype(np.float32).reshape(3, block)
+    x[1] = np.where(np.arange(block) % 3, 0.0, -0.0)
+    fast = spectrum.hadamard(x)
+    monkeypatch.setattr(spectrum._native, "core", lambda: None)
+    slow = spectrum.hadamard(x)
+    nan = np.isnan(slow)
+    np.testing.assert_array_equal(np.isnan(fast), nan)
+    np.testing.assert_array_equal(fast.view(np.uint32)[~nan], slow.view(np.uint32)[~nan])
+
+
+def test_the_extension_checks_the_block(core):
+    rows = np.zeros(96, np.float32)
+    for block in (0, -1, 3, 64, 2**40):
+        with pytest.raises(ValueError, match="not rows of"):
+            core.hadamard(rows, block)
+
+
+def smooth(n: int) -> bool:
+    for prime in (2, 3, 5):
+        while n % prime == 0:
+            n //= prime
+    return n == 1
+
+
+def test_fast_length_is_the_next_smooth_number():
+    assert spectrum.fast_length(0) == 0
+    want = 2000
+    assert smooth(want)
+    for n in range(2000, 0, -1):
+        want = n if smooth(n) else want
+        assert spectrum.fast_length(n) == want
+    for n in (2**20 + 1, 25_000_001, 2**40 + 1):
+        assert smooth(spectrum.fast_length(n))
+        assert n <= spectrum.fast_length(n) <= n * 1.01

@@ -262,33 +262,16 @@ def test_buffers_that_do_not_belong_together_are_refused(core):
     with pytest.raises(ValueError, match="no form sse9"):
         core.unpack_groups(bases, steps, packed, x, "float32", 0, 64, 4, 32, (), "sse9")
     right = (64, 8, 0, 1, 8, 0, 8)
-    core.unpack_groups(
-        np.zeros(8, np.float32), np.zeros(8, np.uint16), packed, x, "float32", 0, 8, 4, 32, right
-    )
+    eight = np.zeros(8, np.float32), np.zeros(8, np.uint16), packed, x, "float32", 0, 8, 4, 32
+    core.unpack_groups(*eight, right)
     wrong = [
-        (64, 8, 0, 1, 8, 0, 9),
-        (65, 8, 0, 1, 8, 0, 8),
-        (64, 8, 0, 2, 8, 0, 8),
-        (64, 0, 0, 1, 8, 0, 8),
-        (64, 8, 0, 1, 0, 0, 8),
-        (64, 8, 0, -1, 8, 0, 1),
-        (64, 3, 0, 1, 8, 0, 8),
-        (0, 8, 0, 1, 8, 0, 8),
-    ]
+        (64, 8, 0, 1, 8, 0, 9), (65, 8, 0, 1, 8, 0, 8), (64, 8, 0, 2, 8, 0, 8),
+        (64, 0, 0, 1, 8, 0, 8), (64, 8, 0, 1, 0, 0, 8), (64, 8, 0, -1, 8, 0, 1),
+        (64, 3, 0, 1, 8, 0, 8), (0, 8, 0, 1, 8, 0, 8),
+    ]  # fmt: skip
     for numbers in wrong:
         with pytest.raises(ValueError, match="a turn that does not match"):
-            core.unpack_groups(
-                np.zeros(8, np.float32),
-                np.zeros(8, np.uint16),
-                packed,
-                x,
-                "float32",
-                0,
-                8,
-                4,
-                32,
-                numbers,
-            )
+            core.unpack_groups(*eight, numbers)
     with pytest.raises(ValueError, match="float64"):
         core.pack_groups(x, "float64", bases, steps, spread, packed, 0, 64, 4, 32, 1.0, 0, 0, ())
     with pytest.raises(ValueError, match="spread"):

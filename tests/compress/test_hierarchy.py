@@ -1,12 +1,9 @@
 """Ranks by nodes, without a framework: who is where, who owns what, and states of other nodes."""
 
-import doctest
-
 import numpy as np
 import pytest
 
 from sn_compress import CompressError
-from sn_compress.engine import hierarchy
 from sn_compress.engine.hierarchy import (
     NodeLayout,
     Owners,
@@ -19,19 +16,12 @@ from sn_compress.engine.hierarchy import (
 )
 
 
-def test_doctests():
-    assert doctest.testmod(hierarchy).failed == 0
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([5, 5, 5], "all ranks are on one node"),
-        ([1, 2, 3], "each rank is alone on its node"),
-        ([1], "all ranks are on one node"),
-        ([1, 1, 2, 3, 3], "nodes have 2 and 1 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "expected"), [
+    ([5, 5, 5], "all ranks are on one node"),
+    ([1, 2, 3], "each rank is alone on its node"),
+    ([1], "all ranks are on one node"),
+    ([1, 1, 2, 3, 3], "nodes have 2 and 1 ranks"),
+])  # fmt: skip
 def test_why_there_is_no_hierarchy(ids, expected):
     assert layout_of(ids) == expected
 

@@ -11,7 +11,7 @@ from rivals.codecs import CODECS, codec
 from sn_compress import CompressError, FFTCodec, Payload
 from sn_compress.codecs import fft
 from sn_compress.codecs.base import HEADER_BYTES, MAX_ELEMENTS
-from sn_compress.ops import codes, indexed, launch, record
+from sn_compress.ops import codes, indexed, record
 from sn_compress.ops.quantize import Layout
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
@@ -80,13 +80,6 @@ def test_sizes_of_shapes_beyond_32_bits(frugal, name):
         made.payload_bytes(N % 2**32) if name != "auto" else made.candidates(N % 2**32)
 
 
-def test_auto_leaves_whole_vectors_out_where_they_are_too_long(frugal):
-    small, large = (codec("auto").candidates(n) for n in (2**20, 2**32 + 16))
-    blocks = [getattr(candidate, "block", 0) for candidate in small]
-    assert None in blocks
-    assert [getattr(candidate, "block", 0) for candidate in large] == [b for b in blocks if b]
-
-
 LIMITS = {"fft": 2 * (2**32 - 1) - 1, "dct": 2**32 - 1, "identity": 2**32 - 1, "hadamard": 2**31}
 
 
@@ -110,21 +103,6 @@ def test_one_transform_over_too_many_is_refused_everywhere(frugal, transform):
             call()
     # In blocks there is no such limit.
     assert FFTCodec(transform=transform).payload_bytes(n) > 2**24
-
-
-@pytest.mark.parametrize("n", [2**31, 2**32 - 1, 2**33 + 5])
-def test_int32_indices_end_where_they_end(n):
-    for name in ("topk", "dgc"):
-        made = codec(name)
-        if n <= 2**31:
-            assert made.payload_bytes(n) > 2**24
-            continue
-        for call in (
-            lambda made=made: made.payload_bytes(n),
-            lambda made=made: made.decode(Payload(nothing(n, np.uint8), 18, n, made.settings)),
-        ):
-            with pytest.raises(CompressError):
-                call()
 
 
 @pytest.mark.parametrize("at", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40])
@@ -153,15 +131,6 @@ def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions
     one = np.zeros(64, np.uint32)
     with pytest.raises(ValueError, match="do not match"):
         core.decode_records(one, one.view(np.float32), *record.numbers(layout), 1.0)
-
-
-def test_sizes_that_kernels_take_are_64_bits_wide():
-    for table, names in (
-        (launch.SECTION, ("elements", "first_block", "first_word", "rank_words")),
-        (launch.SHEET, ("words", "used", "rank_words")),
-        (launch.SETTINGS, ("kept", "bins", "words")),
-    ):
-        assert {table.fields[name][0] for name in names} == {np.dtype("<i8")}
 
 
 def test_the_header_takes_every_legal_n():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import words_sent
 
 from sn_cli.main import main
 from sn_compress import CompressError, Link, LowRankCompression, predict
@@ -38,25 +39,22 @@ LINK = Link(1e6, latency_s=1e-3, operation_s=0.5, gpus=4, inside=FAST)
 TREE = replace(LINK, tree=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "link", "ranks", "expected"),
-    [
-        # 14 steps of a ring, one of each 4 between nodes; 2 * 7/8 of a megabyte leave each node.
-        ("allreduce", LINK, 8, 0.5 + 2 * 1e-3 + 12 * 1e-4 + 1.75),
-        # Up and down one level of nodes, and along three ranks inside.
-        ("allreduce", TREE, 8, 0.5 + 2 * 1e-3 + 6 * 1e-4 + 1.75),
-        ("allreduce", TREE, 4096, 0.5 + 20 * 1e-3 + 6 * 1e-4 + 2 * 4095 / 4096),
-        ("allgather", LINK, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
-        # No tree carries these. Of 7 others 4 are on the other node, for each of 4 ranks.
-        ("allgather", TREE, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
-        ("alltoall", LINK, 8, 0.5 + 4 * 1e-3 + 3 * 1e-4 + 4 * 4 / 7),
-        # Three others bring an owner a megabyte each.
-        ("inside", LINK, 8, 0.5 + 3 * 1e-4 + 0.3),
-        # One node: nothing leaves it.
-        ("allreduce", LINK, 4, 0.5 + 6 * 1e-4 + 0.15),
-        ("alltoall", LINK, 4, 0.5 + 3 * 1e-4 + 0.1),
-    ],
-)
+@pytest.mark.parametrize(("kind", "link", "ranks", "expected"), [
+    # 14 steps of a ring, one of each 4 between nodes; 2 * 7/8 of a megabyte leave each node.
+    ("allreduce", LINK, 8, 0.5 + 2 * 1e-3 + 12 * 1e-4 + 1.75),
+    # Up and down one level of nodes, and along three ranks inside.
+    ("allreduce", TREE, 8, 0.5 + 2 * 1e-3 + 6 * 1e-4 + 1.75),
+    ("allreduce", TREE, 4096, 0.5 + 20 * 1e-3 + 6 * 1e-4 + 2 * 4095 / 4096),
+    ("allgather", LINK, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
+    # No tree carries these. Of 7 others 4 are on the other node, for each of 4 ranks.
+    ("allgather", TREE, 8, 0.5 + 1 * 1e-3 + 6 * 1e-4 + 7),
+    ("alltoall", LINK, 8, 0.5 + 4 * 1e-3 + 3 * 1e-4 + 4 * 4 / 7),
+    # Three others bring an owner a megabyte each.
+    ("inside", LINK, 8, 0.5 + 3 * 1e-4 + 0.3),
+    # One node: nothing leaves it.
+    ("allreduce", LINK, 4, 0.5 + 6 * 1e-4 + 0.15),
+    ("alltoall", LINK, 4, 0.5 + 3 * 1e-4 + 0.1),
+])  # fmt: skip
 def test_collectives_of_nodes_by_hand(kind, link, ranks, expected):
     assert collective_s(kind, 10**6, ranks, link) == pytest.approx(expected, rel=1e-12)
 
@@ -238,21 +236,9 @@ NODES, GPUS = 128, 8
 def test_low_rank_of_a_thousand_ranks_sends_what_the_formula_says():
     """128 nodes of 8: sessions of the eight owners, as if they were among 1,024 ranks."""
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    rng = np.random.default_rng(0)
     sent = 0
     for own in owned(MODEL, GPUS):
-        session = AllReduceExchange(**chosen.shared)
-        for tensor in own:
-            assert session.dense(tensor.name, tensor.shape)
-            values = rng.standard_normal(tensor.elements).astype(np.float32)
-            session.whole(tensor.name, values)
-            session.learn(tensor.name, values)
-        for tensor in own:
-            rounds = session.exchange(
-                tensor.name, np.ones(tensor.elements, np.float32), ranks=NODES
-            )
-            next(rounds)
-            sent += 4 * sum(session.words(tensor.name, NODES))
+        sent += 4 * words_sent(AllReduceExchange(**chosen.shared), own, NODES)
     routes = routes_by_nodes("shared", MODEL, nodes=NODES, gpus=GPUS, settings=chosen, rates=FREE)
     assert sum(it.sent_bytes for it in routes) / GPUS == pytest.approx(sent / GPUS, rel=0.05)
 
@@ -306,14 +292,11 @@ def test_accuracy_is_told_of_what_an_owner_receives():
     assert flat.table().splitlines()[-4:] == found.table().splitlines()[-4:]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"gpus": 8}, "a link inside a node where it has several"),
-        ({"gpus": 0}, "expected one or more"),
-        ({"inside": FAST}, "gpus=1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"gpus": 8}, "a link inside a node where it has several"),
+    ({"gpus": 0}, "expected one or more"),
+    ({"inside": FAST}, "gpus=1"),
+])  # fmt: skip
 def test_a_link_of_nodes_is_whole(options, said):
     with pytest.raises(CompressError, match=said):
         Link(1e9, **options)

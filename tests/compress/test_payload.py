@@ -116,16 +116,52 @@ def test_checksum(version, words, data):
     assert checksum(buffer.view(np.uint8)) != said
 
 
-@pytest.mark.parametrize(
-    ("at", "new", "message"),
-    [
-        (0, b"PK", r"magic b'PK', version 2; expected b'SN', 1 to 3"),
-        (2, b"\x04", "version 4.*Use one version on all ranks"),
-        (2, b"\x00", "version 0"),
-        (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
-        (4, struct.pack("<Q", 2**64 - 1), "claims"),
-    ],
-)
+def sealed_words():
+    return np.frombuffer(FFTCodec(theta=0.5, block=64).encode(random(4000)).to_bytes(), "<u4")
+
+
+def test_shares_of_words_add_up_in_any_order():
+    """As a GPU sums them: each word times a power, by exclusive or."""
+    words = sealed_words()
+    n, total = words.size, 0
+    for i in np.random.default_rng(2).permutation(n):
+        word = 0 if i == 7 else int(words[i]) ^ (0xFFFFFFFF if i == 0 else 0)
+        total ^= sums.product(word, sums.step_back(int(i)))
+    assert sums.product(total, sums.step_on(n)) ^ 0xFFFFFFFF == int(words[7])
+    table = sums.powers()
+    for i in (0, 1, 2047, 2048, 4_000_000, 2**40 + 12345):
+        found = 1 << 31
+        for level in range(4):
+            found = sums.product(found, int(table[level, i >> 11 * level & 2047]))
+        assert found == sums.step_back(i)
+
+
+def test_version_1_is_read_by_its_own_sum():
+    words = sealed_words()
+    old = words.copy()
+    old[0] = int(old[0]) & 0xFF00FFFF | 1 << 16
+    old[7] = 0
+    old[7] = sum((2 * i + 1) * int(w) for i, w in enumerate(old)) % 2**32
+    payload = Payload.from_bytes(old.view(np.uint8))
+    made = FFTCodec(theta=0.5, block=64)
+    new = made.decode(Payload.from_bytes(words.view(np.uint8)))
+    np.testing.assert_array_equal(made.decode(payload), new)
+    assert payload.to_bytes() == old.tobytes()
+    # A version changed on the way is no way around the checksum.
+    for at, version in ((words, 1), (old, 2)):
+        changed = at.copy()
+        changed[0] = int(changed[0]) & 0xFF00FFFF | version << 16
+        with pytest.raises(PayloadError, match="checksum"):
+            Payload.from_bytes(changed.view(np.uint8))
+
+
+@pytest.mark.parametrize(("at", "new", "message"), [
+    (0, b"PK", r"magic b'PK', version 2; expected b'SN', 1 to 3"),
+    (2, b"\x04", "version 4.*Use one version on all ranks"),
+    (2, b"\x00", "version 0"),
+    (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
+    (4, struct.pack("<Q", 2**64 - 1), "claims"),
+])  # fmt: skip
 def test_what_the_header_must_say(at, new, message):
     data = FFTCodec().encode(random(70)).to_bytes()
     with pytest.raises(PayloadError, match=message):

@@ -142,20 +142,6 @@ def test_what_is_dropped_is_taken_if_it_is_there_and_not_waited_for():
     assert as_lists(pending.complete()) == {"a": [6, 6]}
 
 
-def test_what_failed_in_the_thread_is_told_once(thread):
-    pending, wire = Pending(), Wire()
-
-    def fails():
-        raise RuntimeError("cannot be encoded")
-
-    pending.begin("a", fails, wire, thread)
-    pending.begin("b", lambda: two_rounds(1), wire, thread)
-    with pytest.raises(RuntimeError, match="cannot be encoded"):
-        pending.complete()
-    pending.begin("b", lambda: two_rounds(5), wire, thread)
-    assert as_lists(pending.complete()) == {"b": [6, 6]}
-
-
 def rounds_of(number):
     total = 0
     for each in range(number):

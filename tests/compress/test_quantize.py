@@ -5,9 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import TINY, examples, for_each
+from samples import TINY, for_each
 
 from sn_compress import CompressError, RangeFloat, SaturationWarning
 from sn_compress.ops import quantize
@@ -83,26 +81,6 @@ def test_nearest_value_in_order_and_within_the_relative_error(bits, m):
     assert (abs(got - x) <= abs(x.astype(np.float64)) * 2.0 ** -(m + 1))[inside].all()
 
 
-@examples
-@given(
-    st.sampled_from([(n, m) for n in range(4, 17) for m in range(max(0, n - 7), n)]),
-    # 64 octaves, the widest window, stay above the denormals, whose spacing is absolute.
-    st.floats(2.0**-60, float(np.finfo(np.float32).max), width=32),
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=50),
-)
-def test_relative_error_for_any_range(form, high, places):
-    bits, m = form
-    try:
-        fmt = RangeFloat(bits=bits, mantissa=m, high=high)
-    except CompressError:
-        assert high * (1 + 2.0 ** -(m + 1)) >= 2.0**128  # its rung would be infinite
-        return
-    x = np.array([fmt.low * (fmt.high / fmt.low) ** place for place in places], np.float32)
-    x = x.clip(fmt.low, fmt.high)
-    error = abs(fmt.decode(fmt.encode(x)).astype(np.float64) - x)
-    assert (error <= x.astype(np.float64) * 2.0 ** -(m + 1)).all()
-
-
 @pytest.mark.parametrize(("bits", "m"), FORMATS)
 def test_below_the_window_the_nearer_of_zero_and_the_lowest(bits, m):
     fmt = RangeFloat(bits=bits, mantissa=m, high=1.0)
@@ -149,25 +127,22 @@ def test_any_shape(shape):
     assert fmt.decode(codes).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"bits": 3}, "bits=3.*4 to 16"),
-        ({"bits": 17}, "bits=17.*4 to 16"),
-        ({"bits": 8.0}, "bits=8.0.*4 to 16"),
-        ({"bits": 8, "mantissa": 0}, "mantissa=0 with bits=8: legal are 1 to 7"),
-        ({"bits": 8, "mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
-        ({"bits": 4, "mantissa": -1}, "legal are 0 to 3"),
-        ({"bits": 16, "mantissa": 8}, "legal are 9 to 15"),
-        ({"high": 0}, "high=0: expected a finite float32 above zero"),
-        ({"high": -1.0}, "above zero"),
-        ({"high": math.nan}, "finite float32"),
-        ({"high": math.inf}, "finite float32"),
-        ({"high": 3.4e38}, "high=3.4e\\+38: expected a finite float32"),
-        ({"high": 1e39}, "finite float32"),
-        ({"high": 1e-38, "mantissa": 3}, "room for 128 values"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"bits": 3}, "bits=3.*4 to 16"),
+    ({"bits": 17}, "bits=17.*4 to 16"),
+    ({"bits": 8.0}, "bits=8.0.*4 to 16"),
+    ({"bits": 8, "mantissa": 0}, "mantissa=0 with bits=8: legal are 1 to 7"),
+    ({"bits": 8, "mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
+    ({"bits": 4, "mantissa": -1}, "legal are 0 to 3"),
+    ({"bits": 16, "mantissa": 8}, "legal are 9 to 15"),
+    ({"high": 0}, "high=0: expected a finite float32 above zero"),
+    ({"high": -1.0}, "above zero"),
+    ({"high": math.nan}, "finite float32"),
+    ({"high": math.inf}, "finite float32"),
+    ({"high": 3.4e38}, "high=3.4e\\+38: expected a finite float32"),
+    ({"high": 1e39}, "finite float32"),
+    ({"high": 1e-38, "mantissa": 3}, "room for 128 values"),
+])  # fmt: skip
 def test_illegal_settings_name_the_legal_ones(settings, message):
     with pytest.raises(CompressError, match=message):
         RangeFloat(**settings)

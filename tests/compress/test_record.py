@@ -184,18 +184,6 @@ def test_padding_is_zero(backend, layout):
     assert not stream[:, layout.positions_at + layout.position_bits :].any()
 
 
-@for_each("layout", layouts(blocks=(64, 4096), thetas=(0.0, 0.9)))
-def test_bits_of_a_record(layout):
-    """As docs/format.md counts them."""
-    k, f = layout.kept, layout.block // 2 + 1 if layout.parts == 2 else layout.block
-    head = 32 if layout.values == "2bit" else 16
-    codes = layout.parts * k * layout.bits  # the layouts here give each kind its own bits
-    low = int(np.log2(f // k))
-    places = f if layout.positions == "bitmap" else k * low + k + ((f - 1) >> low) + 1
-    total = head + codes + (places if k < f else 0)
-    assert layout.words == -(-total // 32)
-
-
 def test_fixed_range_clips_and_counts(backend):
     layout = Layout(32, 17, "range", 8, 3, "bitmap")
     one = 0x3F80  # upper half of 1.0

@@ -230,14 +230,6 @@ def test_mean_is_the_mean(case, n, r):
     assert np.linalg.norm(error) <= 1.01 * relative * scale + r * TINY * math.sqrt(n)
 
 
-@every_case
-def test_mean_adds_in_the_order_given(case):
-    made = CASES[case](1000)
-    payloads = [made.encode(random(1000, rank)) for rank in range(3)]
-    received = [Payload.from_bytes(payload.to_bytes()) for payload in payloads]
-    assert np.array_equal(made.decode_mean(payloads), made.decode_mean(received))
-
-
 REMEMBERING = [case for case in CASES if getattr(CASES[case](0), "error_feedback", False)]
 CONSERVING = [case for case in REMEMBERING if case not in ("dgc", "dgc clip")]
 
@@ -294,6 +286,8 @@ def test_half_precision_input_is_taken_as_its_values(case, dtype):
     x = random(1000).astype(dtype)
     made = CASES[case](1000)
     assert made.encode(x).to_bytes() == made.encode(x.astype(np.float32)).to_bytes()
+    wide = x.astype(np.float32)
+    assert made.encode(np.repeat(wide, 2)[::2]).to_bytes() == made.encode(wide).to_bytes()
 
 
 @every_case
@@ -305,29 +299,6 @@ def test_wrong_input_is_refused(case):
         made.encode(np.zeros(4))
     with pytest.raises(CompressError, match="at least one payload"):
         made.decode_mean([])
-
-
-@every_case
-@pytest.mark.parametrize("n", [1, 33, 1000])
-def test_mutated_payloads_never_crash(case, n):
-    """Bytes changed, checksum made right: a PayloadError or some vector, and no warning."""
-    made = CASES[case](n)
-    rng = np.random.default_rng(5)
-    original = made.encode(random(n)).to_bytes()
-    refused = 0
-    for _ in range(60):
-        data = bytearray(original)
-        first = 0 if rng.random() < 0.2 else 32
-        for _ in range(rng.integers(1, 4)):
-            place = rng.integers(first, len(data))
-            data[place] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.integers(256)])
-        try:
-            y = made.decode(Payload.from_bytes(reseal(data)))
-        except PayloadError:
-            refused += 1
-        else:
-            assert (y.dtype, y.shape) == (np.float32, (n,))
-    assert refused < 60 or n == 1
 
 
 @every_case
@@ -437,51 +408,24 @@ def test_mistakes_are_named():
         codec("fp16", dtype="bf16")
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("topk", {"theta": 1.0}),
-        ("topk", {"theta": "0.5"}),
-        ("topk", {"chunk": 1}),
-        ("topk", {"indices": "int8"}),
-        ("topk", {"indices": "packed"}),
-        ("topk", {"values": "fp8"}),
-        ("topk", {"decay": 0}),
-        ("qsgd", {"levels": 0}),
-        ("qsgd", {"levels": True}),
-        ("qsgd", {"levels": 2.0}),
-        ("qsgd", {"bucket": 0}),
-        ("qsgd", {"norm": "l1"}),
-        ("qsgd", {"packing": "elias"}),
-        ("qsgd", {"seed": -1}),
-        ("terngrad", {"clip": 0}),
-        ("terngrad", {"clip": float("nan")}),
-        ("terngrad", {"spread": "mad"}),
-        ("terngrad", {"bucket": 2**32}),
-        ("dgc", {"momentum": 1.0}),
-        ("dgc", {"clip": -1.0}),
-        ("dgc", {"warmup": -1}),
-        ("dgc", {"indices": "packed"}),
-        ("onebit", {"variant": "2bit"}),
-        ("onebit", {"packing": "words"}),
-        ("powersgd", {"shape": 5}),
-        ("powersgd", {"shape": (2, 3, 4)}),
-        ("powersgd", {"shape": (-1, 4)}),
-        ("powersgd", {"rank": 0}),
-        ("demo", {"topk": 0}),
-        ("demo", {"edge": 257}),
-        ("demo", {"decay": 1.5}),
-        ("bounded", {"form": "huffman", "bound": 1.0}),
-        ("bounded", {"bound": 0.0}),
-        ("bounded", {"bound": math.inf, "form": "paper"}),
-        ("bounded", {"bits": 3, "bound": 1.0}),
-        ("bounded", {"group": 100, "bound": 1.0}),
-        ("bounded", {"escapes": 1.5, "bound": 1.0}),
-        ("bounded", {"seed": -1, "bound": 1.0}),
-        ("bounded", {"threads": 0, "bound": 1.0}),
-        ("bounded", {"measure": 1, "bound": 1.0}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("topk", {"theta": 1.0}), ("topk", {"theta": "0.5"}), ("topk", {"chunk": 1}),
+    ("topk", {"indices": "int8"}), ("topk", {"indices": "packed"}), ("topk", {"values": "fp8"}),
+    ("topk", {"decay": 0}), ("qsgd", {"levels": 0}), ("qsgd", {"levels": True}),
+    ("qsgd", {"levels": 2.0}), ("qsgd", {"bucket": 0}), ("qsgd", {"norm": "l1"}),
+    ("qsgd", {"packing": "elias"}), ("qsgd", {"seed": -1}), ("terngrad", {"clip": 0}),
+    ("terngrad", {"clip": float("nan")}), ("terngrad", {"spread": "mad"}),
+    ("terngrad", {"bucket": 2**32}), ("dgc", {"momentum": 1.0}), ("dgc", {"clip": -1.0}),
+    ("dgc", {"warmup": -1}), ("dgc", {"indices": "packed"}), ("onebit", {"variant": "2bit"}),
+    ("onebit", {"packing": "words"}), ("powersgd", {"shape": 5}),
+    ("powersgd", {"shape": (2, 3, 4)}), ("powersgd", {"shape": (-1, 4)}),
+    ("powersgd", {"rank": 0}), ("demo", {"topk": 0}), ("demo", {"edge": 257}),
+    ("demo", {"decay": 1.5}), ("bounded", {"form": "huffman", "bound": 1.0}),
+    ("bounded", {"bound": 0.0}), ("bounded", {"bound": math.inf, "form": "paper"}),
+    ("bounded", {"bits": 3, "bound": 1.0}), ("bounded", {"group": 100, "bound": 1.0}),
+    ("bounded", {"escapes": 1.5, "bound": 1.0}), ("bounded", {"seed": -1, "bound": 1.0}),
+    ("bounded", {"threads": 0, "bound": 1.0}), ("bounded", {"measure": 1, "bound": 1.0}),
+])  # fmt: skip
 def test_illegal_settings_are_refused(name, settings):
     key = next(iter(settings))
     with pytest.raises(CompressError, match=f"{key}=.*(expected|needs)"):

@@ -178,16 +178,13 @@ def test_a_memory_of_a_codec_that_only_benchmarks_have_is_refused(old):
         loaded.load_state_dict(saved.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"age": -1}, "encodings old"),
-        ({"age": "old"}, "encodings old"),
-        ({"choice": 10**6}, "none of the"),
-        ({"choice": "x"}, "none of the"),
-        ({"settings": "00" * 12}, "none of the"),  # as if the number meant another candidate
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"age": -1}, "encodings old"),
+    ({"age": "old"}, "encodings old"),
+    ({"choice": 10**6}, "none of the"),
+    ({"choice": "x"}, "none of the"),
+    ({"settings": "00" * 12}, "none of the"),  # as if the number meant another candidate
+])  # fmt: skip
 def test_damaged_choices_of_auto(wrong, said):
     made = CASES["auto"](SHAPES["a"])
     state = AutoState(None, None, 0)

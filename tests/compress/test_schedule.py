@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCodec
-from sn_compress.schedule import (
-    Annealed,
-    Constant,
-    Diminishing,
-    Warmup,
-    on_ladder,
-)
+from sn_compress.schedule import Annealed, Constant, Diminishing, Warmup, on_ladder
 from sn_compress.settings import Settings, ThetaInTime
 
 
@@ -83,17 +77,14 @@ def test_annealed_keeps_by_a_power_of_the_rate():
     assert Annealed(0.2, lambda step: 0.1 if step else 1.0, steps=100).theta(0) == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"rate": lambda step: 2.0}, r"Annealed: rate\(0\) = 2"),
-        ({"rate": lambda step: 0.0}, "0 at every step"),
-        ({"rate": lambda step: math.nan}, "rate"),
-        ({"steps": 0}, "at least one step"),
-        ({"power": 0}, "a power above 0"),
-        ({"mean": 1.0}, "theta=1.0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"rate": lambda step: 2.0}, r"Annealed: rate\(0\) = 2"),
+    ({"rate": lambda step: 0.0}, "0 at every step"),
+    ({"rate": lambda step: math.nan}, "rate"),
+    ({"steps": 0}, "at least one step"),
+    ({"power": 0}, "a power above 0"),
+    ({"mean": 1.0}, "theta=1.0"),
+])  # fmt: skip
 def test_annealed_refuses_what_is_no_rate(settings, told):
     with pytest.raises(CompressError, match=told):
         Annealed(**{"mean": 0.9, "rate": lambda step: 1.0, "steps": 10} | settings)

@@ -93,16 +93,6 @@ def test_scaling_by_a_power_of_two_changes_nothing(backend, kind, power):
         assert chosen(scaled, k).tolist() == chosen(spectrum, k).tolist()
 
 
-@KINDS
-def test_one_row_does_not_mind_another(backend, kind):
-    spectrum = kind(whole_numbers(3, 100, seed=2))
-    alone = [chosen(row[None], 20)[0].tolist() for row in spectrum]
-    spectrum[1] *= np.float32(1e37)
-    spectrum[2] *= np.float32(1e-37)
-    assert chosen(spectrum, 20)[0].tolist() == alone[0]
-    assert chosen(spectrum[:1], 20).tolist() == alone[:1]
-
-
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", [0, 1])
 def test_peak_bits_show_non_finite(bad, part):

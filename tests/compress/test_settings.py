@@ -7,55 +7,51 @@ from hypothesis import strategies as st
 from samples import codecs, examples, for_each, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.fft import PAPER
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"theta": 1}, "theta=1; expected a fraction from 0"),
-        ({"transform": "auto"}, "transform='auto'; expected fft or dct"),
-        ({"theta": -0.1}, "theta=-0.1; expected a fraction"),
-        ({"theta": float("nan")}, "theta=nan; expected"),
-        ({"block": 0}, "block=0; expected a power of two from 32"),
-        ({"block": 16}, "block=16; expected"),
-        ({"block": 4095}, "block=4095; expected"),
-        ({"block": -4096}, "block=-4096; expected"),
-        ({"block": 2**21}, r"expected a power of two from 32 to 2\*\*20, or None"),
-        ({"span": 16}, "span=16; expected a power of two from 32 to the block"),
-        ({"span": 96}, "span=96; expected a power of two"),
-        ({"span": 8192}, "span=8192; expected a power of two from 32 to the block"),
-        ({"span": 64, "block": None}, "span=64; expected a power of two from 32 to the block"),
-        ({"span": 64, "transform": "dct"}, 'span=64; expected None unless transform="fft"'),
-        ({"bits": 3}, "bits=3: a range float has 4 to 16 bits"),
-        ({"bits": 17}, "bits=17"),
-        ({"mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
-        ({"bits": 12}, "mantissa=3 with bits=12: legal are 5 to 11"),
-        ({"positions": "rle"}, "positions='rle'; expected elias-fano or bitmap"),
-        ({"values": "bf16"}, "values='bf16'; expected range or fp16 or sign or 2bit"),
-        ({"transform": "dst"}, "transform='dst'; expected fft or dct or hadamard or identity or"),
-        ({"shape": (4, 4)}, 'shape=\\(4, 4\\); expected None unless transform="axes"'),
-        ({"transform": "dct", "axes": (0,)}, 'expected None unless transform="axes"'),
-        ({"transform": "axes"}, "shape=None; expected the tensor's shape"),
-        ({"transform": "axes", "shape": (4, 4)}, "axes=None; expected different axes from 0 to 1"),
-        ({"transform": "axes", "shape": (4, 4), "axes": ()}, "different axes from 0 to 1"),
-        ({"transform": "axes", "shape": (4, 4), "axes": (2,)}, "different axes from 0 to 1"),
-        ({"transform": "axes", "shape": (4, 4), "axes": (-1,)}, "different axes from 0 to 1"),
-        ({"transform": "axes", "shape": (4, 4), "axes": (1, 1)}, "different axes from 0 to 1"),
-        ({"transform": "axes", "shape": (4, 0), "axes": (1,)}, "expected the tensor's shape"),
-        (
-            {"window": "tensor"},
-            'window=\'tensor\'; expected "block", "payload" or a positive number',
-        ),
-        ({"window": 0}, "window=0; expected"),
-        ({"window": -1.0}, "window=-1.0; expected"),
-        ({"window": float("nan")}, "window=nan; expected"),
-        ({"values": "fp16", "window": "payload"}, "expected \"block\" with values='fp16'"),
-        ({"values": "sign", "window": 1.0}, "expected \"block\" with values='sign'"),
-        ({"values": "2bit", "window": "payload"}, "expected \"block\" with values='2bit'"),
-        ({"threads": 0}, "threads=0; expected at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"theta": 1}, "theta=1; expected a fraction from 0"),
+    ({"transform": "auto"}, "transform='auto'; expected fft or dct"),
+    ({"theta": -0.1}, "theta=-0.1; expected a fraction"),
+    ({"theta": float("nan")}, "theta=nan; expected"),
+    ({"block": 0}, "block=0; expected a power of two from 32"),
+    ({"block": 16}, "block=16; expected"),
+    ({"block": 4095}, "block=4095; expected"),
+    ({"block": -4096}, "block=-4096; expected"),
+    ({"block": 2**21}, r"expected a power of two from 32 to 2\*\*20, or None"),
+    ({"span": 16}, "span=16; expected a power of two from 32 to the block"),
+    ({"span": 96}, "span=96; expected a power of two"),
+    ({"span": 8192}, "span=8192; expected a power of two from 32 to the block"),
+    ({"span": 64, "block": None}, "span=64; expected a power of two from 32 to the block"),
+    ({"span": 64, "transform": "dct"}, 'span=64; expected None unless transform="fft"'),
+    ({"bits": 3}, "bits=3: a range float has 4 to 16 bits"),
+    ({"bits": 17}, "bits=17"),
+    ({"mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
+    ({"bits": 12}, "mantissa=3 with bits=12: legal are 5 to 11"),
+    ({"positions": "rle"}, "positions='rle'; expected elias-fano or bitmap"),
+    ({"values": "bf16"}, "values='bf16'; expected range or fp16 or sign or 2bit"),
+    ({"transform": "dst"}, "transform='dst'; expected fft or dct or hadamard or identity or"),
+    ({"shape": (4, 4)}, 'shape=\\(4, 4\\); expected None unless transform="axes"'),
+    ({"transform": "dct", "axes": (0,)}, 'expected None unless transform="axes"'),
+    ({"transform": "axes"}, "shape=None; expected the tensor's shape"),
+    ({"transform": "axes", "shape": (4, 4)}, "axes=None; expected different axes from 0 to 1"),
+    ({"transform": "axes", "shape": (4, 4), "axes": ()}, "different axes from 0 to 1"),
+    ({"transform": "axes", "shape": (4, 4), "axes": (2,)}, "different axes from 0 to 1"),
+    ({"transform": "axes", "shape": (4, 4), "axes": (-1,)}, "different axes from 0 to 1"),
+    ({"transform": "axes", "shape": (4, 4), "axes": (1, 1)}, "different axes from 0 to 1"),
+    ({"transform": "axes", "shape": (4, 0), "axes": (1,)}, "expected the tensor's shape"),
+    (
+        {"window": "tensor"},
+        'window=\'tensor\'; expected "block", "payload" or a positive number',
+    ),
+    ({"window": 0}, "window=0; expected"),
+    ({"window": -1.0}, "window=-1.0; expected"),
+    ({"window": float("nan")}, "window=nan; expected"),
+    ({"values": "fp16", "window": "payload"}, "expected \"block\" with values='fp16'"),
+    ({"values": "sign", "window": 1.0}, "expected \"block\" with values='sign'"),
+    ({"values": "2bit", "window": "payload"}, "expected \"block\" with values='2bit'"),
+    ({"threads": 0}, "threads=0; expected at least 1"),
+])  # fmt: skip
 def test_illegal_settings(settings, message):
     with pytest.raises(CompressError, match=message):
         FFTCodec(**settings)
@@ -66,54 +62,17 @@ def test_settings_are_by_keyword_only():
         FFTCodec(0.9)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (np.ones(100), "cannot encode dtype float64; expected float32, float16 or bfloat16"),
-        (np.ones(100, np.int32), r"dtype int32.*Cast it: values\.astype\('float32'\)"),
-        (np.ones(100, np.complex64), "dtype complex64"),
-        ([1.0, 2.0], "dtype float64"),
-        (np.ones((10, 10), np.float32), r"shape \(10, 10\); expected one dimension. Flatten"),
-        (np.float32(1), r"shape \(\)"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    (np.ones(100), "cannot encode dtype float64; expected float32, float16 or bfloat16"),
+    (np.ones(100, np.int32), r"dtype int32.*Cast it: values\.astype\('float32'\)"),
+    (np.ones(100, np.complex64), "dtype complex64"),
+    ([1.0, 2.0], "dtype float64"),
+    (np.ones((10, 10), np.float32), r"shape \(10, 10\); expected one dimension. Flatten"),
+    (np.float32(1), r"shape \(\)"),
+])  # fmt: skip
 def test_what_cannot_be_encoded(values, message):
     with pytest.raises(CompressError, match=message):
         FFTCodec().encode(values)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [
-        *codecs(),
-        FFTCodec(window=0.5),
-        FFTCodec(**PAPER),
-        FFTCodec(transform="axes", shape=(50, 20, 5), axes=(2, 1), theta=0.9),
-    ],
-    ids=str,
-)
-def test_repr_evaluates_to_an_equal_codec(codec):
-    again = eval(repr(codec))
-    assert repr(again) == repr(codec)
-    x = random(5000)
-    assert again.encode(x).to_bytes() == codec.encode(x).to_bytes()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"theta": 0.91}, {"block": 2048}, {"block": None}, {"bits": 9}, {"mantissa": 4},
-        {"positions": "bitmap"}, {"values": "fp16"}, {"values": "sign"}, {"values": "2bit"},
-        {"transform": "dct"}, {"transform": "identity"}, {"transform": "hadamard"},
-        {"transform": "axes", "shape": (5000,), "axes": (0,)},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_other_settings_are_refused(other):
-    codec = FFTCodec(theta=0.9)
-    payload = FFTCodec(**({"theta": 0.9} | other)).encode(random(5000))
-    with pytest.raises(PayloadError, match="Decode with the settings it was encoded with"):
-        codec.decode(payload)
 
 
 def test_settings_that_only_concern_the_encoder_are_not_compared():

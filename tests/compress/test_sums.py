@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -202,42 +201,3 @@ def test_directions_carried_on_without_singular_values_catch_as_much(rank):
     """Against float64 without digits, whose directions singular values put in order."""
     found = owed_after(20, (60, 90), rank, carried="integers")
     assert found < 1.05 * owed_after(20, (60, 90), rank, carried="singular values")
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_a_lost_step_is_as_if_it_had_not_been(library, bad):
-    make, rng = LIBRARIES[library], np.random.default_rng(5)
-    kinds = [LowRank([(24, 15)], [3]), Whole([(1, 64)]), Rows([(50, 4)], [3])]
-    sizes = [360, 64, 200]
-
-    def fresh():
-        zeros = [make(np.zeros(size, np.float32)) for size in sizes]
-        return [[TensorState.of(kind, zero) for kind, zero in zip(kinds, zeros, strict=True)]
-                for _ in range(2)]  # fmt: skip
-
-    def step(ranks, values):
-        generators = [
-            exchange(own, [make(v.copy()) for v in given], ranks=2, rank=rank)
-            for rank, (own, given) in enumerate(zip(ranks, values, strict=True))
-        ]
-        return [means for means, _ in run(generators)[0].values()]
-
-    ranks, twins = fresh(), fresh()
-    for turn in range(5):
-        values = [[rng.standard_normal(size).astype(np.float32) for size in sizes] for _ in ranks]
-        if turn == 3:
-            spoilt = [[v.copy() for v in own] for own in values]
-            spoilt[1][0][:] = bad
-            means = [np.asarray(mean) for mean in chain(*step(ranks, spoilt))]
-            if bad == 3e38 and all(np.isfinite(mean).all() for mean in means):
-                return  # no product was too large: clipped, and the rest is remembered
-            assert all(np.isnan(mean).all() for mean in means)
-            for own, other in zip(chain(*ranks), chain(*twins), strict=True):
-                mine, its = own.state_dict(), other.state_dict()
-                np.testing.assert_array_equal(bits(mine["memory"]), bits(its["memory"]))
-                for name, value in mine["shared"].items():
-                    np.testing.assert_array_equal(bits(value), bits(its["shared"][name]))
-        for one, other in zip(step(ranks, values), step(twins, values), strict=True):
-            for mean, its in zip(one, other, strict=True):
-                np.testing.assert_array_equal(bits(mean), bits(its))

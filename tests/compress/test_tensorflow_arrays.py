@@ -14,24 +14,13 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from sn_compress import arrays  # noqa: E402
-from sn_compress.allreduce.bucket import (  # noqa: E402
-    Bucket,
-    bucket_of,
-    traced_step,
-)
+from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
 from sn_compress.allreduce.methods.dense import Whole  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
 from sn_compress.codecs import batched  # noqa: E402
 from sn_compress.codecs.fft import FFTCodec  # noqa: E402
 from sn_compress.errors import CompressError  # noqa: E402
-from sn_compress.ops import fixed_point  # noqa: E402
-from sn_compress.ops.bits import largest, orders, read_positions, write_positions  # noqa: E402
-from sn_compress.ops.fixed_point import (  # noqa: E402
-    Digits,
-    FixedPointColumns,
-    word_sum,
-)
 from sn_compress.ops.orthonormal import Orthonormal  # noqa: E402
 from sn_compress.ops.quantize import Layout, Values  # noqa: E402
 from sn_compress.ops.record_arrays import decode_values, encode_values  # noqa: E402
@@ -301,46 +290,6 @@ def test_payloads_of_a_graph_are_those_of_the_codec(values):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [0, 1, 33, 1000])
-def test_digits_and_checksums_are_those_of_numpy(kind, count):
-    rng = np.random.default_rng(count)
-    for digits in (Digits.of(8), Digits.of(8, fine=True)):
-        own = rng.integers(-digits.limit, digits.limit, count, endpoint=True, dtype=np.int32)
-        total = rng.integers(-(2**31), 2**31 - 2**24, digits.words(count)).astype(np.int32)
-
-        def run(own, total, digits=digits):
-            return digits.pack(own), digits.unpack(total, count)
-
-        same(compiled(run, kind)(*tensors([own, total])), run(own, total))
-    words = rng.integers(-(2**31), 2**31, 5 * count + 2).astype(np.int32)
-    same(compiled(word_sum, kind)(tf.constant(words)), word_sum(words))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_columns_are_those_of_numpy(kind):
-    rng = np.random.default_rng(1)
-    columns = FixedPointColumns([(3, 40), (1, 7), (2, 1), (12, 5)])
-    flat = (rng.standard_normal(columns.size) * 2.0 ** rng.integers(-9, 9, columns.size)).astype(
-        np.float32
-    )
-    flat[:40] = 0  # a column that says nothing
-    exponents = rng.integers(fixed_point.LOWEST, fixed_point.HIGHEST + 1, columns.count).astype(
-        np.int32
-    )
-    exponents[:9] = columns.expected(columns.peaks(flat), exponents)[:9]
-    # Heads that say all there is: no rank, negative means, ties of half a quarter.
-    total = columns.pack(flat, exponents, 3)[0] * np.int32(3)
-    total[: columns.count] += rng.integers(-3, 4, columns.count, dtype=np.int32)
-
-    def run(flat, exponents, total):
-        new = columns.expected(columns.peaks(flat), exponents)
-        return new, columns.pack(flat, exponents, 3), columns.unpack(total, exponents, 3)
-
-    with arrays.full_fp32_matmul(flat):
-        same(compiled(run, kind)(*tensors([flat, exponents, total])), run(flat, exponents, total))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_orthonormal_rows_are_those_of_numpy(kind):
     # Rows that depend on others, of nearly so, and matrices of unlike shapes, as in test_exact_ops.
     rng = np.random.default_rng(2)
@@ -357,21 +306,6 @@ def test_orthonormal_rows_are_those_of_numpy(kind):
         return rows(sums, instead), rows(sums)
 
     same(compiled(run, kind)(*tensors([sums, instead])), run(sums, instead))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("count", "n"), [(1, 1), (5, 5), (64, 1000)])
-def test_positions_are_those_of_numpy(kind, count, n):
-    rng = np.random.default_rng(n)
-    values = np.abs(rng.standard_normal(n)).astype(np.float32)
-    values[: n // 2] = values[n // 2 : n // 2 * 2]  # ties
-
-    def run(values):
-        at = largest(orders(values), count)
-        slot = write_positions(at, n)
-        return at, slot, read_positions(slot[None, :], count, n)
-
-    same(compiled(run, kind)(tf.constant(values)), run(values))
 
 
 @pytest.mark.parametrize("kind", KINDS)

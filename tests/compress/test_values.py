@@ -95,55 +95,6 @@ def test_special_rows(backend, kind):
         assert (heads, codes) == expected(row, kind)
 
 
-@pytest.mark.parametrize("kind", ["sign", "2bit"])
-def test_the_order_of_the_values_does_not_matter(backend, kind):
-    rng = np.random.default_rng(0)
-    row = (rng.standard_t(2, 1000) * 1e-3).astype(np.float32)
-    heads = coded(row, kind)[0]
-    for _ in range(5):
-        assert coded(rng.permutation(row), kind)[0] == heads
-
-
-@examples
-@given(rows())
-def test_the_level_is_the_mean_magnitude(backend, row):
-    (head,), _, decoded = coded(row, "sign")
-    mean = math.fsum(abs(float(v)) for v in row) / row.size
-    # Each magnitude is cut to a unit and so is the mean; then half a step of bfloat16, which is
-    # 2**-8 of a normal number and 2**-134 of a denormal one, and half of TINY before.
-    low = mean - 2 * float(unit(row))
-    slack = 2.0**-8 * 1.0001 * mean + 2.0**-134 + TINY
-    level = float(abs(decoded).max())
-    assert low - slack <= level <= min(mean + slack, LARGEST)
-    assert head <= 0x7F7F
-
-
-@examples
-@given(rows())
-def test_two_levels_lie_on_either_side_of_the_mean(backend, row):
-    heads, codes, _ = coded(row, "2bit")
-    low, high = heads
-    assert low <= expected(row, "sign")[0][0] <= high or not any(code & 2 for code in codes)
-    if len({abs(float(v)) for v in row}) == 1:  # one magnitude needs one level
-        assert low == high
-        assert all(code < 2 for code in codes)
-
-
-@examples
-@given(rows())
-def test_two_levels_lose_no_more_than_one(backend, row):
-    scale = 2.0 ** -math.frexp(float(abs(row).max()))[1]
-    exact = row.astype(np.float64) * scale
-    one, two = (
-        np.square(exact - coded(row, kind)[2].astype(np.float64) * scale).sum()
-        for kind in ("sign", "2bit")
-    )
-    # Best would be the exact means; each level is off by at most 2 units and 2**-8 of itself, or
-    # in denormals by 2**-134 + TINY, and the squares of that add to the error of the best.
-    off = 2.0**-20 + 2.0**-8 * 1.0001 + (2.0**-134 + 2 * TINY) * scale
-    assert two <= one + row.size * off**2
-
-
 def test_heads_saturate_at_the_largest_finite(backend):
     row = np.full(40, LARGEST, np.float32)  # its nearest bfloat16 would be infinite
     row[::2] *= -1
@@ -173,17 +124,6 @@ def test_denormals(backend, kind):
         else:  # a rung of 3 mantissa bits of denormals is 2**20 TINY; minus one rung is no code
             assert (abs(decoded - row)[::2] <= 2.0**19 * TINY).all()
             assert (abs(decoded - row) <= 2.0**20 * TINY).all()
-
-
-@pytest.mark.parametrize("kind", ["sign", "2bit"])
-def test_zeros_among_the_kept_count_in_the_mean_and_get_the_level(backend, kind):
-    """There is no code for zero: where all is kept, a zero becomes the lower level."""
-    row = np.zeros(64, np.float32)
-    row[:16] = 4.0
-    heads, codes, decoded = coded(row, kind)
-    assert heads == ([0x3F80] if kind == "sign" else [0, 0x4080])
-    assert codes == ([0] * 64 if kind == "sign" else [2] * 16 + [0] * 48)
-    assert decoded.tolist() == ([1.0] * 64 if kind == "sign" else [4.0] * 16 + [0.0] * 48)
 
 
 @examples

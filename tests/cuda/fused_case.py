@@ -56,11 +56,7 @@ def encode(
 
 
 def decode(
-    device: Host,
-    form: Format,
-    records: np.ndarray,
-    size: int,
-    dtype: str = "float32",
+    device: Host, form: Format, records: np.ndarray, size: int, dtype: str = "float32"
 ) -> tuple[np.ndarray, int, np.ndarray]:
     """[ranks, blocks, words] -> the mean of the ranks, error flags, checksums by rank."""
     ranks, blocks, words = records.shape
@@ -68,16 +64,9 @@ def decode(
     out = np.frombuffer(b"\xff" * (size * np.dtype(kind).itemsize), kind).copy()
     flags, totals = np.zeros(1, np.uint32), np.zeros(ranks, np.uint64)
     piece = Piece(
-        values=address(out),
-        dtype=dtype,
-        elements=size,
-        blocks=blocks,
-        words=address(records),
-        first_word=8,
-        totals=address(totals),
-        memory=address(flags),
-        rank_words=blocks * words,
-    )
+        values=address(out), dtype=dtype, elements=size, blocks=blocks, words=address(records),
+        first_word=8, totals=address(totals), memory=address(flags), rank_words=blocks * words,
+    )  # fmt: skip
     launch.decode_blocks(device, form, [piece], ranks=ranks, weight=1 / ranks)
     return out, int(flags[0]), totals
 

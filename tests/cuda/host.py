@@ -53,15 +53,9 @@ class Host:
         self._constants: dict[tuple[Any, ...], np.ndarray] = {}
 
     def launch(
-        self,
-        program: Program,
-        kernel: str,
-        *,
-        blocks: int,
-        threads: int,
-        shared_bytes: int,
+        self, program: Program, kernel: str, *, blocks: int, threads: int, shared_bytes: int,
         args: Sequence[Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         library = ctypes.CDLL(str(build(program, self.flags)))
         self.launches.append((kernel, blocks))
         given: list[Any] = []

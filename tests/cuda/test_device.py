@@ -59,14 +59,10 @@ def test_payload_memory_and_mean_are_those_of_the_cpu(
 
 # Float transforms differ in the last bits, so bins near the threshold may be exchanged. What the
 # memory keeps and what is sent add up to the input all the same: test_fused.py has the bound.
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"transform": it, "block": block} for it in ("fft", "dct") for block in (256, None)),
-        *({"span": 64, "block": block} for block in (256, 1 << 14)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    *({"transform": it, "block": block} for it in ("fft", "dct") for block in (256, None)),
+    *({"span": 64, "block": block} for block in (256, 1 << 14)),
+], ids=str)  # fmt: skip
 def test_what_is_sent_and_kept_add_up(
     gpu: FakeCuda,  # noqa: F811
     settings: dict,

@@ -119,13 +119,10 @@ def exact_forward(values: np.ndarray, transform: str, span: int | None = None) -
     return wide @ scipy.linalg.hadamard(order) / np.sqrt(order)
 
 
-@pytest.mark.parametrize(
-    ("block", "transform", "span"),
-    [
-        *itertools.product([32, 64, 128, 4096, 8192], ["fft", "dct", "hadamard"], [None]),
-        *((block, "fft", span) for block, span in [(64, 32), (4096, 64), (4096, 32), (8192, 1024)]),
-    ],
-)
+@pytest.mark.parametrize(("block", "transform", "span"), [
+    *itertools.product([32, 64, 128, 4096, 8192], ["fft", "dct", "hadamard"], [None]),
+    *((block, "fft", span) for block, span in [(64, 32), (4096, 64), (4096, 32), (8192, 1024)]),
+])  # fmt: skip
 def test_transforms_stay_within_the_bound(block: int, transform: str, span: int | None) -> None:
     form = oracle.make_format(block, transform, 0.99, span=span)
     rng = np.random.default_rng(block)

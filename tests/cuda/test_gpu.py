@@ -90,17 +90,13 @@ def test_bits_are_those_of_the_host_run(xp: Any, block: int, transform: str, kin
             np.testing.assert_array_equal(total.get(), sums)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"transform": "identity"},
-        {"transform": "identity", "values": "2bit"},
-        {"transform": "hadamard", "block": 512},
-        {"transform": "identity", "block": None},
-        {"transform": "identity", "block": None, "positions": "bitmap", "values": "fp16"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {"transform": "identity"},
+    {"transform": "identity", "values": "2bit"},
+    {"transform": "hadamard", "block": 512},
+    {"transform": "identity", "block": None},
+    {"transform": "identity", "block": None, "positions": "bitmap", "values": "fp16"},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("n", [0, 1, 33, 1000, 100_000, 2**20 + 1])
 def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int) -> None:
     codec = FFTCodec(theta=0.95, **settings)
@@ -113,14 +109,10 @@ def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int
     _fft_cuda.raise_if_damaged()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"transform": it, "block": block} for it in ("fft", "dct") for block in (4096, None)),
-        *({"span": 64, "block": block} for block in (4096, 1 << 14)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    *({"transform": it, "block": block} for it in ("fft", "dct") for block in (4096, None)),
+    *({"span": 64, "block": block} for block in (4096, 1 << 14)),
+], ids=str)  # fmt: skip
 def test_cufft_and_fused_paths_add_up(xp: Any, settings: dict[str, Any]) -> None:
     codec = FFTCodec(theta=0.95, **settings)
     n = 100_000
@@ -148,19 +140,16 @@ def test_torch_tensors_of_every_type(torch: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("auto", {"ratio": 12, "shape": (100, 90)}),
-        ("lowrank", {"shape": (100, 90)}),
-        ("powersgd", {"shape": (100, 90)}),
-        ("demo", {"shape": (100, 90)}),
-        *(
-            (name, {})
-            for name in ("topk", "dgc", "onebit", "qsgd", "terngrad", "fp16", "bf16", "fp8")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("auto", {"ratio": 12, "shape": (100, 90)}),
+    ("lowrank", {"shape": (100, 90)}),
+    ("powersgd", {"shape": (100, 90)}),
+    ("demo", {"shape": (100, 90)}),
+    *(
+        (name, {})
+        for name in ("topk", "dgc", "onebit", "qsgd", "terngrad", "fp16", "bf16", "fp8")
+    ),
+])  # fmt: skip
 def test_codecs_without_kernels(
     xp: Any, request: pytest.FixtureRequest, kind: str, name: str, settings: dict[str, Any]
 ) -> None:

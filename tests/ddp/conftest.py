@@ -36,7 +36,7 @@ def ranks_of_module(tmp_path_factory):
 
 
 def launcher(tmp_path: Path) -> Callable[..., list[Rank]]:
-    """See `ranks`; outputs and the meeting point are in this folder."""
+    """See `ranks`; outputs and meeting points are below this folder."""
     pytest.importorskip("torch.distributed")
 
     def run(n, script, *args, timeout=100.0):
@@ -47,17 +47,12 @@ def launcher(tmp_path: Path) -> Callable[..., list[Rank]]:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
         }
-        outputs = [tmp_path / f"rank{rank}.txt" for rank in range(n)]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        outputs = [folder / f"rank{rank}.txt" for rank in range(n)]
         processes = []
         for rank, output in enumerate(outputs):
-            command = [
-                sys.executable,
-                str(script),
-                str(rank),
-                str(n),
-                str(tmp_path / "meet"),
-                *args,
-            ]
+            command = [sys.executable, str(script), str(rank), str(n), str(folder / "meet"), *args]
             with output.open("w") as file:
                 processes.append(
                     subprocess.Popen(

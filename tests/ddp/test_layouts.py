@@ -72,21 +72,18 @@ def test_as_much_is_caught(alone, ratio):
     assert lies.exchange.tensors["5.kernel"].shape == (256, 96)
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides", "axes"),
-    [
-        ((), (), []),
-        ((5,), (1,), [0]),
-        ((8, 3, 5, 5), (75, 25, 5, 1), [0, 1, 2, 3]),
-        ((8, 3, 5, 5), (75, 1, 15, 3), [0, 2, 3, 1]),
-        ((8, 1, 5, 5), (25, 1, 5, 1), [0, 2, 3, 1]),
-        ((4, 6), (1, 4), [1, 0]),
-        ((4, 6), (12, 2), [0, 1]),  # not dense: DDP's view is
-        ((4, 6), (0, 1), [0, 1]),
-        ((4, 6), (1, 8), [0, 1]),
-        ((0, 6), (6, 1), [0, 1]),
-    ],
-)
+@pytest.mark.parametrize(("shape", "strides", "axes"), [
+    ((), (), []),
+    ((5,), (1,), [0]),
+    ((8, 3, 5, 5), (75, 25, 5, 1), [0, 1, 2, 3]),
+    ((8, 3, 5, 5), (75, 1, 15, 3), [0, 2, 3, 1]),
+    ((8, 1, 5, 5), (25, 1, 5, 1), [0, 2, 3, 1]),
+    ((4, 6), (1, 4), [1, 0]),
+    ((4, 6), (12, 2), [0, 1]),  # not dense: DDP's view is
+    ((4, 6), (0, 1), [0, 1]),
+    ((4, 6), (1, 8), [0, 1]),
+    ((0, 6), (6, 1), [0, 1]),
+])  # fmt: skip
 def test_order_of_axes(shape, strides, axes):
     assert axes_of(shape, strides) == axes
     assert shape_of(shape, strides) == tuple(shape[axis] for axis in axes)

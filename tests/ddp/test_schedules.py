@@ -114,14 +114,6 @@ def test_the_engine_follows_the_steps():
         own.theta.refuse_unnamed()
 
 
-@pytest.mark.slow
-def test_every_kind_of_schedule_on_real_ranks(ranks):
-    """DDP with several buckets and accumulation, a run resumed bit by bit, and FSDP2."""
-    for rank in ranks(2, RANKS / "schedules.py", timeout=120):
-        assert rank.returncode == 0, rank.output
-        assert "ok cosine\n" in rank.output, rank.output  # the last of KINDS
-
-
 def test_settings_say_the_same_in_every_process():
     for schedule in (WARMUP, STEPWISE, Diminishing(0.5, rate=np.sin)):
         assert "0x" not in repr(FFTCompression.using(theta=schedule).settings)

@@ -15,17 +15,10 @@ from horovod_steps import StepError, Steps
 from horovod_target import Target
 
 TARGET = Target(
-    python="cpython-311-x86_64-linux-gnu",
-    torch="2.13.0+cpu",
-    torch_cuda=None,
-    tensorflow=None,
-    tensorflow_cuda=False,
-    compiler="g++ 12.2.0",
-    machine="Linux x86_64 glibc-2.36",
-    cpu=("avx",),
-    nvcc=None,
-    mpi=None,
-)
+    python="cpython-311-x86_64-linux-gnu", torch="2.13.0+cpu", torch_cuda=None, tensorflow=None,
+    tensorflow_cuda=False, compiler="g++ 12.2.0", machine="Linux x86_64 glibc-2.36", cpu=("avx",),
+    nvcc=None, mpi=None,
+)  # fmt: skip
 GPU = dataclasses.replace(TARGET, torch="2.15.0", torch_cuda="13.2", nvcc="13.2")
 # A Horovod whose launcher reports a build and, as so many ranks as it is told here, averages.
 LAUNCH = """import sys

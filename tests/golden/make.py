@@ -16,6 +16,10 @@ from sn_compress import Codec, FFTCodec, Payload, codec
 from sn_compress.ops.record import decode_records
 
 HERE = Path(__file__).resolve().parent
+OVER_AXES = {
+    "block": 256, "transform": "axes", "shape": [10, 12, 3, 3], "axes": [2, 3],
+    "positions": "bitmap",
+}  # fmt: skip
 # Name, number of elements, settings, elements that are not finite.
 CASES: list[tuple[str, int, dict[str, object], dict[int, float]]] = [
     ("v1-default", 10_000, {}, {}),
@@ -32,34 +36,16 @@ CASES: list[tuple[str, int, dict[str, object], dict[int, float]]] = [
     ("v1-hadamard", 900, {"theta": 0.8, "block": None, "transform": "hadamard"}, {}),
     ("v1-top-k", 5_000, {"theta": 0.98, "block": 1024, "transform": "identity"}, {}),
     ("v1-all-kept", 300, {"theta": 0.0, "transform": "identity", "values": "2bit"}, {}),
-    (
-        "v1-axes",
-        1_080,
-        {
-            "theta": 0.9,
-            "block": 256,
-            "transform": "axes",
-            "shape": [10, 12, 3, 3],
-            "axes": [2, 3],
-            "bits": 6,
-            "mantissa": 2,
-            "positions": "bitmap",
-        },
-        {},
-    ),
+    ("v1-axes", 1_080, OVER_AXES | {"theta": 0.9, "bits": 6, "mantissa": 2}, {}),
     ("v1-empty", 0, {}, {}),
 ]
+HALF = {"indices": "packed", "values": "fp16"}
 # Name, method of the registry, number of elements, settings.
 METHODS: list[tuple[str, str, int, dict[str, object]]] = [
     ("v1-topk", "topk", 5_000, {"theta": 0.99}),
     ("v1-topk-grace", "topk", 200, {"preset": "grace"}),
     ("v1-topk-compact", "topk", 9_000, {"preset": "compact"}),
-    (
-        "v1-topk-half",
-        "topk",
-        500,
-        {"theta": 0.9, "chunk": 60, "indices": "packed", "values": "fp16"},
-    ),
+    ("v1-topk-half", "topk", 500, {"theta": 0.9, "chunk": 60} | HALF),
     ("v1-qsgd", "qsgd", 1_000, {}),
     ("v1-qsgd-grace", "qsgd", 300, {"preset": "grace"}),
     ("v1-terngrad", "terngrad", 1_001, {"bucket": 300}),

@@ -15,37 +15,31 @@ LEGAL = {
 TOPK = codec("topk", theta=0.98)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"average": "gradients"},
-        {"momentum": 8, "limit": 0.1},
-        {"codec": TOPK, "limit": 0.1, "pull": 1},
-        {"every": 0},
-    ],
-)
+@pytest.mark.parametrize("changed", [
+    {},
+    {"average": "gradients"},
+    {"momentum": 8, "limit": 0.1},
+    {"codec": TOPK, "limit": 0.1, "pull": 1},
+    {"every": 0},
+])  # fmt: skip
 def test_legal(changed):
     GossipSettings(**(LEGAL | changed))
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"average": "models"}, "expected 'weights' or 'gradients'"),
-        ({"average": "gradients", "limit": 0.1}, "which apply to weights"),
-        ({"average": "gradients", "momentum": 1}, "which apply to weights"),
-        ({"average": "gradients", "codec": TOPK}, "which apply to weights"),
-        ({"momentum": -1}, "momentum=-1"),
-        ({"every": -1}, "every=-1"),
-        ({"pull": 0}, "pull=0"),
-        ({"pull": 1.1}, "pull=1.1"),
-        ({"limit": 0.0}, "limit=0.0"),
-        ({"limit": float("nan")}, "limit=nan"),
-        ({"limit": 0.1, "every": 0}, "every=0"),
-        ({"codec": TOPK, "momentum": 1}, "sent uncompressed"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"average": "models"}, "expected 'weights' or 'gradients'"),
+    ({"average": "gradients", "limit": 0.1}, "which apply to weights"),
+    ({"average": "gradients", "momentum": 1}, "which apply to weights"),
+    ({"average": "gradients", "codec": TOPK}, "which apply to weights"),
+    ({"momentum": -1}, "momentum=-1"),
+    ({"every": -1}, "every=-1"),
+    ({"pull": 0}, "pull=0"),
+    ({"pull": 1.1}, "pull=1.1"),
+    ({"limit": 0.0}, "limit=0.0"),
+    ({"limit": float("nan")}, "limit=nan"),
+    ({"limit": 0.1, "every": 0}, "every=0"),
+    ({"codec": TOPK, "momentum": 1}, "sent uncompressed"),
+])  # fmt: skip
 def test_not_legal(changed, told):
     with pytest.raises(CompressError, match=told):
         GossipSettings(**(LEGAL | changed))

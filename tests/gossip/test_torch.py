@@ -14,17 +14,9 @@ CASES = [
 ]  # fmt: skip
 # What a transport could get wrong: both must give the bits of the reference.
 REAL = [
-    "weights",
-    "gradients",
-    "idle-ranks",
-    "threads",
-    "consensus",
-    "coded",
-    "differ",
-    "counted",
-    "ring",
-    "late",
-]
+    "weights", "gradients", "idle-ranks", "threads", "consensus", "coded", "differ", "counted",
+    "ring", "late",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -43,19 +43,16 @@ def test_paper_mode_is_the_papers_pipeline():
     assert settings.theta == 0.85
 
 
-@pytest.mark.parametrize(
-    ("changes", "span"),
-    [
-        ({}, 64),
-        ({"block": 64}, 64),
-        ({"span": 256}, 256),
-        ({"span": None}, None),
-        ({"block": 32}, None),
-        ({"block": None}, None),
-        ({"transform": "dct"}, None),
-        ({"mode": "paper"}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "span"), [
+    ({}, 64),
+    ({"block": 64}, 64),
+    ({"span": 256}, 256),
+    ({"span": None}, None),
+    ({"block": 32}, None),
+    ({"block": None}, None),
+    ({"transform": "dct"}, None),
+    ({"mode": "paper"}, None),
+])  # fmt: skip
 def test_blocks_are_cut_into_spans_unless_what_is_asked_has_none(changes, span):
     settings = FFTCompression.using(**changes).settings
     assert settings.span == span
@@ -68,46 +65,40 @@ def test_a_span_that_is_asked_for_is_not_dropped():
             FFTCompression.using(span=128, **changes)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"theta": 1.0}, "theta"),
-        ({"block": 1000}, "block"),
-        ({"bits": 3}, "bits"),
-        ({"bits": 8, "mantissa": 8}, "mantissa"),
-        ({"min_elements": 0}, "min_elements"),
-        ({"decay": 0.0}, "decay"),
-        ({"mode": "best"}, "mode"),
-        ({"topk": 3}, "no setting topk; FFTCompression has bits, block"),
-        ({"exchange": "gather"}, "no setting exchange"),
-        ({"tune": True}, "no setting tune"),
-        ({"theta": "0.9"}, "theta='0.9'; expected a number or a schedule"),
-        ({"theta": True}, "theta=True; expected a number"),
-        ({"bits": 8.0}, "bits=8.0; expected a whole number"),
-        ({"half": 1}, "half=1; expected True or False"),
-        ({"transform": ["fft"]}, "expected 'fft' or 'dct'"),
-        ({"block": "4096"}, "expected a whole number or None"),
-        ({"wait_s": "60"}, "wait_s='60'; expected a number"),
-    ],
-)
+@pytest.mark.parametrize(("change", "word"), [
+    ({"theta": 1.0}, "theta"),
+    ({"block": 1000}, "block"),
+    ({"bits": 3}, "bits"),
+    ({"bits": 8, "mantissa": 8}, "mantissa"),
+    ({"min_elements": 0}, "min_elements"),
+    ({"decay": 0.0}, "decay"),
+    ({"mode": "best"}, "mode"),
+    ({"topk": 3}, "no setting topk; FFTCompression has bits, block"),
+    ({"exchange": "gather"}, "no setting exchange"),
+    ({"tune": True}, "no setting tune"),
+    ({"theta": "0.9"}, "theta='0.9'; expected a number or a schedule"),
+    ({"theta": True}, "theta=True; expected a number"),
+    ({"bits": 8.0}, "bits=8.0; expected a whole number"),
+    ({"half": 1}, "half=1; expected True or False"),
+    ({"transform": ["fft"]}, "expected 'fft' or 'dct'"),
+    ({"block": "4096"}, "expected a whole number or None"),
+    ({"wait_s": "60"}, "wait_s='60'; expected a number"),
+])  # fmt: skip
 def test_bad_settings_are_refused_when_given(change, word):
     with pytest.raises(CompressError, match=word):
         FFTCompression.using(**change)
 
 
-@pytest.mark.parametrize(
-    ("compression", "change", "words"),
-    [
-        (LowRankCompression, {"theta": 0.9}, "theta belongs to FFTCompression; .*Use FFTCompr"),
-        (AutoCompression, {"mode": "paper"}, "mode belongs to FFTCompression; AutoCompression has"),
-        (LowRankCompression, {"threads": 2}, "threads belongs to FFTCompression"),
-        (FFTCompression, {"ratio": 9}, "ratio belongs to LowRankCompression and AutoCompression"),
-        (FFTCompression, {"theta": 0.9, "overlap": True}, "overlap belongs to LowRankCompression"),
-        (LowRankCompression, {"ratio": 1.0}, "ratio=1.0"),
-        (LowRankCompression, {"ratio": "100"}, "ratio='100'; expected a number"),
-        (AutoCompression, {"warmup": 2.5}, "warmup=2.5; expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("compression", "change", "words"), [
+    (LowRankCompression, {"theta": 0.9}, "theta belongs to FFTCompression; .*Use FFTCompr"),
+    (AutoCompression, {"mode": "paper"}, "mode belongs to FFTCompression; AutoCompression has"),
+    (LowRankCompression, {"threads": 2}, "threads belongs to FFTCompression"),
+    (FFTCompression, {"ratio": 9}, "ratio belongs to LowRankCompression and AutoCompression"),
+    (FFTCompression, {"theta": 0.9, "overlap": True}, "overlap belongs to LowRankCompression"),
+    (LowRankCompression, {"ratio": 1.0}, "ratio=1.0"),
+    (LowRankCompression, {"ratio": "100"}, "ratio='100'; expected a number"),
+    (AutoCompression, {"warmup": 2.5}, "warmup=2.5; expected a whole number"),
+])  # fmt: skip
 def test_a_setting_of_another_class_is_refused_with_its_owner(compression, change, words):
     with pytest.raises(CompressError, match=words):
         compression.using(**change)

@@ -62,8 +62,7 @@ def wait_for(what, limit_s):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "shared"])
-@pytest.mark.parametrize("for_good", [False, True], ids=["5s", "for-good"])
+@pytest.mark.parametrize(("exchange", "for_good"), [("gather", True), ("shared", False)])
 def test_a_cut_link_ends_or_heals_and_is_never_silent(links, tmp_path, exchange, for_good):
     """Five seconds TCP survives: the same weights as without. For good, each rank gets an error."""
     inside = links.command(1, "ip", "link", "set", "eth0")

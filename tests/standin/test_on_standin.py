@@ -113,15 +113,9 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = gradients(copy.deepcopy(model), sample)
     mine = plan(
-        model,
-        sample,
-        "40%",
-        optimizer=optimizer,
-        state="host",
-        device=LINK,
-        profile=False,
+        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
         time_limit_s=0.5,
-    )
+    )  # fmt: skip
     on_host = [it for it in mine.parameters() if it.device.type == "cpu"]
     assert on_host
     finished, own = [], StreamLanes.finish
@@ -293,16 +287,12 @@ def test_a_planned_model_lies_where_it_was_packed(placed, techniques, holds_outp
 
 
 @pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize(
-    "compression",
-    [
-        FFTCompression.using(theta=0.9),
-        FFTCompression.using(theta=0.9, transform="dct"),
-        LowRankCompression.using(ratio=20, warmup=1),
-        AutoCompression.using(ratio=20, warmup=1),
-    ],
-    ids=["fft", "dct", "low rank", "auto"],
-)
+@pytest.mark.parametrize("compression", [
+    FFTCompression.using(theta=0.9),
+    FFTCompression.using(theta=0.9, transform="dct"),
+    LowRankCompression.using(ratio=20, warmup=1),
+    AutoCompression.using(ratio=20, warmup=1),
+], ids=["fft", "dct", "low rank", "auto"])  # fmt: skip
 def test_a_compressed_step_asks_the_device_for_nothing(tmp_path, compression, late):
     """No value crosses over but the flag of damage, which is copied to pinned memory."""
     COUNTS.run_late(late)

@@ -52,9 +52,7 @@ def batches():
 def real(way):
     net, optimizer = new()
     optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=net.named_parameters(),
-        compression=WAYS[way],
+        optimizer, named_parameters=net.named_parameters(), compression=WAYS[way]
     )
     for images, labels in batches():
         optimizer.zero_grad()

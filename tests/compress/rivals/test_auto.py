@@ -66,21 +66,6 @@ def test_the_size_is_the_budget(backend, n, ratio):
     assert codec.payload_bytes(n) == max(budget, least)
 
 
-def test_every_candidate_fits_and_fills_the_budget():
-    codec = AutoCodec(ratio=50, shape=SHAPE)
-    budget = codec.payload_bytes(N)
-    candidates = codec.candidates(N)
-    assert len(candidates) > 20
-    for candidate in candidates:
-        size = candidate.payload_bytes(N)
-        assert size <= budget
-        if isinstance(candidate, FFTCodec) and candidate.theta > 0:
-            # One more kept value a block, of up to 2 * 16 bits and a position, would not fit.
-            blocks = sum(s.count for s in candidate.sections(N))
-            assert size >= budget - blocks * 12 - 16
-    assert len({repr(candidate) for candidate in candidates}) == len(candidates)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_it_picks_the_right_kind(seed):
     plain = AutoCodec(ratio=60)
@@ -117,72 +102,6 @@ def test_it_loses_no_more_than_any_candidate(backend, shape):
         assert payload.energy == pytest.approx(norm(x) ** 2, rel=4 * e + 2 * ENERGY)
 
 
-@pytest.mark.parametrize("value", [1e35, 1e36, 3.4e38])
-def test_a_candidate_that_overflows_is_not_the_best(backend, value):
-    """Its block would be NaN, of which no error is counted."""
-    x = (np.sign(heavy(N)) * value * (1 - 0.1 * abs(np.sin(np.arange(N))))).astype(np.float32)
-    codec = AutoCodec(ratio=8, shape=SHAPE)
-    scores = codec.scores(x)
-    for score, candidate in zip(scores, codec.candidates(N), strict=True):
-        finite = np.isfinite(candidate.decode(candidate.encode(x))).all()
-        assert np.isfinite(score) == finite
-    payload = codec.encode(x)
-    assert np.isfinite(codec.decode(payload)).all()
-    assert payload.error <= payload.energy
-    y = np.full(N, value, np.float32)
-    assert np.isfinite(codec.decode(codec.encode(y))).all()
-
-
-def test_mixed_choices_decode_to_the_mean(backend):
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    inputs = [heavy(N), smooth(N), flat(*SHAPE, 2), heavy(N, 1), smooth(N, 1)]
-    payloads = [codec.encode(x) for x in inputs]
-    assert len({payload.settings[0] for payload in payloads}) >= 3
-    decodes = [codec.decode(payload).astype(np.float64) for payload in payloads]
-    mean = codec.decode_mean(payloads)
-    # A transform each, of one payload or of the mean of several, and a few roundings of each.
-    e = max(transform_error(c, N) for c in codec.candidates(N) if isinstance(c, FFTCodec))
-    bound = (2.1 * e + 10 * U) * sum(map(norm, decodes)) / 5
-    assert norm(mean - sum(decodes) / 5) <= bound
-    np.testing.assert_array_equal(codec.decode_mean(payloads).view(np.uint32), mean.view(np.uint32))
-    np.testing.assert_array_equal(codec.decode_mean(payloads[:1]), codec.decode(payloads[0]))
-    again = [Payload.from_bytes(payload.to_bytes()) for payload in payloads]
-    np.testing.assert_array_equal(codec.decode_mean(again), mean)
-    same = codec.decode_mean([payloads[0]] * 4)
-    np.testing.assert_array_equal(same, codec.decode(payloads[0]))
-    x = heavy(N)
-    x[5] = np.nan
-    assert np.isnan(codec.decode_mean([*payloads, codec.encode(x)])[5])
-
-
-def test_a_new_choice_keeps_the_memory(backend):
-    """From any candidate to any other: what is remembered stands for the same vector."""
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    candidates = codec.candidates(N)
-    first_of = {}
-    for i, c in enumerate(candidates):
-        kind = (getattr(c, "transform", "lowrank"), getattr(c, "block", 0), getattr(c, "axes", 0))
-        first_of.setdefault(kind, i)
-    assert len(first_of) >= 8
-    for old in first_of.values():
-        for new in first_of.values():
-            state = codec.new_state(N)
-            codec._switch(state, old, N)
-            payload = candidates[old].encode(random(N), state=state.inner)
-            before = codec.state_to_values(state, N).astype(np.float64)
-            codec._switch(state, new, N)
-            assert state.choice == new
-            after = codec.state_to_values(state, N)
-            e = sum(
-                transform_error(candidates[i], N) if isinstance(candidates[i], FFTCodec) else 0
-                for i in (old, new)
-            )
-            # Back, forward, back, and the comparison's own way back.
-            assert norm(after - before) <= 2.1 * e * math.sqrt(payload.error)
-            if old == new:
-                assert norm(after - before) == 0
-
-
 def test_what_went_in_comes_out_across_choices(backend):
     codec = AutoCodec(ratio=20, shape=SHAPE, every=3)
     state = codec.new_state(N)
@@ -199,45 +118,6 @@ def test_what_went_in_comes_out_across_choices(backend):
         slack += (5 * e + 10 * U) * 2 * (norm(x) + before)
     assert len(choices) >= 3
     assert norm(sent + codec.state_to_values(state, N) - went_in) <= slack
-
-
-def test_choices_are_made_anew_every_so_often():
-    codec = AutoCodec(ratio=20, shape=SHAPE, every=4)
-    state = codec.new_state(N)
-    kinds = []
-    for step in range(9):
-        x = scattered(N, step) if step < 1 else flat(*SHAPE, 2, step) * 1000
-        kinds.append(isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec))
-    assert kinds == [False] * 4 + [True] * 5
-    assert state.age == 1
-
-
-def test_a_first_gradient_that_is_not_finite_decides_nothing(backend):
-    """Loss scaling begins with overflows: the choice waits for a gradient to look at."""
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    state, fresh = codec.new_state(N), codec.new_state(N)
-    x = flat(*SHAPE, 2)
-    for bad in (np.nan, np.inf):
-        y = x.copy()
-        y[77] = bad
-        payload = codec.encode(y, state=state)
-        assert np.isnan(codec.decode(payload)[77])
-        assert payload.nbytes == codec.payload_bytes(N)
-    assert not codec.state_to_values(state, N).any()
-    assert codec.encode(x, state=state).to_bytes() == codec.encode(x, state=fresh).to_bytes()
-    assert isinstance(chosen(codec, codec.encode(x, state=state)), LowRankCodec)
-
-
-def test_values_to_state():
-    codec = AutoCodec(ratio=20, shape=SHAPE)
-    values = random(N)
-    state = codec.values_to_state(values)
-    np.testing.assert_array_equal(codec.state_to_values(state, N), values)
-    assert not codec.state_to_values(codec.new_state(N), N).any()
-    # The memory counts in the choice: a small gradient, a low-rank memory.
-    state = codec.values_to_state(flat(*SHAPE, 2))
-    payload = codec.encode(heavy(N) * np.float32(1e-9), state=state)
-    assert isinstance(chosen(codec, payload), LowRankCodec)
 
 
 def test_ranks_that_decide_together():
@@ -260,29 +140,6 @@ def test_ranks_that_decide_together():
     before = states[0].choice
     codec.choose(states[0], total + codec.scores(bad), N)
     assert (states[0].choice, states[0].age) == (before, 1)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"theta": 0.98},
-        {"theta": 0.9, "values": "fp16"},
-        {"theta": 0.9, "block": 256, "bits": 4, "mantissa": 1},
-        {"theta": 0.5, "block": None, "values": "2bit"},
-        {"theta": 0.99, "positions": "bitmap"},
-        {"theta": 0.999, "block": 64, "values": "sign"},
-    ],
-    ids=str,
-)
-def test_one_like_an_fft_is_as_large(settings):
-    for shape, n in ((None, 5000), ((64, 96), N), ((100, 1000), 100_000), (None, 99_991)):
-        auto = AutoCodec.like(shape=shape, **settings)
-        fixed = FFTCodec(transform="fft", **settings)
-        assert auto.payload_bytes(n) <= fixed.payload_bytes(n)
-        assert auto.payload_bytes(n) >= 0.5 * fixed.payload_bytes(n)
-    x = heavy(5000)
-    auto = AutoCodec.like(**settings)
-    assert auto.encode(x).error <= FFTCodec(transform="fft", **settings).encode(x).error
 
 
 def test_settings():

@@ -1,79 +1,38 @@
-"""One rank: all shrink alike, or all stop and nothing is changed.
+"""One rank of three: all shrink alike, or all stop and nothing is changed.
 
-Run as `apoptosis.py RANK RANKS FILE`; prints "ok CASE" for each.
+Run as `apoptosis.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails.
 """
 
-import datetime
-import sys
-import time
+import copy
 
 import torch
 import torch.distributed as dist
+from cases import RANK, RANKS, message_of, process_group, run, same_on_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_memory.apoptosis.torch import AgreementError, Apoptosis
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
-
-
-def setup(seed=0, **settings):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
-    with torch.no_grad():
-        for one in range(8, 24):
-            model[0].weight[one] = model[0].weight[one % 8]
-            model[0].bias[one] = model[0].bias[one % 8]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    chosen = {
-        "tolerance": 0.05,
-        "every": 2,
-        "min_width": 4,
-        "round_to": 4,
-        "overhead": None,
-    } | settings
-    return model, optimizer, Apoptosis(model, optimizer, schedule="aggressive", **chosen)
+CHOSEN = {
+    "tolerance": 0.05, "min_width": 4, "round_to": 4, "overhead": None, "schedule": "aggressive",
+}  # fmt: skip
+# Batches that decide are not saved: the last eight steps before an event are after the checkpoint.
+STEPS, EVERY, SAVED = 30, 10, 2
 
 
 def batch(step):
     return torch.randn(64, 6, generator=torch.Generator().manual_seed(1000 * step + RANK))
 
 
-def same_on_all(tensor):
-    every = [torch.empty_like(tensor) for _ in range(RANKS)]
-    dist.all_gather(every, tensor.detach().contiguous())
-    return all(torch.equal(every[0], other) for other in every)
-
-
-def shrinks_under_ddp():
-    model, optimizer, shrink = setup()
-    ddp, changed = DistributedDataParallel(model), 0
-    for step in range(6):
-        optimizer.zero_grad()
-        ddp(batch(step)).square().mean().backward()
-        optimizer.step()
-        if shrink.step():
-            ddp = DistributedDataParallel(model)
-            changed += 1
-    assert changed, "nothing was merged"
-    assert model[0].out_features < 24
-    for parameter in model.parameters():
-        assert same_on_all(parameter)
-        assert same_on_all(optimizer.state[parameter]["momentum_buffer"])
-
-
 def fails(prepare, seed=0, **settings):
-    model, _, shrink = setup(seed, **settings)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    shrink = Apoptosis(model, optimizer, every=2, **CHOSEN | settings)
     before = [parameter.clone() for parameter in model.parameters()]
     prepare(model)
     shrink.step()
-    try:
-        shrink.step()
-    except AgreementError as error:
-        said = str(error)
-    else:
-        raise AssertionError("ranks differ, and none said so")
-    assert "different on ranks" in said
+    assert "different on ranks" in message_of(shrink.step, AgreementError)
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
 
@@ -90,14 +49,94 @@ def one_saw_no_batch():
     fails(lambda model: model(batch(0)) if RANK else None)
 
 
-torch.set_num_threads(1)
-wait = datetime.timedelta(seconds=90)
-dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS, timeout=wait
-)
-for case in (shrinks_under_ddp, weights_differ, settings_differ, one_saw_no_batch):
-    case()
-    dist.barrier()
-    print("ok", case.__name__, flush=True)
-time.sleep(0.2)  # docs/ddp.md says why
-dist.destroy_process_group()
+class Training:
+    """A net, its optimizer and apoptosis, under DDP."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        hidden = [nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU()]
+        self.model = nn.Sequential(*hidden, nn.Linear(48, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+        self.apoptosis = Apoptosis(self.model, self.optimizer, every=EVERY, **CHOSEN)
+        self.ddp = None
+
+    def save(self):
+        return copy.deepcopy([part.state_dict() for part in self.parts])
+
+    def load(self, states):
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))  # optimizers keep what they are given
+        self.ddp = None
+
+    @property
+    def parts(self):
+        return self.apoptosis, self.model, self.optimizer
+
+    def run(self, first, last):
+        """Train; return the steps after which the net shrank."""
+        events = []
+        for step in range(first, last):
+            self.ddp = self.ddp or DistributedDataParallel(self.model)
+            x = batch(step)
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.ddp(x), x[:, :1] * x[:, 1:2]).backward()
+            self.optimizer.step()
+            if self.apoptosis.step():
+                self.ddp = None
+                events.append(step)
+                self.check_same()
+        return events
+
+    def check_same(self):
+        for parameter in self.model.parameters():
+            state = self.optimizer.state[parameter]
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+                assert same_on_all(tensor)
+
+
+def identical_after_every_event():
+    training = Training()
+    events = training.run(0, STEPS)
+    assert len(events) >= 2
+    training.check_same()
+    assert training.model[0].out_features < 64
+
+
+def a_checkpoint_of_before_resumes_after():
+    whole = Training()
+    early = whole.run(0, SAVED)
+    assert not early, "the checkpoint has to be of before the first event"
+    saved = whole.save()
+    whole.ddp = None  # what it has learnt of buckets is not saved, and sums depend on it
+    events = whole.run(SAVED, STEPS)
+    # In a new process, which makes the net anew; and in this one, where it has shrunk since.
+    for again in (Training(seed=5), whole):
+        expected = [parameter.detach().clone() for parameter in whole.model.parameters()]
+        again.load(saved)
+        assert again.model[0].out_features == 64
+        assert again.run(SAVED, STEPS) == events
+        for ours, theirs in zip(again.model.parameters(), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def a_rank_that_joins_late_gets_the_new_shapes():
+    training = Training()
+    assert training.run(0, EVERY)
+    sent = [training.save()]
+    if RANK == RANKS - 1:  # as wide as the code makes it, and with other weights
+        training = Training(seed=9)
+    dist.broadcast_object_list(sent, src=0)
+    training.load(sent[0])
+    assert training.model[0].out_features < 64
+    training.run(EVERY, STEPS)
+    training.check_same()
+
+
+CASES = [
+    weights_differ, settings_differ, one_saw_no_batch, identical_after_every_event,
+    a_checkpoint_of_before_resumes_after, a_rank_that_joins_late_gets_the_new_shapes,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    with process_group(90):
+        run(CASES)

@@ -4,13 +4,12 @@ Run as `bad_input.py RANK RANKS FILE`. Prints "ok CASE" where every rank got the
 case's entry says the words that the message of every rank has to have.
 """
 
-import datetime
-import sys
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from cases import RANK, RANKS, everyone, process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +22,6 @@ from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
 from sn_compress.torch.process_group import Collectives
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 LONGEST = 20.0  # s that a case may take on a busy machine; a wait for the other rank ends at 40
 LOW, FFT = LowRankCompression.using(warmup=1), FFTCompression
 
@@ -203,12 +201,6 @@ CASES = {
 }  # fmt: skip
 
 
-def everyone(value):
-    found = [None] * RANKS
-    dist.all_gather_object(found, value)
-    return found
-
-
 def message_of(call):
     """The type and the text of what is raised."""
     try:
@@ -304,17 +296,11 @@ STEPS = {
 }
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=40),
-    )  # fmt: skip
-    MESH = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
-    for case in CASES:
-        refused(case)
-        print(f"ok {case}.", flush=True)
-    for case, call in STEPS.items():
-        call()
-        print(f"ok {case}.", flush=True)
-    time.sleep(0.2)  # docs/ddp.md says why
-    dist.destroy_process_group()
+    with process_group(40):
+        MESH = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+        for case in CASES:
+            refused(case)
+            print(f"ok {case}.", flush=True)
+        for case, call in STEPS.items():
+            call()
+            print(f"ok {case}.", flush=True)

@@ -4,26 +4,22 @@ Run as `behave.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fail
 """
 
 import copy
-import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from cases import process_group, run
+from cases import RANK, RANKS, gathered, process_group, run, same_on_all
+from cases import message_of as message_of_kind
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress import (
-    CastCompression,
-    CompressError,
-    FFTCompression,
-    LowRankCompression,
-)
+from sn_compress import CastCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
 SHARED = LowRankCompression.using(warmup=2, ratio=20.0)
 LOSSY = (FFTCompression.using(theta=0.9), SHARED, CastCompression.using(dtype="fp8"))
+message_of = partial(message_of_kind, kinds=(CompressError, RuntimeError))
 
 
 def net(seed=0):
@@ -53,25 +49,6 @@ def mean(tensor):
     total = tensor.detach().clone()
     dist.all_reduce(total)
     return total / RANKS
-
-
-def gathered(tensor):
-    every = [torch.empty_like(tensor) for _ in range(RANKS)]
-    dist.all_gather(every, tensor.detach().contiguous())
-    return every
-
-
-def same_on_all(tensor):
-    every = gathered(tensor)
-    return all(torch.equal(every[0], other) for other in every)
-
-
-def message_of(call):
-    try:
-        call()
-    except (CompressError, RuntimeError) as error:
-        return str(error)
-    raise AssertionError("an error was to be raised")
 
 
 def residual(state, name, like):

@@ -7,22 +7,19 @@ torchrun tells nodes apart by GROUP_RANK; here each two ranks say that they are 
 import copy
 import logging
 import os
-import sys
 from functools import partial
 
 import behave
 import outcomes
 import torch
 import torch.distributed as dist
-from behave import LOSSY, gathered, loss_of, mean, message_of, net, residual, same_on_all, wrap
-from cases import process_group, run
+from behave import LOSSY, loss_of, mean, message_of, net, residual, wrap
+from cases import RANK, everyone, gathered, process_group, run, same_on_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState
-
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 
 
 def state_of(compression, model, **options):
@@ -96,8 +93,7 @@ def a_run_goes_on_bit_by_bit():
         saved, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.state_dict())
         ddp = wrap(model, state)  # which has the buckets of a first step again
         train(model, ddp, range(4, 8))
-        every = [None] * RANKS
-        dist.all_gather_object(every, saved)
+        every = everyone(saved)
         for loaded in (saved, every):
             again = net(seed=1)
             again.load_state_dict(weights)
@@ -116,8 +112,7 @@ def a_run_goes_on_with_other_nodes():
             model = net()
             state = state_of(first, model)
             train(model, wrap(model, state), range(4))
-            every = [None] * RANKS
-            dist.all_gather_object(every, copy.deepcopy(state.state_dict()))
+            every = everyone(copy.deepcopy(state.state_dict()))
             left = {name: residual(state, name, p) for name, p in model.named_parameters()}
             again = copy.deepcopy(model)
             other = state_of(then, again)
@@ -187,13 +182,10 @@ CASES = [
     plain_means_are_the_means, every_tensor_has_one_owner, fewer_bytes_leave_a_node_than_without,
     a_run_goes_on_bit_by_bit, a_run_goes_on_with_other_nodes, uneven_nodes_exchange_as_without,
     a_group_of_some_ranks_has_nodes_of_its_own, tuned_by_nodes,
-    behave.ranks_stay_bit_identical, behave.nothing_is_lost,
-    behave.nothing_is_lost_when_accumulating, behave.nothing_is_lost_when_unused,
+    behave.ranks_stay_bit_identical, behave.nothing_is_lost, behave.nothing_is_lost_when_unused,
     behave.skipped_steps_are_taken_back, behave.not_a_number_reaches_all,
-    behave.plain_travels_as_plain, outcomes.what_is_thrown_away_leaves_no_trace,
-    outcomes.nothing_else_is_lost, outcomes.gradients_may_accumulate_over_exchanges,
+    outcomes.what_is_thrown_away_leaves_no_trace, outcomes.nothing_else_is_lost,
     outcomes.an_exception_is_a_gradient_thrown_away,
-    outcomes.a_scaler_skips_for_each_optimizer_by_itself,
     outcomes.ranks_that_decide_otherwise_are_an_error,
 ]  # fmt: skip
 

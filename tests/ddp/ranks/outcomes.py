@@ -7,20 +7,8 @@ import contextlib
 import copy
 
 import torch
-from behave import (
-    LOSSY,
-    RANK,
-    RANKS,
-    Ledger,
-    batch,
-    local_gradients,
-    loss_of,
-    mean,
-    net,
-    same_on_all,
-    wrap,
-)  # fmt: skip
-from cases import process_group, run
+from behave import LOSSY, Ledger, local_gradients, loss_of, net, wrap
+from cases import RANK, RANKS, process_group, run, same_on_all
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression, LowRankCompression
@@ -271,54 +259,11 @@ def a_rank_that_has_joined_drops_nothing():
         assert all(same_on_all(parameter) for parameter in model.parameters())
 
 
-def discarded_passes_cost_less_than_with_powersgd():
-    """The game of shared/cases: the test loss stays near that without them."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    def train(kind, discard):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
-        ddp = DistributedDataParallel(model)
-        if kind == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=3)
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        else:
-            state = CompressionState(kind, named_parameters=model.named_parameters())
-            wrap_hook(ddp, state)
-        optimizer = torch.optim.SGD(model.parameters(), 0.02)
-        weights = torch.linspace(-1, 1, 64)
-        for step in range(150):
-            x = batch(step, size=32)
-            loss = (ddp(x).squeeze(1) - x @ weights).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if discard:
-                (-(ddp(x).squeeze(1) - x @ weights).square().mean()).backward()
-                optimizer.zero_grad()
-        x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(9))
-        return float((model(x).squeeze(1) - x @ weights).square().mean().detach())
-
-    theirs = train("powersgd", True)
-    for kind in (FFTCompression, LowRankCompression.using(warmup=3)):
-        alone, among = train(kind, False), train(kind, True)
-        assert among < 1.1 * alone < theirs, (kind, alone, among, theirs)
-    assert mean(torch.tensor(theirs)) == theirs
-
-
-def wrap_hook(ddp, state):
-    from sn_compress.torch.ddp import compression_hook
-
-    ddp.register_comm_hook(state, compression_hook)
-
-
 CASES = [
     what_is_thrown_away_leaves_no_trace, nothing_else_is_lost,
     gradients_may_accumulate_over_exchanges, an_exception_is_a_gradient_thrown_away,
     a_scaler_skips_for_each_optimizer_by_itself, ranks_that_decide_otherwise_are_an_error,
     a_pass_inside_of_a_pass_is_no_new_one, a_rank_that_has_joined_drops_nothing,
-    discarded_passes_cost_less_than_with_powersgd,
 ]  # fmt: skip
 
 if __name__ == "__main__":

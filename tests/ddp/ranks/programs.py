@@ -6,20 +6,18 @@ Run as `programs.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fa
 import copy
 import io
 import pickle
-import sys
 
 import torch
 import torch.distributed as dist
-from cases import OfType, process_group, run
+from cases import RANK, RANKS, OfType, message_of, process_group, run, said_by_all, same_on_all
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 FFT = FFTCompression.using(theta=0.9, check_every=5)
 LOW = LowRankCompression.using(ratio=20, warmup=3, check_every=5)
 LOSSY = (FFT, LOW)
@@ -46,30 +44,6 @@ def batch(step, size=16):
 def loss_of(model, step):
     x = batch(step)
     return (model(x) - x).square().mean()
-
-
-def same_on_all(tensor):
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.detach().contiguous()
-    every = [torch.empty_like(flat) for _ in range(RANKS)]
-    dist.all_gather(every, flat)
-    return all(torch.equal(every[0], other) for other in every)
-
-
-def message_of(call):
-    try:
-        call()
-    except CompressError as error:
-        return str(error)
-    raise AssertionError("CompressError was to be raised")
-
-
-def said_by_all(call):
-    """The message that every rank was given; it has to be the same one."""
-    every = [None] * RANKS
-    dist.all_gather_object(every, message_of(call))
-    assert len(set(every)) == 1, every
-    return every[0]
 
 
 def copies_of_a_model_are_made():

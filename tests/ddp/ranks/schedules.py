@@ -1,15 +1,13 @@
 """One rank: theta follows every kind of schedule under DDP and FSDP2.
 
-Run as `schedules.py RANK RANKS FILE`; prints "ok KIND" for each, or fails with an assertion.
+Run as `schedules.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails.
 """
 
-import datetime
 import sys
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from cases import RANK, RANKS, everyone, process_group, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +20,6 @@ from sn_compress.torch.fsdp import compress_replicas
 sys.path.append(str(Path(__file__).parents[2]))
 from schedule_kinds import KINDS, Watch, check
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 STEPS, HALF = 14, 7
 WATCH = Watch()
 
@@ -35,12 +32,6 @@ def net():
 def loss_of(model, step):
     generator = torch.Generator().manual_seed(1000 * step + RANK)
     return model(torch.randn(8, 64, generator=generator)).square().mean()
-
-
-def gathered(steps):
-    every = [None] * RANKS
-    dist.all_gather_object(every, steps)
-    return every
 
 
 def hooked(model, schedule):
@@ -68,7 +59,7 @@ def train(ddp, steps):
 def under_ddp(kind):
     ddp, _ = hooked(net(), KINDS[kind])
     train(ddp, range(STEPS))
-    check(kind, gathered(WATCH.taken()))
+    check(kind, everyone(WATCH.taken()))
     whole = [p.detach().clone() for p in ddp.parameters()]
     # The same in two halves: a run that goes on is the run that never stopped.
     half, state = hooked(net(), KINDS[kind])
@@ -77,7 +68,7 @@ def under_ddp(kind):
     again, state = hooked(half.module, KINDS[kind])
     state.load_state_dict(saved)
     train(again, range(HALF, STEPS))
-    check(kind, gathered(WATCH.taken()))
+    check(kind, everyone(WATCH.taken()))
     assert all(map(torch.equal, again.parameters(), whole)), f"{kind}: the resumed run differs"
 
 
@@ -91,16 +82,21 @@ def under_fsdp(kind):
         model.zero_grad()
         loss_of(model, step).backward()
         WATCH.end_step()
-    check(kind, gathered(WATCH.taken()))
+    check(kind, everyone(WATCH.taken()))
 
 
-dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-    timeout=datetime.timedelta(seconds=60),
-)  # fmt: skip
-for each in KINDS:
-    under_ddp(each)
-    under_fsdp(each)
-    print(f"ok {each}", flush=True)
-time.sleep(0.2)  # docs/ddp.md says why
-dist.destroy_process_group()
+def every_kind_under_ddp():
+    for kind in KINDS:
+        under_ddp(kind)
+
+
+def every_kind_under_fsdp():
+    for kind in KINDS:
+        under_fsdp(kind)
+
+
+CASES = [every_kind_under_ddp, every_kind_under_fsdp]
+
+if __name__ == "__main__":
+    with process_group(60):
+        run(CASES)

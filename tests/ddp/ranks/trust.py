@@ -4,35 +4,18 @@ Run as `trust.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails
 """
 
 import copy
+from functools import partial
 
 import torch
-import torch.distributed as dist
-from behave import (
-    LOSSY,
-    RANK,
-    RANKS,
-    SHARED,
-    batch,
-    loss_of,
-    mean,
-    message_of,
-    net,
-    own_memory,
-    wrap,
-)  # fmt: skip
-from cases import process_group, run
+from behave import LOSSY, SHARED, batch, loss_of, mean, message_of, net, own_memory, wrap
+from cases import RANK, RANKS, process_group, run
+from cases import said_by_all as said_by_all_of
 from torch import nn
 
-from sn_compress import FFTCompression, LowRankCompression
+from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import BucketSlice, CompressionState
 
-
-def said_by_all(call):
-    """The message that every rank was given; it has to be the same one."""
-    every = [None] * RANKS
-    dist.all_gather_object(every, message_of(call))
-    assert len(set(every)) == 1, every
-    return every[0]
+said_by_all = partial(said_by_all_of, kinds=(CompressError, RuntimeError))
 
 
 def settings_and_names_are_agreed_on_at_the_start():

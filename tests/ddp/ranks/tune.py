@@ -3,15 +3,13 @@
 Run as `tune.py RANK RANKS FILE`; prints "ok CASE" for each, or fails with an assertion.
 """
 
-import datetime
 import logging
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from cases import RANK, RANKS, everyone, process_group, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +23,6 @@ from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
 from sn_compress.torch.layout import Names
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 STEPS = 40
 lines = []
 handler = logging.Handler()
@@ -50,12 +47,6 @@ def net():
 
 def noise(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def everyone(value):
-    found = [None] * RANKS
-    dist.all_gather_object(found, value)
-    return found
 
 
 def tuned(state, clock, settings, **options):
@@ -195,19 +186,16 @@ def free(routes, **how):
     return found if plain else replace(found, seconds=0.0)
 
 
-dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-    timeout=datetime.timedelta(seconds=60),
-)  # fmt: skip
-for case in (
-    the_real_clock, it_pays, casts_pay_where_low_rank_takes_too_long, it_does_not_pay,
-):  # fmt: skip
+def fresh():
     lines.clear()
-    case()
-    print(f"ok {case.__name__}", flush=True)
     tuning.step = step_of
-lines.clear()
-replicas_of_fsdp()
-print("ok replicas_of_fsdp", flush=True)
-time.sleep(0.2)  # docs/ddp.md says why
-dist.destroy_process_group()
+
+
+CASES = [
+    the_real_clock, it_pays, casts_pay_where_low_rank_takes_too_long, it_does_not_pay,
+    replicas_of_fsdp,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    with process_group(60):
+        run(CASES, before=fresh)

@@ -195,14 +195,9 @@ def ring():
 
 
 CASES = {
-    "rules": rules,
-    "idle-ranks": idle_ranks,
-    "consensus": consensus,
-    "limit": limit,
-    "coded": coded,
-    "refused": refused,
-    "ring": ring,
-}
+    "rules": rules, "idle-ranks": idle_ranks, "consensus": consensus, "limit": limit,
+    "coded": coded, "refused": refused, "ring": ring,
+}  # fmt: skip
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -1,8 +1,28 @@
 """What scripts of ranks share, in torch and TensorFlow: cases that run in order, and node names."""
 
+import importlib
+import itertools
 import os
+import sys
 import time
 from contextlib import contextmanager
+
+from sn_compress import CompressError
+
+
+def main(cases, hvd, more=(), **options):
+    """Start Horovod and run the cases, then those of scripts that are named on the command line.
+
+    Of the cases, and of `more`, only those run that are asked for by name.
+    """
+    hvd.init(**options)
+    scripts = [word[:-3] for word in sys.argv[1:] if word.endswith(".py")]
+    if scripts:
+        others = [importlib.import_module(script).CASES for script in scripts]
+        cases = list(itertools.chain(cases, *others))
+    elif asked := sys.argv[1:]:
+        cases = [case for case in (*cases, *more) if case.__name__ in asked]
+    run(cases, hvd.rank())
 
 
 def run(cases, rank):
@@ -15,9 +35,13 @@ def run(cases, rank):
         print(f"ok {case.__name__}", flush=True)
 
 
-def named(cases, names):
-    """Those of these names; all where none is given."""
-    return [case for case in cases if not names or case.__name__ in names]
+def message_of(call, kinds=CompressError):
+    """What it raises says."""
+    try:
+        call()
+    except kinds as error:
+        return str(error)
+    raise AssertionError("an error was to be raised")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One worker of an elastic run that loses a rank: `elastic.py gather|shared`.
+"""One worker of an elastic run that loses a rank, by low rank.
 
 Rank 2 of 3 kills itself in mid-step; the other two go on from the last commit, each with the mean
 of the memories that are left.
@@ -6,7 +6,6 @@ of the memories that are left.
 
 import os
 import signal
-import sys
 
 import horovod.torch as hvd
 import torch
@@ -16,23 +15,18 @@ from sn_compress import FFTCompression, LowRankCompression
 
 hvd.init()
 torch.set_num_threads(1)
-exchange = sys.argv[1]
 committed = []
 torch.manual_seed(0)
 model = nn.Linear(96, 64)
-WAYS = {
-    "gather": FFTCompression.using(theta=0.95),
-    "shared": LowRankCompression.using(warmup=4, ratio=20),
-}
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.05),
     named_parameters=model.named_parameters(),
-    compression=WAYS[exchange],
+    compression=LowRankCompression.using(warmup=4, ratio=20),
 )
 
 
 def memories():
-    """This rank's memory of the weight, by whichever exchange."""
+    """This rank's memory of the weight."""
     from sn_compress.torch.under_horovod.memory import memory_of
 
     return torch.from_numpy(memory_of(optimizer).engine.exchange.residual("weight"))

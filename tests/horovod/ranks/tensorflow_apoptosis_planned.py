@@ -1,7 +1,8 @@
 """Two ranks of Keras: one net shrinks, within a budget of memory, with compressed gradients.
 
 What a rank had yet to send is cut as the variables were, by either exchange; the memory is planned
-anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every rank.
+anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every
+rank; ranks that differ all stop.
 """
 
 import sys
@@ -11,11 +12,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensors import assert_equal_ranks
 
 import sn_memory.tensorflow
 from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_memory.apoptosis.tensorflow import Apoptosis
+from sn_memory.apoptosis.tensorflow import AgreementError, Apoptosis
 
 STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16
 EXCHANGES = {
@@ -56,13 +58,6 @@ def batch(step):
     return tf.constant(x), tf.constant(x[:, :1] * x[:, 1:2])
 
 
-def require_same(held, name):
-    flat = tf.concat([tf.reshape(tf.cast(one, tf.float32), [-1]) for one in held], 0)
-    every = hvd.allgather(flat[None], name=name).numpy()
-    assert np.isfinite(every).all()
-    assert (every == every[:1]).all(), "ranks differ"
-
-
 def shrink(exchange):
     model = network()
     optimizer = DistributedOptimizer(
@@ -89,12 +84,12 @@ def shrink(exchange):
                 check_cut(one, before, after)
             planned, train = wrap(model, optimizer)
             peaks.append(planned.sn_memory.plan.peak_bytes)
-            require_same([*model.variables, *optimizer.variables], f"{exchange}.{step}")
+            assert_equal_ranks([*model.variables, *optimizer.variables])
     assert events > 1
     assert model.layers[0].units <= WIDTH // 2
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
-    require_same([*model.variables, *optimizer.variables], f"{exchange}.end")
+    assert_equal_ranks([*model.variables, *optimizer.variables])
     assert FFTCompression.report(optimizer)["ratio"] > 1
     for path in ("net/one/kernel", "nowhere"):
         with pytest.raises(CompressError, match=path):
@@ -118,9 +113,24 @@ def check_cut(one, before, after):
         )
 
 
+def ranks_that_differ_all_stop():
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(24, "relu")])
+    model.add(keras.layers.Dense(3))
+    settings = {"tolerance": 0.05, "every": 2, "min_width": 4, "round_to": 4, "overhead": None}
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    apoptosis = Apoptosis(model, optimizer, schedule="aggressive", **settings)
+    apoptosis.observe(np.random.default_rng(hvd.rank()).standard_normal((64, 6)).astype("f4"))
+    apoptosis.step()
+    with pytest.raises(AgreementError):
+        apoptosis.step()
+
+
 hvd.init()
 sn_memory.settings.deterministic = True
 tf.config.threading.set_intra_op_parallelism_threads(1)
 for exchange in sys.argv[1:]:
     shrink(exchange)
     print(f"ok {exchange}", flush=True)
+ranks_that_differ_all_stop()
+print("all stopped", flush=True)

@@ -1,6 +1,6 @@
 """One rank of a run that cannot go on: rank 1 is killed, or has joined, after 5 steps.
 
-Run as `tensorflow_fail.py kill|join [shared]`; by nodes low rank refuses a rank that joins, too.
+Run as `tensorflow_fail.py kill|join`.
 """
 
 import os
@@ -10,11 +10,9 @@ import sys
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from sn_compress import FFTCompression, LowRankCompression
+from sn_compress import FFTCompression
 
 gather = FFTCompression.using()  # LowRankCompression survives join where there are no nodes
-if sys.argv[2:] == ["shared"]:
-    gather = LowRankCompression.using(warmup=1)
 hvd.init()
 if sys.argv[1] == "kill":
     # The launcher ends the others as soon as one is dead: they are to learn it by themselves.

@@ -6,15 +6,16 @@ assertion. Cases of `both` run with the compiled nodes and with the codec's arra
 
 import sys
 import tempfile
-import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import cases
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
+from tensorflow_sized import PYTHON, graphs_of
+from tensors import SIDE, assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
 from sn_compress.collective import Gradient
@@ -22,8 +23,6 @@ from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import kernels
 from sn_compress.tensorflow import memory as memory_module
-from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
@@ -33,7 +32,6 @@ from engines import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
-SIDE = 48
 
 
 def gradients_of(variables, compression):
@@ -75,9 +73,9 @@ def steps_without_python():
         expected = (0, ["HorovodAllreduce", "HorovodAllgather"])
         assert python_of(step) == expected, (compiled, python_of(step))
         assert ("SnCompressEncode" in {n.op for n in graphs_of(step)}) == compiled
-        plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+        plain = mean_of(np.sum(steps, axis=0))
         own = memory_of(fft).residual("1:w1").reshape(SIDE, SIDE)
-        kept = np.mean(hvd.allgather_object(own), axis=0)
+        kept = mean_of(own)
         # Sums of 12 float32 numbers of size about 1, in two orders, and as many transforms.
         assert abs(applied + kept - plain).max() < 1e-4
         assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
@@ -88,12 +86,10 @@ def steps_without_python():
         assert 0.2 < report["relative_error"] < 1, report
         lost_steps(step, fft, steps[0])
         damage.assign(1)
-        try:
-            step(tf.constant(steps[0]))
-        except tf.errors.InvalidArgumentError as error:
-            assert "PayloadError" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("the damage was to be seen")
+        said = cases.message_of(
+            partial(step, tf.constant(steps[0])), tf.errors.InvalidArgumentError
+        )
+        assert "PayloadError" in said, said
         damage.assign(0)
     kernels.serve = SERVE
 
@@ -205,12 +201,8 @@ def a_graph_goes_on_where_it_was_saved():
     assert np.array_equal(assert_equal_ranks(resumed), whole)
     held = step.get_concrete_function(inputs[0])
     memory_of(again).synchronize()
-    try:
-        held(inputs[0])
-    except tf.errors.InvalidArgumentError as error:
-        assert "this graph is out of date" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("stale memories were to be refused")
+    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
+    assert "this graph is out of date" in said, said
     step(inputs[0])
     assert_equal_ranks(resumed)
 
@@ -261,19 +253,10 @@ def train(fft):
 
 def keras_fits_without_python():
     """In inner graphs: two steps in a call; a branch of a step."""
-    for steps, passes in ((2, 1), (1, 2)):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
-        optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(0.5), compression=FFT, backward_passes_per_step=passes
-        )
-        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
-        x = noise(8 * 12 * passes, SIDE)
-        model.fit(x, x, 8, verbose=0, shuffle=False)
-        assert_equal_ranks(model.trainable_variables)
-        report = memory_of_optimizer(optimizer).report()
-        assert (report["steps"], report["frequencies"]) == (12, 1), report
-        assert memory_of_optimizer(optimizer).graphs, "the steps were to be sized"
+    for per_call, passes in ((2, 1), (1, 2)):
+        memory = fitted(FFT, 12, per_call=per_call, passes=passes, layers=1)
+        assert memory.report()["frequencies"] == 1, memory.report()
+        assert memory.graphs, "the steps were to be sized"
 
 
 def bare_computes_ffts():
@@ -300,10 +283,4 @@ CASES = [
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
-    for case in CASES:
-        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
-            start = time.process_time()
-            case()
-            spent = time.process_time() - start
-            print(f"ok {case.__name__} ({spent:.1f} s of a core)", flush=True)
+    cases.main(CASES, hvd)

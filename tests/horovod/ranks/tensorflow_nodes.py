@@ -5,7 +5,6 @@ Run as `tensorflow_nodes.py [CASE...]`; prints "ok CASE" on every rank, or fails
 
 import copy
 import logging
-import sys
 from functools import partial
 
 import cases
@@ -22,6 +21,7 @@ from sn_compress.tensorflow.tape import memory_of
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=20)
 WAYS = {"fft": FFTCompression.using(), "low rank": SHARED}
 SHAPES = [(64, 48), (48,), (48, 96), (96,), (96, 64), (64,)]
+REFUSED = CompressError, tf.errors.OpError
 
 
 def fresh(way, **changes):
@@ -67,14 +67,6 @@ def vector(variables):
 def assert_alike(variables):
     every = hvd.allgather_object(vector(variables).tobytes())
     assert all(each == every[0] for each in every)
-
-
-def message_of(function):
-    try:
-        function()
-    except (CompressError, tf.errors.OpError) as error:
-        return str(error)
-    raise AssertionError("raised nothing")
 
 
 def each_tensor_has_one_owner_in_a_node():
@@ -343,7 +335,7 @@ def one_state_is_not_enough_for_other_nodes():
             state = memory_of(own).state_dict()
             again, other = net(), fresh(way, hierarchy=then)
             memory_of(other).load_state_dict(state)
-            said = message_of(partial(train, again, other, [0]))
+            said = cases.message_of(partial(train, again, other, [0]), REFUSED)
             assert "Load the list" in said, said
 
 
@@ -360,7 +352,7 @@ def a_rank_that_joins(way, steps):
     assert bool(memory_of(own).graphs) == (way == "fft")
     before = vector(variables)
     if hvd.rank():
-        said = message_of(partial(step, batch(steps)))
+        said = cases.message_of(partial(step, batch(steps)), REFUSED)
         assert "another rank called hvd.join()" in said, said
         assert "with hierarchy=None" in said, said
     hvd.join()
@@ -412,6 +404,4 @@ MORE = [
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    hvd.init()
-    wanted = sys.argv[1:]
-    cases.run(cases.named([*CASES, *MORE], wanted) if wanted else CASES, hvd.rank())
+    cases.main(CASES, hvd, MORE)

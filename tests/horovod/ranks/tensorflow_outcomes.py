@@ -5,13 +5,15 @@ Run as `tensorflow_outcomes.py [CASE...]`; prints "ok CASE" on every rank, or fa
 
 import contextlib
 import logging
-import sys
+from functools import partial
 
+import cases
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
+from tensors import SIDE, mean_of, variables_of
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
@@ -22,15 +24,6 @@ ARRAYS = FFTCompression.using(theta=0.9, transform="hadamard")  # no compiled no
 LOW = LowRankCompression.using(ratio=20, warmup=2, every=1000)
 DENSE = LowRankCompression.using(ratio=20, warmup=2, every=4)  # Python functions, again and again
 CLASSES = {"fft": FFT, "arrays": ARRAYS, "low": LOW, "dense": DENSE}
-SIDE = 48
-
-
-def variables_of(count=2):
-    rng = np.random.default_rng(0)
-    return [
-        tf.Variable(rng.standard_normal((SIDE, SIDE)).astype("f4") / SIDE**0.5, name=f"w{i}")
-        for i in range(count)
-    ]
 
 
 def batch(step):
@@ -76,7 +69,7 @@ def same(one, other, why):
 def trained(compression, way, drops, steps=12, traced=True):
     """Weights after some steps; `drops` of each, what is thrown away behind it."""
     compression = compression.using()
-    variables = variables_of()
+    variables = variables_of(2)
     run = {"rejected": rejected, "other place": other_place, "loop": in_a_loop}[way](
         variables, compression
     )
@@ -184,8 +177,8 @@ def nothing_else_is_lost():
                     wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
                     mean = run(tf.constant(wanted), tf.constant(factor))
                 variables[0].assign_sub(mean)
-                plain += np.mean(hvd.allgather_object(wanted), axis=0)
-            left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+                plain += mean_of(wanted)
+            left = mean_of(residuals(compression)[0])
             applied = before - variables[0].numpy()
             error = np.abs(applied + left.reshape(SIDE, SIDE) - plain).max()
             assert error < 2e-4, (name, traced, error)
@@ -213,9 +206,9 @@ def of_two_optimizers_one_may_skip():
             wanted = rng.standard_normal((2, SIDE, SIDE)).astype("f4")
             wanted[0] *= 100 if skips else 1
             step(tf.constant(wanted), tf.constant(skips))
-            mean = 0.5 * np.mean(hvd.allgather_object(wanted), axis=0)
+            mean = 0.5 * mean_of(wanted)
             plain -= mean * np.array([not skips, True])[:, None, None]
-        left = 0.5 * np.mean(hvd.allgather_object(residuals(compression)), axis=0)
+        left = 0.5 * mean_of(residuals(compression))
         error = numpy_of(both) - left.reshape(plain.shape) - plain
         if skips:
             error = error[1:]
@@ -227,7 +220,7 @@ def a_scaler_that_skips_leaves_no_trace():
 
     def bits(compression, overflows):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 1024.0)
         scaler.build(variables)
         memory_of(compression).watch(scaler)
@@ -257,7 +250,7 @@ def an_exception_is_a_gradient_thrown_away():
 
     def bits(compression, fails):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         step = tf.function(lambda x: gradients(variables, x, compression))
         for at in range(10):
             if fails and at in (4, 5, 7):
@@ -308,9 +301,9 @@ def gradients_may_be_added_up():
             for _ in range(3):
                 wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
                 total += step(tf.constant(wanted))
-                plain -= np.mean(hvd.allgather_object(wanted), axis=0)
+                plain -= mean_of(wanted)
             variable.assign_sub(total)
-        left = np.mean(hvd.allgather_object(residuals(compression)[0]), axis=0)
+        left = mean_of(residuals(compression)[0])
         error = np.abs(variable.numpy() - left.reshape(SIDE, SIDE) - plain).max()
         assert (error < 1e-4) == accumulates, error
         said = [text for text in warnings.end() if "accumulates" in text]
@@ -338,7 +331,7 @@ def a_loss_scale_changes_nothing():
 
     def bits(compression, growth):
         compression = compression.using()
-        variables = variables_of()
+        variables = variables_of(2)
         scaler = keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.5), 8.0, dynamic_growth_steps=growth
         )
@@ -382,11 +375,8 @@ def a_gradient_is_exchanged_once():
             run(batch(at))
 
     def said(*given):
-        try:
-            loop(LowRankCompression.using(warmup=1), *given)
-        except (CompressError, StagingError) as error:
-            return str(error)
-        return "nothing"
+        call = partial(loop, LowRankCompression.using(warmup=1), *given)
+        return cases.message_of(call, (CompressError, StagingError))
 
     for of_tape in (FFT.using(), LOW.using()):
         for traced in (True, False):
@@ -430,47 +420,16 @@ def applied_twice_is_sent_twice():
     for _ in range(6):
         wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
         step(tf.constant(wanted))
-        plain -= 2 * np.mean(hvd.allgather_object(wanted), axis=0)
+        plain -= 2 * mean_of(wanted)
     (left,) = FFTCompression.residuals(optimizer).values()
-    left = np.mean(hvd.allgather_object(left), axis=0)
+    left = mean_of(left)
     assert np.abs(variable.numpy() - left - plain).max() < 1e-4
-
-
-def a_tape_may_compute_two_losses():
-    """Two calls of one tape are two exchanges, of which the one that is applied counts."""
-
-    def bits(compression, both):
-        compression = compression.using()
-        variables = variables_of()
-
-        @tf.function
-        def step(x):
-            with hvd.DistributedGradientTape(
-                tf.GradientTape(persistent=True), compression=compression
-            ) as tape:
-                loss = loss_of(variables, x)
-                other = -3 * loss_of(variables, x)
-            if both:
-                tape.gradient(other, variables)
-            apply(variables, tape.gradient(loss, variables))
-
-        for at in range(8):
-            step(batch(at))
-        return numpy_of(variables)
-
-    # The first step's counts as applied: its variables were never seen to change.
-    for name in ("fft", "low"):
-        found = [bits(CLASSES[name], both) for both in (False, True)]
-        assert all(np.isfinite(it).all() for it in found[1])
-        assert np.abs(found[0][0] - found[1][0]).max() < 0.1, name
-        first, last = hvd.allgather_object(found[1])
-        same(first, last, "ranks")
 
 
 def a_choice_of_methods_follows_too():
     """AutoCompression, while it measures and once it rests."""
     compression = AutoCompression.using()
-    variables = variables_of()
+    variables = variables_of(2)
 
     @tf.function
     def step(x, factor):
@@ -488,25 +447,13 @@ def a_choice_of_methods_follows_too():
 
 
 CASES = [
-    what_is_thrown_away_leaves_no_trace,
-    what_is_thrown_away_eagerly_leaves_no_trace,
-    nothing_else_is_lost,
-    of_two_optimizers_one_may_skip,
-    a_scaler_that_skips_leaves_no_trace,
-    an_exception_is_a_gradient_thrown_away,
-    a_generator_goes_through_the_discriminator,
-    gradients_may_be_added_up,
-    a_loss_scale_changes_nothing,
-    a_gradient_is_exchanged_once,
-    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages,
-    applied_twice_is_sent_twice,
-    a_tape_may_compute_two_losses,
+    what_is_thrown_away_leaves_no_trace, what_is_thrown_away_eagerly_leaves_no_trace,
+    nothing_else_is_lost, of_two_optimizers_one_may_skip, a_scaler_that_skips_leaves_no_trace,
+    an_exception_is_a_gradient_thrown_away, a_generator_goes_through_the_discriminator,
+    gradients_may_be_added_up, a_loss_scale_changes_nothing, a_gradient_is_exchanged_once,
+    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages, applied_twice_is_sent_twice,
     a_choice_of_methods_follows_too,
-]
+]  # fmt: skip
 
 if __name__ == "__main__":
-    hvd.init()
-    for case in CASES:
-        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
-            case()
-            print(f"ok {case.__name__}", flush=True)
+    cases.main(CASES, hvd)

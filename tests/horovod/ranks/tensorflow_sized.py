@@ -3,62 +3,20 @@
 Run as `tensorflow_sized.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
 """
 
-import sys
 import tempfile
-import time
 
+import cases
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
+from tensors import assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
 
 from sn_compress import LowRankCompression
 from sn_compress.ops import products
-from sn_compress.tensorflow.keras import DistributedOptimizer
-from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
 
 PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 LOW = LowRankCompression.using(ratio=20, warmup=2, every=16, check_every=7)
-
-
-def noise(*shape, seed=0):
-    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
-
-
-def variables_of(count=3, side=48):
-    rng = np.random.default_rng(0)
-    return [
-        tf.Variable(rng.standard_normal((side, side)).astype("f4") / side**0.5, name=f"w{i}")
-        for i in range(count)
-    ]
-
-
-def step_of(variables, compression, **options):
-    """A step of training in a tf.function, given inputs."""
-
-    @tf.function
-    def step(x):
-        with hvd.DistributedGradientTape(
-            tf.GradientTape(), compression=compression, **options
-        ) as tape:
-            y = x
-            for variable in variables:
-                y = tf.tanh(y @ variable)
-            loss = tf.reduce_mean((y - 0.5) ** 2)
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(0.5 * gradient)
-        return loss
-
-    return step
-
-
-def assert_equal_ranks(variables):
-    flat = np.concatenate([v.numpy().reshape(-1) for v in variables])
-    assert np.isfinite(flat).all()
-    first, *others = hvd.allgather_object(flat)
-    assert all(np.array_equal(first, other) for other in others), "ranks differ"
-    return first
 
 
 def graphs_of(function):
@@ -131,9 +89,9 @@ def what_is_applied_and_what_is_kept():
 
     steps = [noise(48, 48, seed=t) for t in range(20)]
     applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
-    plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+    plain = mean_of(np.sum(steps, axis=0))
     own = memory_of(low).exchange().residual("1:w1").reshape(48, 48)
-    kept = np.mean(hvd.allgather_object(own), axis=0)
+    kept = mean_of(own)
     # Sums of 20 float32 numbers of size about 1, in the two orders.
     assert abs(applied + kept - plain).max() < 1e-4
     assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
@@ -164,6 +122,13 @@ def a_graph_goes_on_where_it_was_saved():
     for x in inputs[7:]:
         step(x)
     assert np.array_equal(assert_equal_ranks(resumed), whole)
+    # A concrete function of before would go on with memories that nobody has any more.
+    held = step.get_concrete_function(inputs[0])
+    memory_of(again).synchronize()
+    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
+    assert "this graph is out of date" in said, said
+    step(inputs[0])
+    assert_equal_ranks(resumed)
 
 
 def a_step_that_is_lost_changes_no_memory():
@@ -188,25 +153,6 @@ def a_step_that_is_lost_changes_no_memory():
     assert not np.array_equal(memory_of(low).exchange().residual("0:w0"), before)
 
 
-def a_graph_whose_step_has_ended_says_so():
-    """A concrete function of before would go on with memories that nobody has any more."""
-    low, variables = LOW.using(), variables_of(1)
-    step, x = step_of(variables, low), tf.constant(noise(8, 48))
-    for _ in range(4):
-        step(x)
-    held = step.get_concrete_function(x)
-    held(x)
-    memory_of(low).synchronize()
-    try:
-        held(x)
-    except tf.errors.InvalidArgumentError as error:
-        assert "this graph is out of date" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("stale memories were to be refused")
-    step(x)
-    assert_equal_ranks(variables)
-
-
 def damaged_sums_end_the_step():
     low, variables = LOW.using(check_every=0), variables_of(1)
     step, x = step_of(variables, low), tf.constant(noise(8, 48))
@@ -222,12 +168,8 @@ def damaged_sums_end_the_step():
         for _ in range(5):
             step(x)
         damage.assign(1)
-        try:
-            step(x)
-        except tf.errors.InvalidArgumentError as error:
-            assert "PayloadError" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("the damage was to be seen")
+        said = cases.message_of(lambda: step(x), tf.errors.InvalidArgumentError)
+        assert "PayloadError" in said, said
     finally:
         hvd.allreduce = total
 
@@ -257,33 +199,24 @@ def eager_tapes_of_one_shape_keep_apart():
             x = noise(48, 48, seed=2 * t + i)
             with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
                 loss = tf.reduce_sum(net * x)
-            kept[i] += np.mean(hvd.allgather_object(x), axis=0)
+            kept[i] += mean_of(x)
             kept[i] -= tape.gradient(loss, [net])[0].numpy()
     assert sorted(memory_of(low).exchange().tensors) == ["0:w0", "1:w1"]
     for i, name in enumerate(("0:w0", "1:w1")):
         left = memory_of(low).exchange().residual(name).reshape(48, 48)
-        mean = np.mean(hvd.allgather_object(left), axis=0)
+        mean = mean_of(left)
         assert np.linalg.norm(mean) > 1
         np.testing.assert_allclose(kept[i], mean, atol=1e-4)
 
 
 def keras_fits_in_both_forms():
     """Dense and sized in turns, in inner graphs: two steps in a call; a branch of a step."""
-    for steps, passes in ((2, 1), (1, 2)):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((48,)), *(keras.layers.Dense(48) for _ in range(2))])
-        optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(0.5), compression=LOW, backward_passes_per_step=passes
-        )
-        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
-        x = noise(8 * 24 * passes, 48)
-        model.fit(x, x, 8, verbose=0, shuffle=False)
-        assert_equal_ranks(model.trainable_variables)
-        report = memory_of_optimizer(optimizer).report()
-        assert report["steps"] == 24, report
+    for per_call, passes in ((2, 1), (1, 2)):
+        memory = fitted(LOW, 24, per_call=per_call, passes=passes)
+        report = memory.report()
         assert report["low_rank"] == 2, report
         assert report["ratio"] > 2, report
-        assert memory_of_optimizer(optimizer).graphs, "the last steps were to be sized"
+        assert memory.graphs, "the last steps were to be sized"
 
 
 def a_size_that_was_outgrown_is_chosen_anew():
@@ -315,17 +248,11 @@ def a_size_that_was_outgrown_is_chosen_anew():
 CASES = [
     an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
     what_is_applied_and_what_is_kept, a_graph_goes_on_where_it_was_saved,
-    a_step_that_is_lost_changes_no_memory, a_graph_whose_step_has_ended_says_so,
+    a_step_that_is_lost_changes_no_memory,
     damaged_sums_end_the_step, a_size_that_was_outgrown_is_chosen_anew,
     unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
 ]  # fmt: skip
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
-    for case in CASES:
-        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
-            start = time.process_time()
-            case()
-            spent = time.process_time() - start
-            print(f"ok {case.__name__} ({spent:.1f} s of a core)", flush=True)
+    cases.main(CASES, hvd)

@@ -8,6 +8,7 @@ import sys
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from tensors import assert_equal_ranks, flat_of
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.tensorflow.tape import memory_of
@@ -38,17 +39,6 @@ def batches(dtype, steps=STEPS):
     for _ in range(steps):
         x = tf.constant(rng.standard_normal((8, 96)), dtype)
         yield x, tf.constant(rng.integers(0, 10, 8))
-
-
-def flat_of(variables):
-    return tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in variables], 0)
-
-
-def assert_equal_ranks(variables, **where):
-    flat = flat_of(variables)
-    assert np.isfinite(flat).all()
-    all_ranks = hvd.allgather(flat[None], name="parameters", **where).numpy()
-    assert (all_ranks == all_ranks[:1]).all(), "ranks differ"
 
 
 def train(dtype=tf.float32, *, graph, compression=None, generic=False, **options):

@@ -4,9 +4,8 @@ Run as `tensorflow_trust.py [CASE...]`; prints "ok CASE" on every rank, or fails
 """
 
 import re
-import sys
-import time
 
+import cases
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -26,12 +25,7 @@ def said_by_all(call):
 
     An error in the midst of a graph arrives as one of TensorFlow, with ours in its text.
     """
-    try:
-        call()
-    except (CompressError, tf.errors.OpError) as error:
-        message = str(error)
-    else:
-        raise AssertionError("an error was to be raised")
+    message = cases.message_of(call, (CompressError, tf.errors.OpError))
     start = message.rindex("ranks have ")
     every = hvd.allgather_object(message[start:].partition("\n")[0])
     assert len(set(every)) == 1, every
@@ -59,11 +53,7 @@ def variables_of(*names, shape=(48, 48)):
 def tapes_agree_at_the_start():
     odd = hvd.rank() == 1
     for words, names, fft in (
-        (
-            ["setting ratio: 8 on rank 0, 4 on rank 1"],
-            "ab",
-            SHARED.using(ratio=4 if odd else 8),
-        ),
+        (["setting ratio: 8 on rank 0, 4 on rank 1"], "ab", SHARED.using(ratio=4 if odd else 8)),
         (["setting theta"], "ab", FFTCompression.using(theta=0.8 if odd else 0.9)),
         (["variable 0: a#0 (48, 48)", "b#0 (48"], "ba" if odd else "ab", LowRankCompression),
         (["variable 2: nothing on rank 0"], "abc" if odd else "ab", FFTCompression),
@@ -238,10 +228,4 @@ CASES = [
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
-    for case in CASES:
-        if sys.argv[1:] and case.__name__ not in sys.argv[1:]:
-            continue
-        start = time.monotonic()
-        case()
-        print(f"ok {case.__name__} ({time.monotonic() - start:.1f} s)", flush=True)
+    cases.main(CASES, hvd)

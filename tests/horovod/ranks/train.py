@@ -1,6 +1,6 @@
 """One rank: train a small net for some steps in one of many ways, then compare all ranks.
 
-Run as `train.py EXCHANGE CASE...`, with further exchanges and their cases behind it; prints
+Run as `train.py way=EXCHANGE CASE...`, with further exchanges and their cases behind it; prints
 "ok CASE" on every rank, or fails with an assertion.
 """
 
@@ -248,8 +248,8 @@ if __name__ == "__main__":
     hvd.init(process_sets="dynamic")
     ways = {"gather": GATHER, "shared": SHARED, "overlap": SHARED.using(overlap=True)}
     for word in sys.argv[1:]:
-        if word in ways:
-            way = ways[word]
+        if word.startswith("way="):
+            way = ways[word[4:]]
             continue
         CASES[word](way)
         print(f"ok {word}", flush=True)

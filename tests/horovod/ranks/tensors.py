@@ -1,0 +1,74 @@
+"""What scripts of ranks of TensorFlow share: data, a step, and what all ranks have alike."""
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
+
+SIDE = 48
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
+
+
+def mean_of(values):
+    return np.mean(hvd.allgather_object(values), axis=0)
+
+
+def variables_of(count=3, side=SIDE):
+    rng = np.random.default_rng(0)
+    return [
+        tf.Variable(rng.standard_normal((side, side)).astype("f4") / side**0.5, name=f"w{i}")
+        for i in range(count)
+    ]
+
+
+def step_of(variables, compression, **options):
+    """A step of training in a tf.function, given inputs."""
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(
+            tf.GradientTape(), compression=compression, **options
+        ) as tape:
+            y = x
+            for variable in variables:
+                y = tf.tanh(y @ variable)
+            loss = tf.reduce_mean((y - 0.5) ** 2)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.5 * gradient)
+        return loss
+
+    return step
+
+
+def flat_of(variables):
+    return tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in variables], 0)
+
+
+def assert_equal_ranks(variables, **where):
+    """Returns them as one vector."""
+    every = hvd.allgather(flat_of(variables)[None], name="parameters", **where).numpy()
+    assert np.isfinite(every).all()
+    assert (every == every[:1]).all(), "ranks differ"
+    return every[0]
+
+
+def fitted(compression, steps, *, per_call=1, passes=1, layers=2):
+    """The memory of an optimizer of Keras after so many steps; all ranks are alike."""
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(SIDE) for _ in range(layers)]
+    model = keras.Sequential([keras.Input((SIDE,)), *dense])
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.5), compression=compression, backward_passes_per_step=passes
+    )
+    model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=per_call)
+    x = noise(8 * steps * passes, SIDE)
+    model.fit(x, x, 8, verbose=0, shuffle=False)
+    assert_equal_ranks(model.trainable_variables)
+    memory = memory_of(optimizer)
+    assert memory.report()["steps"] == steps, memory.report()
+    return memory
