@@ -244,3 +244,25 @@ def test_the_place_is_named():
 def test_sparse_gradients_are_refused():
     with pytest.raises(TraceError, match="sparse"):
         trace(nn.Embedding(5, 3, sparse=True), torch.zeros(2, dtype=torch.long), profile=False)
+
+
+class CallsBackward(nn.Module):
+    """Adds a gradient of its own to its weights, within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.inner(x).sum().backward()
+        return self.inner(x)
+
+
+def test_a_forward_that_calls_backward_is_refused_by_the_weight():
+    model, sample = CallsBackward(), torch.zeros(4, 8)
+    with pytest.raises(TraceError, match=r"calls backward, which adds to inner\.weight\.grad"):
+        trace(model, sample, profile=False)
+    # Gradients of earlier steps are no reason.
+    plain = mlp(2)
+    plain(torch.zeros(3, 32)).sum().backward()
+    trace(plain, torch.zeros(3, 32), profile=False)

@@ -313,7 +313,7 @@ class _Capture:
         return copy.copy_(gradient.detach())
 
     def check_buffers(self) -> None:
-        """Refuse a model that puts new tensors in the place of its buffers, or freezes weights."""
+        """Refuse a model that replaces its buffers, freezes weights, or makes their gradients."""
         known = {id(fake) for fake in self.fakes.values()}
         for path, module in self.model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -333,6 +333,12 @@ class _Capture:
                 if id(tensor) in self.wanted and tensor.requires_grad != self.wanted[id(tensor)]:
                     raise TraceError(
                         f"the forward pass sets requires_grad of {where}. Set it before planning."
+                    )
+                if id(tensor) in self.wanted and tensor.grad is not None:
+                    raise TraceError(
+                        f"the forward pass calls backward, which adds to {where}.grad outside of "
+                        "the planned backward pass. Take torch.autograd.grad of what it needs "
+                        "there, or call backward after the forward pass."
                     )
 
     def check_inputs(self, inputs: set[int]) -> None:
