@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -423,9 +424,9 @@ def step(
         and compute_s of all ranks at once
 
     Gradients travel in buckets: those of one method and number of rounds go on together, when the
-    last of them is there. Codec and links may work on different buckets at once. By nodes, means
-    are handed out inside a node when all buckets are exchanged. No step is shorter than its cores
-    are busy.
+    last of them is there. Codec and links may work on different buckets at once, but not the codec
+    and what moves inside a node where ranks share cores. By nodes, means are handed out inside a
+    node when all buckets are exchanged. No step is shorter than its cores are busy.
     """
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
@@ -447,7 +448,6 @@ def step(
             seconds = passes[place][stage // 2]
         else:
             seconds = host.share * route.codec_s[stage // 2]
-        # Where ranks share cores, what passes inside a node is work of those that encode.
         by = "codec" if what == "inside" and host.share > 1 else what
         start = max(ready, free[by])
         end = start + seconds
@@ -535,8 +535,7 @@ def choose(
     """The fastest route of each tensor, from routes of all tensors by method.
 
     For every set of methods each tensor takes the one in it with the least seconds of bytes and
-    codec; then the set whose step is shortest is taken. Tensors touch each other only through
-    latencies and overlap, so without overlap no other choice is faster.
+    codec; then the set with the shortest step is taken. Without overlap no choice is faster.
 
     margin : "plain", where it is an option, stays unless the step gets shorter by this fraction
     """
@@ -547,11 +546,10 @@ def choose(
     def alone(route: Route) -> float:
         return host.share * sum(route.codec_s) + sum(_passes(route, ranks, link, host))
 
+    of_step = partial(step, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host)
+
     def total(routes: Sequence[Route]) -> float:
-        of = step(
-            routes, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
-        )  # fmt: skip
-        return of.seconds
+        return of_step(routes).seconds
 
     found = []
     for count in range(1, len(options) + 1):
