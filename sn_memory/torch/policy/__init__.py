@@ -1,2 +1,1 @@
-"""A plan as a selective-checkpoint policy: what of each block is saved, for torch's own executor.
-"""
+"""A plan as a selective-checkpoint policy: what a block saves, for torch's own executor."""
