@@ -18,9 +18,6 @@ from .choose import Choices, Ints, Timeline
 from .plans import RegionPlan
 from .region import TracedCall
 
-# Calls that came beyond those expected, for which there is a plan from the next step on.
-_MOST_MORE = 1000
-
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
