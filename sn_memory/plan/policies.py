@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -227,7 +228,7 @@ def _plan(
     plain = simulate(shape, choice)
 
     def draft(offloaded: Sequence[int]) -> Plan:
-        moves = _windows(origin, offloaded)
+        moves = _windows(origin, offloaded, plain)
         schedule = _begun_early(shape, simulate(shape, choice, moves)) if moves else plain
         if budget_bytes is not None:
             schedule = equip(shape, schedule, budget_bytes)
@@ -269,42 +270,59 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
     return chosen
 
 
-def _windows(origin: Origins, offloaded: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _windows(
+    origin: Origins, offloaded: Sequence[int], plain: Schedule
+) -> dict[int, tuple[int, int]]:
     """Return when the memory of each is given back and taken again, by hole.
 
     A copy out is waited for before the next checkpoint layer, and a copy back starts before the
-    last such layer of the backward pass ahead of its reader.
+    last such layer of the backward pass ahead of its reader, which may be one that runs again.
+
+    plain : the step where all of them stay
     """
-    shape = origin.shape
-    ops = enumerate(shape.graph.ops)
-    steps = [(op, it.phase == "forward") for op, it in ops if is_checkpoint(shape.graph, op)]
-    leaving = set(offloaded)
-    moved = [
-        hole
+    shape, graph, leaving = origin.shape, origin.shape.graph, set(offloaded)
+    steps = [op for op in range(len(graph.ops)) if is_checkpoint(graph, op)]
+    forward = [op for op in steps if graph.ops[op].phase == "forward"]
+    others = [op for op in steps if graph.ops[op].phase != "forward"]
+    read: dict[int, int] = {}
+    for op, at in zip(plain.ops, plain.at, strict=True):
+        for storage in leaving.intersection(graph.arrays.reads[op]):
+            if at > origin.last_forward[storage]:
+                read.setdefault(storage, at)
+    needed = {
+        hole: read[storage]
         for hole, storage in enumerate(shape.storage)
-        if storage in leaving
+        if storage in read
         and shape.start[hole] == origin.last_forward[storage]
         and shape.may_leave(hole)
-    ]
+    }
     result = {}
-    for hole, (out, _) in windows(shape, dict.fromkeys(moved, BESIDE)).items():
-        start, end = shape.start[hole], shape.end[hole]
-        last = min((op for op, forward in steps if forward and op > start), default=end - 1)
-        freed = min(out, last - 1)
-        ahead = (op for op, forward in steps if not forward and freed < op < end)
-        result[hole] = (freed, max(ahead, default=end))
+    for hole, (out, _) in windows(shape, dict.fromkeys(needed, BESIDE), needed).items():
+        end, place = needed[hole], bisect_right(forward, shape.start[hole])
+        freed = min(out, (forward[place] if place < len(forward) else end - 1) - 1)
+        ahead = bisect_left(others, end) - 1
+        result[hole] = freed, others[ahead] if ahead >= 0 and others[ahead] > freed else end
     return result
 
 
 def _begun_early(shape: Holes, schedule: Schedule) -> Schedule:
     """Start copies out as soon as what they copy is complete; it is read in the meantime."""
+    fetched = {copy.storage: copy.fetched for copy in schedule.host_copies}
     first: dict[int, int] = {}
+    read: dict[int, int] = {}
     for run, op in enumerate(schedule.ops):
         first.setdefault(op, run)
+        for storage in fetched.keys() & set(shape.graph.arrays.reads[op]):
+            if run >= fetched[storage]:
+                read.setdefault(storage, run)
     copies = (
         replace(copy, left=first[shape.chain[copy.storage][-1]]) for copy in schedule.host_copies
     )
-    return replace(schedule, host_copies=tuple(copies))
+    # One lane brings all of them back: what is read first comes first.
+    return replace(
+        schedule,
+        host_copies=tuple(sorted(copies, key=lambda copy: read.get(copy.storage, copy.fetched))),
+    )
 
 
 def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
