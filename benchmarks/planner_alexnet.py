@@ -19,11 +19,11 @@ from typing import Any
 
 from graphs import K40_LIKE, alexnet
 from machine import commit, machine
+from rivals.planners.walk import carry_out, follow, offloadable, origins
 from tables import columns
 
 from sn_memory import Graph, Plan, check_plan
-from sn_memory.plan.policies import policy
-from sn_memory.plan.walk import carry_out, follow, is_checkpoint, is_conv, offloadable, origins
+from sn_memory.plan.policies import is_checkpoint, is_conv, policy
 
 PAPER_MB = {"baseline": 2189.4, "liveness": 1489.4, "+offload": 1132.2, "+recompute": 886.4}
 PAPER_RERUNS = {"superneurons_speed": 14, "superneurons_memory": 23, "superneurons": 17}
@@ -65,7 +65,7 @@ def offload_only(graph: Graph) -> Plan:
     events = follow(
         graph, kept=kept, offloaded=moved, checkpoint=lambda op: is_checkpoint(graph, op)
     )
-    return carry_out(graph, events, planner="offload_only", reasons={})
+    return carry_out(graph, events, planner="offload_only")
 
 
 def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:

@@ -365,10 +365,7 @@ class BaseApoptosis(ABC):
         Event
             True if the model changed: make wrappers and recorded functions anew then.
 
-        Raises
-        ------
-        AgreementError
-            On all ranks, if they came to different decisions; nothing is changed.
+        Raises AgreementError on all ranks, if they came to different decisions; nothing is changed.
         """
         self.steps += 1
         self._clock.tick()

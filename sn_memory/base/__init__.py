@@ -1,4 +1,1 @@
-"""What everything else stands on: errors, sizes as people write them, the clock, JSON fields.
-
-It imports nothing of this package; NumPy neither.
-"""
+"""What everything else stands on: errors, sizes as people write them, the clock, JSON fields."""

@@ -145,10 +145,7 @@ def return_freed(peak_bytes: int = 0) -> bool:
 
     peak_bytes : of a planned step; without one, only where the setting says `on`
 
-    Raises
-    ------
-    ValueError
-        For another value of SN_MEMORY_MALLOC than `auto`, `on`, `off`.
+    Raises ValueError for another value of SN_MEMORY_MALLOC than `auto`, `on`, `off`.
     """
     way = os.environ.get(SETTING, "auto")
     if way not in _WAYS:

@@ -215,19 +215,12 @@ _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
     """Return a size in bytes.
 
-    Parameters
-    ----------
-    size
-        Bytes as a whole number (6e9 is one), or text: a number and B, kB, MB, GB, TB (powers of
+    size : bytes as a whole number (6e9 is one), or text: a number and B, kB, MB, GB, TB (powers of
         1000), KiB, MiB, GiB, TiB or K, M, G, T (powers of 1024), or %. A fraction above 0 and up to
         1, as a float or as text with a point and no unit, is a part of `whole`, as percent are.
-    whole
-        What 100% is; without it, percent and fractions are refused.
+    whole : what 100% is; without it, percent and fractions are refused.
 
-    Raises
-    ------
-    ValueError
-        For anything else; negative sizes too.
+    Raises ValueError for anything else; negative sizes too.
 
     Examples
     --------

@@ -1,4 +1,1 @@
-"""What an action costs: reruns, copies to the host, workspaces, and tables of measured times.
-
-It imports `base` and `graph`.
-"""
+"""What an action costs: reruns, copies to the host, workspaces, and tables of measured times."""

@@ -35,17 +35,11 @@ _MORE = range(16)
 class BFCSettings:
     """How TensorFlow's allocator is set, as far as it changes what is reserved.
 
-    Parameters
-    ----------
-    growth
-        Memory growth: `tf.config.experimental.set_memory_growth`, TF_FORCE_GPU_ALLOW_GROWTH.
-    limit_bytes
-        The most that the process may reserve.
-    gives_back
-        TF_ENABLE_GPU_GARBAGE_COLLECTION.
-    caching
-        Whether this allocator serves: not with TF_GPU_ALLOCATOR=cuda_malloc_async, whose rules the
-        driver does not tell.
+    growth : memory growth: `tf.config.experimental.set_memory_growth`, TF_FORCE_GPU_ALLOW_GROWTH.
+    limit_bytes : the most that the process may reserve
+    gives_back : TF_ENABLE_GPU_GARBAGE_COLLECTION
+    caching : whether this allocator serves: not with TF_GPU_ALLOCATOR=cuda_malloc_async, whose
+        rules the driver does not tell.
     """
 
     growth: bool = False

@@ -71,17 +71,11 @@ class Block:
 class BlockAllocator(ABC):
     """Hands out blocks of what it has reserved, and keeps them when they are freed.
 
-    Parameters
-    ----------
-    limit_bytes
-        The most that can be reserved.
+    limit_bytes : the most that can be reserved
 
-    Attributes
-    ----------
-    allocated_bytes, reserved_bytes
-        Now: of blocks in use, as large as they are handed out; of all that is reserved.
-    peak_allocated_bytes, peak_reserved_bytes
-        The most so far.
+    allocated_bytes, reserved_bytes : now: of blocks in use, as large as they are handed out; of all
+        that is reserved.
+    peak_allocated_bytes, peak_reserved_bytes : the most so far
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -225,26 +219,17 @@ _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,\[\]]*)")
 class AllocatorSettings:
     """What `PYTORCH_ALLOC_CONF` asks of torch's caching allocator, as far as it changes sizes.
 
-    Parameters
-    ----------
-    expandable
-        `expandable_segments`.
-    max_split_bytes
-        `max_split_size_mb`: blocks of this size and more are neither cut nor given to smaller
-        requests.
-    non_split_bytes
-        `max_non_split_rounding_mb`: a request of `max_split_bytes` and more takes a free block
-        that is larger by less than this.
-    large_segment_bytes
-        `large_segment_size_mb`: of segments that blocks below 10 MiB share.
-    divisions
-        `roundup_power2_divisions`, per power of two from 1 MiB to 64 GiB; empty rounds to 512
-        bytes.
-    caching
-        Whether torch's own allocator serves: not with `backend:cudaMallocAsync`, whose rules the
-        driver does not tell.
-    text
-        As they were set.
+    expandable : `expandable_segments`
+    max_split_bytes : `max_split_size_mb`: blocks of this size and more are neither cut nor given to
+        smaller requests.
+    non_split_bytes : `max_non_split_rounding_mb`: a request of `max_split_bytes` and more takes a
+        free block that is larger by less than this.
+    large_segment_bytes : `large_segment_size_mb`: of segments that blocks below 10 MiB share.
+    divisions : `roundup_power2_divisions`, per power of two from 1 MiB to 64 GiB; empty rounds to
+        512 bytes.
+    caching : whether torch's own allocator serves: not with `backend:cudaMallocAsync`, whose rules
+        the driver does not tell.
+    text : as they were set
 
     Examples
     --------
@@ -376,13 +361,9 @@ def _divisions(text: str) -> tuple[int, ...]:
 class CachingAllocator(BlockAllocator):
     """Reserves segments for blocks that come and go.
 
-    Parameters
-    ----------
-    settings
-        As the process has them; default: torch's defaults.
-    limit_bytes
-        The most that can be reserved. Where a request does not fit, cached segments that nothing
-        is in are given back first, as torch does it.
+    settings : as the process has them; default: torch's defaults.
+    limit_bytes : the most that can be reserved. Where a request does not fit, cached segments that
+        nothing is in are given back first, as torch does it.
 
     Examples
     --------

@@ -1,4 +1,1 @@
-"""What a training step is: ops, storages, bytes and seconds, as records and as numbers.
-
-It imports `base` only.
-"""
+"""What a training step is: ops, storages, bytes and seconds, as records and as numbers."""

@@ -105,27 +105,17 @@ def with_state(
 ) -> Graph:
     """Return the graph of a step with its updates, and with this state on the host.
 
-    Parameters
-    ----------
-    graph
-        Forward and backward pass; parameters are resident, gradients are kept.
-    units
-        What is updated, and what may lie on the host.
-    places
-        Per parameter: `device` (default), `state` (its optimizer state is on the host), or `host`
-        (the parameter as well). Speeds of the way are those of the graph's device.
-    update
-        `backward`: each parameter is updated when its gradient is complete. `step`: after the step,
-        which the graph then says nothing of; see `step_peak` in `plan/state.py`.
-    updaters
-        Per parameter of which something lies on the host, who updates it: `device` (default),
-        `host` or `in place`.
+    graph : forward and backward pass; parameters are resident, gradients are kept.
+    units : what is updated, and what may lie on the host
+    places : per parameter: `device` (default), `state` (its optimizer state is on the host), or
+        `host` (the parameter as well). Speeds of the way are those of the graph's device.
+    update : `backward`: each parameter is updated when its gradient is complete. `step`: after the
+        step, which the graph then says nothing of; see `step_peak` in `plan/state.py`.
+    updaters : per parameter of which something lies on the host, who updates it: `device`
+        (default), `host` or `in place`.
 
-    Raises
-    ------
-    GraphError
-        For a unit that the graph does not know, a place or an updater there is not, or a device
-        without speeds.
+    Raises GraphError for a unit that the graph does not know, a place or an updater there is not,
+    or a device without speeds.
     """
     maker = _Maker(graph, units, places, update, updaters or {})
     ops: list[Op] = []

@@ -137,33 +137,21 @@ class Holes:
     backward pass is two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole
     follows its last use and matters only to rebuilds that start from it.
 
-    Parameters
-    ----------
-    graph
-        The graph.
-    first
-        Per storage, the number of its hole 0; its holes are numbered in a row from there. One more
-        entry at the end: the number of holes.
-    storage, start, end
-        Per hole: its storage, the op before it and the op after it (the number of ops for the
-        last).
-    rebuildable
-        Per storage: its maker and writers may run twice, so it can be made again.
-    chain
-        Per storage: its maker and then its writers, by op number; empty for resident ones.
-    expires
-        Per op: it cannot run again once this op has run, because that one changes an input of it.
-    bytes, seconds, workspace
-        Per storage; per op, in the way it is priced; likewise.
-    held
-        Per storage: somebody outside holds it too, so it does not leave for the host.
-    stays
-        Per hole: it is the last one of a storage that must be there at the end.
-    needs, touched
-        Per op, the storages that must be there before it; those of them and of its outputs that
-        are not resident.
-    memo
-        What algorithms have made of it once, by name.
+    graph : the graph
+    first : per storage, the number of its hole 0; its holes are numbered in a row from there. One
+        more entry at the end: the number of holes.
+    storage, start, end : per hole: its storage, the op before it and the op after it (the number of
+        ops for the last).
+    rebuildable : per storage: its maker and writers may run twice, so it can be made again.
+    chain : per storage: its maker and then its writers, by op number; empty for resident ones.
+    expires : per op: it cannot run again once this op has run, because that one changes an input of
+        it.
+    bytes, seconds, workspace : per storage; per op, in the way it is priced; likewise.
+    held : per storage: somebody outside holds it too, so it does not leave for the host.
+    stays : per hole: it is the last one of a storage that must be there at the end.
+    needs, touched : per op, the storages that must be there before it; those of them and of its
+        outputs that are not resident.
+    memo : what algorithms have made of it once, by name
     """
 
     graph: Graph

@@ -23,10 +23,10 @@ from . import policies
 from .bound import smallest_peak
 from .buffers import over_budget, peak_op, placed, refused
 from .plan import TECHNIQUES, BudgetError, Plan, check_techniques
-from .policies import sqrt_n
+from .policies import origins, sqrt_n_choices
 from .search.candidates import Candidate
 from .search.search import LARGE, Search
-from .simulate import emit
+from .simulate import emit, simulate
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
 class Auto:
     """The planner `auto`, of one graph for any number of budgets.
 
-    A search of our own that begins from the plan of `sqrt_n`. The search and what it takes to say
+    A search of our own that begins from the choice of `sqrt_n`. The search and what it takes to say
     no share one deadline: see `look`.
 
     graph : what is to be carried out
@@ -173,7 +173,6 @@ class Auto:
             recompute="recompute" in techniques,
             deadline=self.end,
         )
-        self.plans: list[Plan] = []
         self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
@@ -195,39 +194,34 @@ class Auto:
         # A search could only fail; `answer` refuses.
         if self.floor[0] > budget_bytes:
             return
-        self.start_from_sqrt_n(budget_bytes)
-        within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
-        best = min(within, key=lambda plan: plan.seconds, default=None)
-        known = best is not None or self.search.archive.best(budget_bytes) is not None
+        start = self.sqrt_n(budget_bytes)
+        known = self.search.archive.best(budget_bytes) is not None
         self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
         self.search.end = self.end
         # On a large graph the search finds more in the time that it takes to improve this plan.
-        worth = self.search.recompute and len(self.graph.ops) <= LARGE
-        if best is not None and worth:
-            self.search.from_plan(best, budget_bytes)
+        if start is not None and len(self.graph.ops) <= LARGE:
+            self.search.from_sqrt_n(start, budget_bytes)
         self.search.solve(budget_bytes)
         self.search.widened(budget_bytes)
 
-    def start_from_sqrt_n(self, budget_bytes: int) -> None:
-        """Take the plan of `sqrt_n` in.
+    def sqrt_n(self, budget_bytes: int) -> Sequence[int] | None:
+        """Take the choice of `sqrt_n` in, and return it, if it keeps the budget.
 
         Whatever time there is, so that a budget which it keeps is not refused for want of time: it
         takes a tenth of a second for three thousand ops, one for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
         # Where everything can be kept there is nothing to begin from.
-        if not self.from_sqrt_n or (own is not None and own.origin == "keep"):
-            return
+        kept = own is not None and own.origin == "keep"
+        if kept or not self.from_sqrt_n or not self.search.recompute:
+            return None
         report_progress("search", now() - self.search.began, self.limit_s, "sqrt_n")
-        plan = sqrt_n(self.graph, budget_bytes=budget_bytes)
-        if self.allowed(plan):
-            self.plans.append(plan)
-
-    def allowed(self, plan: Plan) -> bool:
-        """Whether a plan does only what this search may do."""
-        offloads = any(action.kind == "offload" for action in plan.actions)
-        reruns = sum(action.kind == "run" for action in plan.actions) > len(self.graph.ops)
-        return (self.search.offload or not offloads) and (self.search.recompute or not reruns)
+        for choice in sqrt_n_choices(origins(self.search.shape)):
+            schedule = simulate(self.search.shape, choice)
+            if schedule.peak_bytes <= budget_bytes:
+                self.search.archive.add(choice, schedule, "sqrt_n")
+                return choice
+        return None
 
     def answer(self, budget_bytes: int, solve_s: float) -> Plan:
         """Return the fastest of all that keeps a budget, with its bound."""
@@ -254,13 +248,6 @@ class Auto:
     def fastest(self, budget_bytes: int) -> Plan | None:
         """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
         candidate = self.search.archive.best(budget_bytes)
-        others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
-        other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
-        if other is not None and (
-            candidate is None
-            or (other.seconds, other.peak_bytes) < (candidate.seconds, candidate.peak_bytes)
-        ):
-            return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
         return None if candidate is None else self.emitted(candidate, budget_bytes)
 
     def emitted(self, candidate: Candidate, budget_bytes: int | None) -> Plan:
@@ -273,9 +260,6 @@ class Auto:
         # After a front of budgets, those after the first have no part of the time left for this.
         end = max(self.end, now() + self.limit_s * TO_REFUSE)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
-        before = len(self.plans)
-        if self.search.recompute:
-            self.start_from_sqrt_n(floor)
         # What it names is found again when it is asked for: nothing below depends on this budget,
         # nor on what the search for it has found.
         search = Search(
@@ -287,10 +271,12 @@ class Auto:
         search.end = end
         search.least(floor)
         ended = not search.late
+        if self.search.recompute and self.from_sqrt_n:
+            for choice in sqrt_n_choices(origins(self.search.shape)):
+                search.archive.add(choice, simulate(search.shape, choice), "sqrt_n")
         smallest = search.archive.smallest()
-        nearest = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
-        self.plans.append(nearest)
-        least = min(self.plans[before:], key=lambda plan: (plan.peak_bytes, plan.seconds))
+        self.search.archive.items.append(smallest)
+        least = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         size, name = least.peak_bytes, peak_op(self.graph, least)
         where = placed(self.graph, name)
         if size <= floor:

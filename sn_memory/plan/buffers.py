@@ -21,13 +21,9 @@ from .plan import Action, BudgetError, Plan, budget_line, percent_kept
 class PlanBuffers:
     """Allocations of a plan, in the order in which they are made; resident storages first.
 
-    Parameters
-    ----------
-    names
-        The storage of each; `NAME (second copy)` for an output that a rerun makes again while it is
-        there, and `workspace of OP`.
-    buffers
-        (lower, upper, size), half-open in numbers of actions.
+    names : the storage of each; `NAME (second copy)` for an output that a rerun makes again while
+        it is there, and `workspace of OP`.
+    buffers : (lower, upper, size), half-open in numbers of actions
     """
 
     names: tuple[str, ...]
@@ -147,20 +143,13 @@ def refused(
 ) -> BudgetError:
     """Return the error.
 
-    Parameters
-    ----------
-    text
-        What was found: the peak, and the op that sets it.
-    plan
-        The plan of the smallest peak that was found: the nearest budget that can be had is its.
-    op
-        The op at that peak.
-    floor_bytes
-        See BudgetError.
-    instead
-        What else than raising the budget may be done.
-    nearest_bytes
-        The nearest budget, where it is not the plan's peak but what is reserved for that.
+    text : what was found: the peak, and the op that sets it.
+    plan : the plan of the smallest peak that was found: the nearest budget that can be had is its.
+    op : the op at that peak
+    floor_bytes : see BudgetError
+    instead : what else than raising the budget may be done
+    nearest_bytes : the nearest budget, where it is not the plan's peak but what is reserved for
+        that
     """
     nearest = plan.peak_bytes if nearest_bytes is None else nearest_bytes
     # Made before its text, which quotes the percentage.

@@ -104,14 +104,9 @@ def spread_copies(
 ) -> tuple[Action, ...]:
     """Return the actions with copies moved apart from the ops that wait for them.
 
-    Parameters
-    ----------
-    graph, actions
-        A plan of it.
-    room_bytes
-        What live bytes stay within. Actions that need more stay as they are.
-    times
-        How many times its own seconds a copy gets, where there is room.
+    graph, actions : a plan of it
+    room_bytes : what live bytes stay within. Actions that need more stay as they are.
+    times : how many times its own seconds a copy gets, where there is room
     """
     lanes = any(action.kind in ("offload", "prefetch") for action in actions)
     if lanes and not graph.device.can_offload:

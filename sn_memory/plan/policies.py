@@ -4,28 +4,135 @@
 
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
-`plan_graph(..., planner="auto")` begins from the plan of `sqrt_n`. Other planners of the literature
-are in `benchmarks/rivals/planners`, which compares with them. What they share is in `walk.py`.
+`plan_graph(..., planner="auto")` begins from the choice of `sqrt_n`. Other planners of the
+literature are in `benchmarks/rivals/planners`, which compares with them.
+
+A policy says which storages of the forward pass are let go after their last use there, and what
+happens after a rebuild. That is a choice as `simulate.py` carries it out; what waits on the host
+has windows that keep step with the layers, as the paper has it, and not with the clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
+from ..cost.offload import BESIDE, Schedule, equip, windows
 from ..graph.graph import Graph, Ints
-from ..graph.liveness import holes
+from ..graph.liveness import KEEP, Holes, holes
 from .plan import Plan
 from .simulate import emit, simulate
-from .walk import Origins, carry_out, choose, follow, is_checkpoint, is_conv, offloadable, origins
 
 Policy = Callable[..., Plan]
 # How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
 _CACHE_SIZES = 8
+# Kinds as frameworks and papers write them: conv2d, aten.convolution, Conv2D, addmm, MatMul, FC ...
+_CONV: Final = re.compile(r"conv")
+_HEAVY: Final = re.compile(
+    r"conv|linear|dense|matmul|einsum|\bfc\b|\bdot|\b(add|ba)?b?mm\b|attention"
+)
+_JOIN: Final = re.compile(r"join|concat|\bcat\b|fork|\bstack\b")
+_SUM: Final = re.compile(r"\badd(v2|n|_)?\b")
+# Above this a kernel is bound by arithmetic on any machine of the last decade: matrix products and
+# convolutions of useful size pass it, elementwise ops and normalisations stay below.
+_DENSE_FLOPS_PER_BYTE: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The holes of a graph, and per storage, by number, what a policy asks.
+
+    last_use : its last use by any op, releases included; its producer where nobody reads it
+    last_forward, first_backward : its last use by a forward op, its producer included; its first
+        use by any other, the number of ops where there is none
+    droppable : whether it may be dropped whenever it is complete and rebuilt for every later use
+    forward : whether forward ops make and complete it
+    """
+
+    shape: Holes
+    last_use: list[int]
+    last_forward: list[int]
+    first_backward: list[int]
+    droppable: list[bool]
+    forward: list[bool]
+
+
+def origins(shape: Holes) -> Origins:
+    """Find them all, in time linear in the size of the graph (sorting aside)."""
+    graph, arrays, chain = shape.graph, shape.graph.arrays, shape.chain
+    count, end = len(graph.storages), len(graph.ops)
+    forward_op = [op.phase == "forward" for op in graph.ops]
+    last_use: list[int] = arrays.producer.tolist()
+    last_forward, first_backward = last_use.copy(), [end] * count
+    settled = [True] * count
+    for op, reads in enumerate(arrays.reads):
+        for storage, version in zip(reads, arrays.version[op], strict=True):
+            # Somebody else saw an earlier version: rebuilding the last one would not serve them.
+            if version < len(chain[storage]) - 1 and storage not in arrays.writes[op]:
+                settled[storage] = False
+        for storage in (*reads, *arrays.releases[op]):
+            last_use[storage] = op
+            if forward_op[op]:
+                last_forward[storage] = op
+            else:
+                first_backward[storage] = min(first_backward[storage], op)
+    # Each can be rebuilt just before op t for every t up to its expiry.
+    expiry, droppable = [-1.0] * count, [False] * count
+    # Whatever the makers of a storage read is settled, and so complete, before the last of them.
+    for storage in sorted(range(count), key=lambda s: chain[s][-1] if chain[s] else -1):
+        if not shape.rebuildable[storage] or not settled[storage]:
+            continue
+        sources = {s for op in chain[storage] for s in arrays.reads[op]} - {storage}
+        until = [shape.expires[op] for op in chain[storage]]
+        expiry[storage] = min(until + [expiry[s] for s in sources if droppable[s]])
+        droppable[storage] = expiry[storage] >= last_use[storage] and not bool(arrays.keep[storage])
+    # What a backward op still changes is not ours to move between the two passes.
+    forward = [
+        bool(ops) and forward_op[ops[0]] and ops[-1] <= last_forward[storage]
+        for storage, ops in enumerate(chain)
+    ]
+    return Origins(shape, last_use, last_forward, first_backward, droppable, forward)
+
+
+def dropping(origin: Origins, kept: Collection[int], each: Collection[int] = ()) -> list[int]:
+    """Return the choice that lets go, after its last forward use, what can be and is not kept.
+
+    kept : storages made by the forward pass that stay
+    each : storages that go again once something was rebuilt from them, the memory-centric way;
+        others stay once rebuilt
+    """
+    shape, reads = origin.shape, origin.shape.graph.arrays.reads
+    never = len(reads)
+    choice = shape.natural()
+    # What others are rebuilt from stays after its own last use.
+    for last in {first - 1 for first in shape.first if first}:
+        if choice[last] == 0:
+            choice[last] = KEEP
+    sources = {
+        storage: {source for op in shape.chain[storage] for source in reads[op]} - {storage}
+        for storage, inside in enumerate(origin.forward)
+        if inside and origin.droppable[storage] and storage not in kept
+    }
+    going = {source for made_of in sources.values() for source in made_of if source in each}
+    for hole, storage in enumerate(shape.storage):
+        start = shape.start[hole]
+        if storage not in sources or start < origin.last_forward[storage]:
+            continue
+        if start == origin.last_forward[storage]:
+            choice[hole] = never if storage in going else 0
+        elif storage in going and any(
+            origin.first_backward[other] == start and storage in sources.get(other, ())
+            for other in shape.needs[start]
+        ):
+            # The op read it, and what was rebuilt from it.
+            choice[hole] = never
+    return choice
 
 
 def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
@@ -36,24 +143,27 @@ def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
 
 def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Rebuild each segment once, and keep it."""
-    return _plan(graph, budget_bytes, "superneurons_speed", set())
+    return _plan(graph, budget_bytes, "superneurons_speed", lambda origin, kept: set())
 
 
 def memory_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Rebuild for each backward layer anew."""
-    every = set(range(len(graph.storages)))
-    return _plan(graph, budget_bytes, "superneurons_memory", every)
+    every = range(len(graph.storages))
+    return _plan(graph, budget_bytes, "superneurons_memory", lambda origin, kept: every)
 
 
 def cost_aware(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Choose between the two by l_peak, segment by segment."""
-    origin = origins(graph)
-    kept = checkpoints(graph, origin)
     limit = max(_working_sets(graph), default=0)
-    each: set[int] = set()
-    for segment in segments(graph, origin, kept):
-        if _held_by_speed(graph, origin, segment) > limit:
-            each.update(segment)
+
+    def each(origin: Origins, kept: set[int]) -> set[int]:
+        large = (
+            segment
+            for segment in segments(origin, kept)
+            if _held_by_speed(graph, origin, segment) > limit
+        )
+        return set().union(*large)
+
     return _plan(graph, budget_bytes, "superneurons", each)
 
 
@@ -65,33 +175,28 @@ def checkpoints(graph: Graph, origin: Origins) -> set[int]:
             for storage in graph.arrays.reads[op]:
                 # Who changes it in place passes it on; only the others share it.
                 readers[storage] += storage not in graph.arrays.writes[op]
-    own = [
-        inside and is_checkpoint(graph, makers[0])
-        for inside, makers in zip(origin.forward, origin.makers, strict=True)
-    ]
+    inside = {s: ops[0] for s, ops in enumerate(origin.shape.chain) if origin.forward[s]}
+    own = {storage for storage, op in inside.items() if is_checkpoint(graph, op)}
     # Behind the last checkpoint comes the loss: the backward pass starts there, nothing can go.
-    last = max((m[0] for m, is_own in zip(origin.makers, own, strict=True) if is_own), default=0)
-    return {
-        storage
-        for storage, makers in enumerate(origin.makers)
-        if origin.forward[storage] and (own[storage] or readers[storage] >= 2 or makers[0] > last)
-    }
+    last = max((inside[storage] for storage in own), default=0)
+    return {s for s, op in inside.items() if s in own or readers[s] >= 2 or op > last}
 
 
-def segments(graph: Graph, origin: Origins, kept: set[int]) -> list[set[int]]:
+def segments(origin: Origins, kept: set[int]) -> list[set[int]]:
     """Group what is dropped: storages made from each other without a checkpoint between."""
     group: dict[int, set[int]] = {}
-    for storage, makers in enumerate(origin.makers):
+    for storage, makers in enumerate(origin.shape.chain):
         if not origin.forward[storage] or storage in kept or not origin.droppable[storage]:
             continue
-        sources = [s for op in makers for s in graph.arrays.reads[op] if s in group]
+        reads = origin.shape.graph.arrays.reads
+        sources = [s for op in makers for s in reads[op] if s in group]
         home = group[sources[0]] if sources else set()
         home.add(storage)
         group[storage] = home
     return list({id(members): members for members in group.values()}.values())
 
 
-def _working_sets(graph: Graph) -> Iterable[int]:
+def _working_sets(graph: Graph) -> Iterator[int]:
     # l_i: everything that op i touches or makes, weights aside, and its scratch memory.
     arrays = graph.arrays
     for op, reads in enumerate(arrays.reads):
@@ -111,23 +216,25 @@ def _held_by_speed(graph: Graph, origin: Origins, segment: set[int]) -> int:
     return most
 
 
-def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) -> Plan:
-    origin = origins(graph)
+def _plan(
+    graph: Graph,
+    budget_bytes: int | None,
+    planner: str,
+    each: Callable[[Origins, set[int]], Collection[int]],
+) -> Plan:
+    origin = origins(holes(graph))
     kept = checkpoints(graph, origin)
-    keeps = partial(is_checkpoint, graph)
-    reasons = {
-        storage: "between checkpoint layers; rebuilt "
-        + ("for each backward layer" if storage in each else "once")
-        for storage in range(len(graph.storages))
-    }
+    shape, choice = origin.shape, dropping(origin, kept, each(origin, kept))
+    plain = simulate(shape, choice)
 
-    def draft(offloaded: list[int]) -> Plan:
-        reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
-        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=keeps)
-        return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
+    def draft(offloaded: Sequence[int]) -> Plan:
+        moves = _windows(origin, offloaded, plain)
+        schedule = _begun_early(shape, simulate(shape, choice, moves)) if moves else plain
+        if budget_bytes is not None:
+            schedule = equip(shape, schedule, budget_bytes)
+        return emit(shape, schedule, planner=planner)
 
-    convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}
-    movable = offloadable(graph, follow(graph, kept=kept, each=each), convolutions)
+    movable = _offloadable(origin, kept, plain)
     if budget_bytes is None:
         return choose([draft([]), draft(movable)], None)
     drafts = []
@@ -139,40 +246,134 @@ def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) 
     return choose(drafts, budget_bytes)
 
 
+def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> list[int]:
+    """Return what convolutions make and somebody reads after the forward pass; oldest first.
+
+    Reruns read as well. None, if the device of the graph states no transfer speeds.
+    """
+    graph, made = origin.shape.graph, origin.shape.chain
+    room = graph.device.pinned_bytes
+    if not graph.device.can_offload:
+        return []
+    turns = (run for run, op in enumerate(schedule.ops) if graph.ops[op].phase != "forward")
+    after = schedule.ops[next(turns, len(schedule.ops)) :]
+    read = {storage for op in after for storage in graph.arrays.reads[op]}
+    chosen, held = [], 0
+    for storage in sorted(read & set(kept)):
+        size = int(graph.arrays.bytes[storage])
+        held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
+        # What has no room is passed over, and not the end: a smaller one may still have room.
+        has_room = room is None or held + size <= room
+        if is_conv(graph, made[storage][0]) and not held_outside and has_room:
+            chosen.append(storage)
+            held += size
+    return chosen
+
+
+def _windows(
+    origin: Origins, offloaded: Sequence[int], plain: Schedule
+) -> dict[int, tuple[int, int]]:
+    """Return when the memory of each is given back and taken again, by hole.
+
+    A copy out is waited for before the next checkpoint layer, and a copy back starts before the
+    last such layer of the backward pass ahead of its reader, which may be one that runs again.
+
+    plain : the step where all of them stay
+    """
+    shape, graph, leaving = origin.shape, origin.shape.graph, set(offloaded)
+    steps = [op for op in range(len(graph.ops)) if is_checkpoint(graph, op)]
+    forward = [op for op in steps if graph.ops[op].phase == "forward"]
+    others = [op for op in steps if graph.ops[op].phase != "forward"]
+    read: dict[int, int] = {}
+    for op, at in zip(plain.ops, plain.at, strict=True):
+        for storage in leaving.intersection(graph.arrays.reads[op]):
+            if at > origin.last_forward[storage]:
+                read.setdefault(storage, at)
+    needed = {
+        hole: read[storage]
+        for hole, storage in enumerate(shape.storage)
+        if storage in read
+        and shape.start[hole] == origin.last_forward[storage]
+        and shape.may_leave(hole)
+    }
+    result = {}
+    for hole, (out, _) in windows(shape, dict.fromkeys(needed, BESIDE), needed).items():
+        end, place = needed[hole], bisect_right(forward, shape.start[hole])
+        freed = min(out, (forward[place] if place < len(forward) else end - 1) - 1)
+        ahead = bisect_left(others, end) - 1
+        result[hole] = freed, others[ahead] if ahead >= 0 and others[ahead] > freed else end
+    return result
+
+
+def _begun_early(shape: Holes, schedule: Schedule) -> Schedule:
+    """Start copies out as soon as what they copy is complete; it is read in the meantime."""
+    fetched = {copy.storage: copy.fetched for copy in schedule.host_copies}
+    first: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for run, op in enumerate(schedule.ops):
+        first.setdefault(op, run)
+        for storage in fetched.keys() & set(shape.graph.arrays.reads[op]):
+            if run >= fetched[storage]:
+                read.setdefault(storage, run)
+    copies = (
+        replace(copy, left=first[shape.chain[copy.storage][-1]]) for copy in schedule.host_copies
+    )
+    # One lane brings all of them back: what is read first comes first.
+    return replace(
+        schedule,
+        host_copies=tuple(sorted(copies, key=lambda copy: read.get(copy.storage, copy.fetched))),
+    )
+
+
+def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
+    """Return the fastest plan that keeps the budget; where none does, the one of least peak.
+
+    Without a budget it is the one of least peak too: that is what these policies are for.
+    """
+    candidates = list(plans)
+    least = min(candidates, key=lambda plan: (plan.peak_bytes, plan.seconds))
+    if budget_bytes is None or least.peak_bytes > budget_bytes:
+        return least
+    fitting = [plan for plan in candidates if plan.peak_bytes <= budget_bytes]
+    return replace(min(fitting, key=lambda plan: plan.seconds), budget_bytes=budget_bytes)
+
+
 def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Cut into sqrt(n) segments of as many forward ops each; of as many bytes if that is too much.
 
     Where layers differ, the largest of the equal numbers sets the peak. Segments of `s` bytes each
     hold `total / s` cuts and one segment, which is least at the root of total times a cut's bytes.
     """
-    origin = origins(graph)
-    forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
-    crossing = crossing_bytes(graph, origin)
-    width = max(1, math.isqrt(len(forward)))
-    cuts = [
-        narrowest(crossing, forward[start : start + width])
-        for start in range(0, max(0, len(forward) - width), width)
-    ]
-    plans = [plan_of_cuts(graph, origin, cuts, "sqrt_n")]
-    if budget_bytes is not None and plans[0].peak_bytes > budget_bytes:
-        total = sum(
-            int(graph.arrays.bytes[storage])
-            for storage, is_forward in enumerate(origin.forward)
-            if is_forward
-        )
-        size = math.sqrt(total * float(crossing[forward].mean())) if forward else 0.0
-        cuts = cuts_by_bytes(graph, forward, crossing, size)
-        plans.append(plan_of_cuts(graph, origin, cuts, "sqrt_n"))
+    origin = origins(holes(graph))
+    plans = []
+    for choice in sqrt_n_choices(origin):
+        plans.append(emit(origin.shape, simulate(origin.shape, choice), planner="sqrt_n"))
+        if budget_bytes is None or plans[0].peak_bytes <= budget_bytes:
+            break
     return choose(plans, budget_bytes)
 
 
-def crossing_bytes(graph: Graph, origin: Origins) -> Ints:
+def sqrt_n_choices(origin: Origins) -> Iterator[list[int]]:
+    """Yield the choice of segments of as many forward ops, and then of as many bytes."""
+    graph = origin.shape.graph
+    forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
+    crossing = crossing_bytes(origin)
+    width = max(1, math.isqrt(len(forward)))
+    starts = range(0, max(0, len(forward) - width), width)
+    yield of_cuts(origin, [narrowest(crossing, forward[at : at + width]) for at in starts])
+    total = int(graph.arrays.bytes[np.array(origin.forward, bool)].sum())
+    size = math.sqrt(total * float(crossing[forward].mean())) if forward else 0.0
+    yield of_cuts(origin, cuts_by_bytes(graph, forward, crossing, size))
+
+
+def crossing_bytes(origin: Origins) -> Ints:
     """Return what a cut right after each op would keep: bytes [ops] int64."""
-    change = np.zeros(len(graph.ops) + 1, np.int64)
+    shape = origin.shape
+    change = np.zeros(len(shape.graph.ops) + 1, np.int64)
     for storage, is_forward in enumerate(origin.forward):
         if is_forward:
-            change[origin.makers[storage][0]] += graph.arrays.bytes[storage]
-            change[origin.last_forward[storage]] -= graph.arrays.bytes[storage]
+            change[shape.chain[storage][0]] += shape.bytes[storage]
+            change[origin.last_forward[storage]] -= shape.bytes[storage]
     return np.cumsum(change)[:-1]
 
 
@@ -196,8 +397,8 @@ def cuts_by_bytes(graph: Graph, forward: Sequence[int], crossing: Ints, size: fl
     return cuts
 
 
-def plan_of_cuts(graph: Graph, origin: Origins, cuts: Sequence[int], planner: str) -> Plan:
-    """Return the plan that keeps what crosses a cut and rebuilds each segment once.
+def of_cuts(origin: Origins, cuts: Sequence[int]) -> list[int]:
+    """Return the choice that keeps what crosses a cut and rebuilds each segment once.
 
     cuts : ops, each the last of a segment
     """
@@ -206,14 +407,41 @@ def plan_of_cuts(graph: Graph, origin: Origins, cuts: Sequence[int], planner: st
     for storage, is_forward in enumerate(origin.forward):
         if not is_forward:
             continue
-        start = int(np.searchsorted(borders, origin.makers[storage][0]))
+        start = int(np.searchsorted(borders, origin.shape.chain[storage][0]))
         # The last segment is used at once: dropping it would only cost.
         if start == len(borders) or borders[start] < origin.last_forward[storage]:
             kept.add(storage)
-    events = follow(graph, kept=kept)
-    reason = f"inside one of {len(borders) + 1} segments; rebuilt when the backward pass enters it"
-    reasons = dict.fromkeys(range(len(graph.storages)), reason)
-    return carry_out(graph, events, planner=planner, reasons=reasons)
+    return dropping(origin, kept)
+
+
+def is_conv(graph: Graph, op: int) -> bool:
+    """Whether the op convolves; without a kind, whether arithmetic bounds it."""
+    kind = graph.ops[op].kind.lower()
+    return bool(_CONV.search(kind)) if kind else _dense(graph, op)
+
+
+def is_checkpoint(graph: Graph, op: int) -> bool:
+    """Whether the op is of the types SuperNeurons keeps: CONV, FC, JOIN, FORK, CONCAT.
+
+    A sum of two activations is a join; the sum of one and a parameter is not.
+    """
+    # `\b` finds no edge of a word at an underscore.
+    kind = graph.ops[op].kind.lower().replace("_", " ").replace(".", " ")
+    if not kind:
+        return _dense(graph, op)
+    if _HEAVY.search(kind) or _JOIN.search(kind):
+        return True
+    arrays = graph.arrays
+    activations = sum(not arrays.resident[storage] for storage in arrays.reads[op])
+    return bool(_SUM.search(kind)) and activations >= 2
+
+
+def _dense(graph: Graph, op: int) -> bool:
+    record, arrays = graph.ops[op], graph.arrays
+    moved = record.traffic_bytes
+    if moved is None:
+        moved = int(sum(arrays.bytes[s] for s in (*arrays.reads[op], *arrays.outputs[op])))
+    return record.flops > _DENSE_FLOPS_PER_BYTE * max(moved, 1)
 
 
 _POLICIES: Final[dict[str, Policy]] = {

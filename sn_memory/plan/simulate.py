@@ -267,14 +267,12 @@ def finished_plan(
     planner: str,
     peak_bytes: int,
     seconds: float,
-    reasons: Mapping[int, str] | None = None,
-    asked: Mapping[int, int] | None = None,
 ) -> Plan:
     """Return a plan with what follows from its graph; its bound is that of all ops run once."""
     bound = sum(min(options) for options in graph.arrays.seconds)
     return Plan(
         actions=tuple(actions),
-        decisions=decisions_of(graph, actions, reasons, asked),
+        decisions=decisions_of(graph, actions),
         planner=planner,
         peak_bytes=peak_bytes,
         seconds=seconds,
@@ -287,17 +285,10 @@ def finished_plan(
     )
 
 
-def decisions_of(
-    graph: Graph,
-    actions: Iterable[Action],
-    reasons: Mapping[int, str] | None = None,
-    asked: Mapping[int, int] | None = None,
-) -> tuple[Decision, ...]:
+def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...]:
     """Return the decisions that actions amount to, seen from how often each storage is made.
 
-    reasons : per storage, a sentence in place of the general one
-    asked : how often each was made because somebody asked for it, where that is known; else it
-        counts whenever it comes out of an op and is not on the device
+    It is made whenever it comes out of an op and is not on the device.
     """
     arrays, device = graph.arrays, graph.device
     times_made: Counter[int] = Counter()
@@ -326,8 +317,6 @@ def decisions_of(
             offloaded.add(storage)
         else:
             present.add(storage)
-    if asked is not None:
-        times_made = Counter(asked)
     result = []
     for number, record in enumerate(graph.storages):
         times, size = times_made[number], int(arrays.bytes[number])
@@ -343,7 +332,6 @@ def decisions_of(
         else:
             technique = "recompute" if times == 2 else "recompute_each"
             text = f"made {times} times, for {seconds:.3g} s more"
-        text = (reasons or {}).get(number, text) if technique != "keep" else text
         result.append(Decision(record.name, technique, text, size, seconds))
     return tuple(result)
 

@@ -38,25 +38,16 @@ Planner = Callable[[Graph, int], Plan]
 class StatePlan:
     """A plan of a step with its updates.
 
-    Parameters
-    ----------
-    graph
-        The step with its updates; see `with_state`.
-    plan
-        A plan of it. Its `seconds` count copies as ops.
-    places
-        Per parameter that may move: `device`, `state` or `host`.
-    lanes
-        When it ends, copies on their lanes.
-    step_peak_bytes
-        The most that is live while the optimizer's step updates what is on the host, one parameter
-        after the other; 0 where all updates are in the plan.
-    updaters
-        Per parameter that is trained and of which something lies on the host, who updates it:
-        `device`, `host` or `in place`.
-    step_s
-        Seconds of the optimizer's step, its copies beside its updates; 0 where all updates are in
-        the plan.
+    graph : the step with its updates; see `with_state`.
+    plan : a plan of it. Its `seconds` count copies as ops.
+    places : per parameter that may move: `device`, `state` or `host`.
+    lanes : when it ends, copies on their lanes
+    step_peak_bytes : the most that is live while the optimizer's step updates what is on the host,
+        one parameter after the other; 0 where all updates are in the plan.
+    updaters : per parameter that is trained and of which something lies on the host, who updates
+        it: `device`, `host` or `in place`.
+    step_s : seconds of the optimizer's step, its copies beside its updates; 0 where all updates are
+        in the plan.
     """
 
     graph: Graph
@@ -93,10 +84,7 @@ def plan_state(
     updaters : who may update what lies on the host
     places : where what moves may lie; see `with_state`
 
-    Raises
-    ------
-    BudgetError
-        If even with all of it on the host no plan keeps the budget.
+    Raises BudgetError if even with all of it on the host no plan keeps the budget.
     """
     planned: list[StatePlan] = []
     refused: list[BudgetError] = []

@@ -1,4 +1,1 @@
-"""Addresses in one arena for buffers whose lifetimes are known; `csv` reads and writes them.
-
-It imports `base` only.
-"""
+"""Addresses in one arena for buffers whose lifetimes are known; `csv` reads and writes them."""

@@ -161,18 +161,11 @@ def _library() -> Any:
 class PlacingAllocator:
     """The allocator of this process, opened.
 
-    Parameters
-    ----------
-    source
-        "host" for the host's memory (address space, until it is written to), or the name of CUDA's
-        runtime library.
-    limit_bytes
-        The most that is reserved on a device; 0 for all there is.
+    source : "host" for the host's memory (address space, until it is written to), or the name of
+        CUDA's runtime library
+    limit_bytes : the most that is reserved on a device; 0 for all there is.
 
-    Raises
-    ------
-    RuntimeError
-        Where the library was not built, or the source cannot be opened.
+    Raises RuntimeError where the library was not built, or the source cannot be opened.
 
     Examples
     --------

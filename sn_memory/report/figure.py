@@ -32,16 +32,11 @@ Floats = npt.NDArray[np.float64]
 class Curve:
     """Live bytes over time, and who owns the largest value.
 
-    Parameters
-    ----------
-    time_s, bytes
-        [points] each; between two times the bytes are those of the earlier one.
-    layers
-        (name, [points] bytes) of each of LAYERS, bottom first; they sum to `bytes`.
-    peak_s, peak_bytes, peak_at
-        When the peak is reached, what it is, and the op or action that reaches it.
-    owners
-        (name, bytes) at the peak, largest first; they sum to the peak.
+    time_s, bytes : [points] each; between two times the bytes are those of the earlier one.
+    layers : (name, [points] bytes) of each of LAYERS, bottom first; they sum to `bytes`.
+    peak_s, peak_bytes, peak_at : when the peak is reached, what it is, and the op or action that
+        reaches it
+    owners : (name, bytes) at the peak, largest first; they sum to the peak.
     """
 
     time_s: Floats

@@ -36,22 +36,15 @@ class Choice:
 class MeasuredPlan:
     """Which parts are run again, and what that was measured to need on the sample.
 
-    Attributes
-    ----------
-    choices
-        One for each part that could be chosen.
-    budget_bytes
-        What was asked for.
-    peak_bytes, baseline_peak_bytes
-        Measured with the plan and without; 0 where no such step was run.
-    seconds, baseline_seconds
-        What was timed without the plan (torch: a step; TensorFlow: the forward pass of all
-        layers), and with what the reruns cost on top.
-    peak_op
-        The op that holds the most at the peak.
-    courses
-        How many random courses of the step the peak is the largest of; 1 for a model whose course
-        does not depend on random numbers.
+    choices : one for each part that could be chosen
+    budget_bytes : what was asked for
+    peak_bytes, baseline_peak_bytes : measured with the plan and without; 0 where no such step was
+        run.
+    seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
+        forward pass of all layers), and with what the reruns cost on top.
+    peak_op : the op that holds the most at the peak
+    courses : how many random courses of the step the peak is the largest of; 1 for a model whose
+        course does not depend on random numbers.
     """
 
     choices: tuple[Choice, ...]
@@ -125,10 +118,7 @@ def min_recompute(
     baseline_bytes : the peak without the plan
     how : what was tried, as an error begins
 
-    Raises
-    ------
-    BudgetError
-        If even the smallest step is above the budget.
+    Raises BudgetError if even the smallest step is above the budget.
     """
     if smallest.peak_bytes > budget_bytes:
         percent = percent_kept(smallest.peak_bytes, baseline_bytes)

@@ -34,22 +34,15 @@ T = TypeVar("T", bound=Traced)
 class PlannedKind:
     """A kind of input that the model has a plan for.
 
-    Parameters
-    ----------
-    inputs
-        Names and shapes of its tensors.
-    how
-        `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
+    inputs : names and shapes of its tensors
+    how : `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
         another kind, `planned at once`, `planned by regions` (torch alone), or `modules run again`
         (TensorFlow: layers).
-    peak_bytes
-        Predicted; measured where modules run again; 0 where neither could be.
-    budget_bytes
-        What was to be kept.
-    unlike
-        What was otherwise than in the nearest kind that was known; nothing if `plan` was asked.
-    seconds
-        What planning it took, at first sight.
+    peak_bytes : predicted; measured where modules run again; 0 where neither could be.
+    budget_bytes : what was to be kept
+    unlike : what was otherwise than in the nearest kind that was known; nothing if `plan` was
+        asked.
+    seconds : what planning it took, at first sight
     """
 
     inputs: str

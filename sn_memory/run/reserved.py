@@ -69,10 +69,7 @@ def host_budget(resident_bytes: int) -> int:
 
     resident_bytes : what of the step is there already, and counts in its budget
 
-    Raises
-    ------
-    PlanError
-        Where no limit is known, or the smallest leaves nothing.
+    Raises PlanError where no limit is known, or the smallest leaves nothing.
     """
     # What the search imports late (57 MiB with its threads' buffers) is no room for tensors.
     importlib.import_module("scipy.optimize")
@@ -187,20 +184,13 @@ def within_reserved(
 ) -> Plan:
     """Return a plan for which the allocator reserves no more than the budget.
 
-    Parameters
-    ----------
-    graph, budget_bytes
-        What is planned, and the most bytes.
-    search
-        Plans within so many live bytes, in so many seconds; None is the time limit as it was set.
-    settings
-        Of the allocator.
+    graph, budget_bytes : what is planned, and the most bytes
+    search : plans within so many live bytes, in so many seconds; None is the time limit as it was
+        set.
+    settings : of the allocator
 
-    Raises
-    ------
-    BudgetError
-        For a budget that no plan keeps; naming the setting that would reserve less, where it is
-        what the allocator reserves that breaks it.
+    Raises BudgetError for a budget that no plan keeps; naming the setting that would reserve less,
+    where it is what the allocator reserves that breaks it.
     """
     plan = first = search(budget_bytes, None)
     if not settings.caching:

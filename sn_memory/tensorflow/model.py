@@ -301,12 +301,9 @@ def relative_error(
     counts by how many such bits that is, times `unit`. One that is zero but for rounding and
     differs by more is taken relative to the largest value of all results, or of all variables.
 
-    Parameters
-    ----------
-    nudged
-        Returns the results with weights that differ in their last bit. Called where it matters.
-    unit
-        Relative difference of that last bit.
+    nudged : returns the results with weights that differ in their last bit. Called where it
+        matters.
+    unit : relative difference of that last bit
     """
     names = different(expected, got)
     if not names:

@@ -31,16 +31,10 @@ KINDS = 64
 class KeptStep:
     """What is kept for a kind of input.
 
-    Parameters
-    ----------
-    step
-        What runs in place of the forward pass.
-    call
-        How the arguments of its sample were written.
-    told
-        How it was planned.
-    used
-        If it was planned while training, the number of the last step; None for what `plan` made.
+    step : what runs in place of the forward pass
+    call : how the arguments of its sample were written
+    told : how it was planned
+    used : if it was planned while training, the number of the last step; None for what `plan` made.
     """
 
     step: Step
@@ -53,31 +47,18 @@ class KeptStep:
 class StepCache:
     """The steps of a planned model, and what training has shown by now.
 
-    Parameters
-    ----------
-    latest
-        The step that `plan` made last; of several samples, for the largest.
-    ends
-        Where the backward pass begins, as in `trace`, if steps have shown it.
-    laid_out_otherwise
-        Whether kernels were seen to lay results out otherwise than traced.
-    kept
-        Per kind of input.
-    later
-        Per step, the one that runs in its place where gradients of parameters are there already.
-    measured
-        Choices of modules that were measured on an input, each with its kind.
-    changes
-        Of attributes and arguments, for how many values at first sight a plan was made.
-    free
-        Those that change from step to step, whose values are left out; see
+    latest : the step that `plan` made last; of several samples, for the largest.
+    ends : where the backward pass begins, as in `trace`, if steps have shown it
+    laid_out_otherwise : whether kernels were seen to lay results out otherwise than traced
+    kept : per kind of input
+    later : per step, the one that runs in its place where gradients of parameters are there already
+    measured : choices of modules that were measured on an input, each with its kind
+    changes : of attributes and arguments, for how many values at first sight a plan was made
+    free : those that change from step to step, whose values are left out; see
         `InputSignature.without`.
-    time
-        What planning at first sight took, and may take.
-    count, running
-        Steps so far, and the one that ran last.
-    warned
-        What a warning was given of, once.
+    time : what planning at first sight took, and may take
+    count, running : steps so far, and the one that ran last
+    warned : what a warning was given of, once
     """
 
     latest: Step

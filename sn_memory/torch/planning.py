@@ -66,16 +66,11 @@ class StateOnHost(Protocol):
 class PlanningResult:
     """A step that was planned.
 
-    Parameters
-    ----------
-    step
-        What carries it out.
-    trial
-        What its trial found.
-    laid_out_otherwise
-        Whether kernels laid results out otherwise than traced, so that it was traced again.
-    after_first
-        Whether it was traced as it is after a first forward pass.
+    step : what carries it out
+    trial : what its trial found
+    laid_out_otherwise : whether kernels laid results out otherwise than traced, so that it was
+        traced again
+    after_first : whether it was traced as it is after a first forward pass
     """
 
     step: Step
@@ -88,21 +83,14 @@ class PlanningResult:
 class PlanOptions:
     """How to plan a model for an input; the parameters are those of `plan`, and these.
 
-    Parameters
-    ----------
-    plan_graph
-        That of `sn_memory`, handed in: what carries plans out need not know how they are found.
-    share
-        The budget as it was asked for, if that was a percentage.
-    overlap
-        Whether gradients of parameters are made no later than torch makes them, if a plan of that
-        keeps the budget: ranks exchange them.
-    update
-        `hooks`: the caller's own update each parameter when its gradient is complete.
-    accumulate
-        Whether gradients of parameters are there when the step begins.
-    trial
-        Whether the step is tried on its input.
+    plan_graph : that of `sn_memory`, handed in: what carries plans out need not know how they are
+        found.
+    share : the budget as it was asked for, if that was a percentage
+    overlap : whether gradients of parameters are made no later than torch makes them, if a plan of
+        that keeps the budget: ranks exchange them.
+    update : `hooks`: the caller's own update each parameter when its gradient is complete.
+    accumulate : whether gradients of parameters are there when the step begins
+    trial : whether the step is tried on its input
     """
 
     budget: float | str

@@ -21,13 +21,10 @@ from .trace.trace import Trace
 class Call:
     """What a planned model knows of a call when its step runs.
 
-    Parameters
-    ----------
-    parameters, buffers
-        Of the model in this forward pass; `functional_call` puts others in their place.
-    plain
-        Makes what computes derivatives that no plan has (eager/higher_derivatives.py) of a step;
-        None where only first derivatives are asked for.
+    parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
+        place.
+    plain : makes what computes derivatives that no plan has (eager/higher_derivatives.py) of a
+        step; None where only first derivatives are asked for.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -47,47 +44,28 @@ class Planner(Protocol):
 class Step(Protocol):
     """A planned step, for one kind of input.
 
-    Attributes
-    ----------
-    backend
-        `graph`, `regions`, `compile` or `modules`.
-    plan
-        What was decided: a Plan, a RegionsPlan or a MeasuredPlan.
-    trace
-        The graph it was decided on; None where there is none.
-    known, ignored
-        Tensors it holds between steps, beside the model's: those that count as live, and those
-        that lie on the host.
-    resident_bytes
-        What is resident and no part of the step: the optimizer's state.
-    counts_gradients
-        Whether it was planned with gradients of parameters in place.
-    layouts
-        Of a trial: how kernels lay their results out, where that is not as traced.
-    pool
-        Where it allocates; none while it is tried, beside the model's own step.
-    waiting
-        How many forward passes still wait for their backward pass.
-    runs_here
-        Whether it can run on this machine.
-    rounds_alike
-        Whether it runs the ops of the model's own step, so that results can be compared.
-    by_allocator
-        Whether only the device's allocator sees all that it takes.
-    reads, looked
-        What the forward pass read of modules as it was planned, None where that is not known; and
-        the places of inputs of which it looked at values.
-    sets
-        Attributes that the forward pass sets: their values make no other kind of input.
-    hidden_from_hooks
-        What hooks for saved tensors around it do not see, or see in place of that; nothing if they
-        see all.
-    checkpoints_see
-        Whether a checkpoint around it does.
-    covers_smaller
-        Whether it was measured, and runs any input that is no larger within the same bytes.
-    setting
-        Of torch's memory budget, as share and solver.
+    backend : `graph`, `regions`, `compile` or `modules`
+    plan : what was decided: a Plan, a RegionsPlan or a MeasuredPlan.
+    trace : the graph it was decided on; None where there is none.
+    known, ignored : tensors it holds between steps, beside the model's: those that count as live,
+        and those that lie on the host.
+    resident_bytes : what is resident and no part of the step: the optimizer's state.
+    counts_gradients : whether it was planned with gradients of parameters in place
+    layouts : of a trial: how kernels lay their results out, where that is not as traced.
+    pool : where it allocates; none while it is tried, beside the model's own step.
+    waiting : how many forward passes still wait for their backward pass
+    runs_here : whether it can run on this machine
+    rounds_alike : whether it runs the ops of the model's own step, so that results can be compared
+    by_allocator : whether only the device's allocator sees all that it takes
+    reads, looked : what the forward pass read of modules as it was planned, None where that is not
+        known; and the places of inputs of which it looked at values.
+    sets : attributes that the forward pass sets: their values make no other kind of input.
+    hidden_from_hooks : what hooks for saved tensors around it do not see, or see in place of that;
+        nothing if they see all.
+    checkpoints_see : whether a checkpoint around it does
+    covers_smaller : whether it was measured, and runs any input that is no larger within the same
+        bytes
+    setting : of torch's memory budget, as share and solver
     """
 
     backend: str

@@ -90,7 +90,6 @@ MEMORY_LAYERS = (
     ("sn_memory.plan.plan",),
     ("sn_memory.plan.bound", "sn_memory.plan.simulate", "sn_memory.plan.buffers"),
     ("sn_memory.plan.simulate",),
-    ("sn_memory.plan.walk",),
     ("sn_memory.plan.search", "sn_memory.plan.policies"),
     ("sn_memory.plan",),
     ("sn_memory.pool",),

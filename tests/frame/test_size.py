@@ -13,32 +13,32 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders or files, its cap today, its line budget. What has a row of its own does not
 # count for the folder around it.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 917, 650),
-    "graph": (("graph",), 1359, 1150),
-    "cost": (("cost",), 1394, 800),
+    "base": (("base",), 904, 650),
+    "graph": (("graph",), 1334, 1150),
+    "cost": (("cost",), 1366, 800),
     "check": (("check.py",), 382, 430),
-    "run, report": (("run", "report"), 2213, 1350),
-    "pool": (("pool",), 956, 800),
-    "plan": (("plan",), 2612, 1500),
-    "plan/search": (("plan/search",), 1655, 1700),
-    "plan/policies": (("plan/policies.py",), 235, 300),
+    "run, report": (("run", "report"), 2175, 1350),
+    "pool": (("pool",), 946, 800),
+    "plan": (("plan",), 1987, 1500),
+    "plan/search": (("plan/search",), 1606, 1700),
+    "plan/policies": (("plan/policies.py",), 463, 300),
     "activations": (("activations",), 933, 800),
-    "apoptosis": (("apoptosis",), 3196, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3467, 1700),
-    "torch: target device": (("torch/target",), 1336, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 2988, 1700),
-    "torch: trace": (("torch/trace",), 3352, 2300),
-    "torch: eager": (("torch/eager",), 2146, 1500),
-    "torch: host": (("torch/state", "torch/host"), 1774, 1300),
-    "torch: compile": (("torch/compile",), 1225, 700),
-    "torch: policy": (("torch/policy",), 1309, 750),
-    "torch: regions": (("torch/regions",), 2375, 900),
-    "torch: modules": (("torch/modules",), 1067, 550),
-    "torch: activations": (("torch/activations",), 2479, 1200),
-    "tensorflow": (("tensorflow",), 6077, 4200),
+    "apoptosis": (("apoptosis",), 3193, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3414, 1700),
+    "torch: target device": (("torch/target",), 1328, 700),
+    "torch: guards": (("torch/model", "torch/ones"), 2945, 1700),
+    "torch: trace": (("torch/trace",), 3308, 2300),
+    "torch: eager": (("torch/eager",), 2095, 1500),
+    "torch: host": (("torch/state", "torch/host"), 1737, 1300),
+    "torch: compile": (("torch/compile",), 1198, 700),
+    "torch: policy": (("torch/policy",), 1290, 750),
+    "torch: regions": (("torch/regions",), 2281, 900),
+    "torch: modules": (("torch/modules",), 1028, 550),
+    "torch: activations": (("torch/activations",), 2467, 1200),
+    "tensorflow": (("tensorflow",), 6039, 4200),
 }
-TOTAL = (45_596, 28_000)
-MOST_FILES = (172, 170)
+TOTAL = (44_568, 28_000)
+MOST_FILES = (171, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes (104), for cores that ranks share (108) and groups in vectors (107).

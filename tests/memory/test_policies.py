@@ -13,9 +13,8 @@ from layer_graphs import chain, training_graph
 from rivals.planners import PLANNERS
 
 from sn_memory import Graph, Op, Storage, check_plan
-from sn_memory.graph.liveness import baseline_seconds, peak
-from sn_memory.plan.policies import names, policy
-from sn_memory.plan.walk import is_checkpoint, is_conv, origins
+from sn_memory.graph.liveness import baseline_seconds, holes, peak
+from sn_memory.plan.policies import is_checkpoint, is_conv, names, origins, policy
 
 
 def regulated(graph: Graph) -> Graph:
@@ -101,7 +100,7 @@ def test_superneurons_reaches_its_l_peak_on_alexnet():
 )
 def test_superneurons_keeps_checkpoints_and_drops_the_rest(build):
     graph = build().graph()
-    origin = origins(graph)
+    origin = origins(holes(graph))
     makers = {name: op for op in graph.ops for name in op.outputs}
     plan = policy("superneurons_speed")(Graph(graph.storages, graph.ops), budget_bytes=None)
     assert plan.decided("recompute_each") == ()
@@ -224,11 +223,9 @@ def test_origins_of_what_is_changed_in_place():
             Op("late", ("a", "c"), (), phase="update"),
         ],
     )
-    origin = origins(graph)
+    origin = origins(holes(graph))
     index = graph.storage_index
-    assert origin.makers[index["a"]] == (0, 1)
+    assert origin.shape.chain[index["a"]] == (0, 1)
     # The weight changes at op 6: until then a can be made again, and all that comes from it.
-    assert origin.expiry[index["a"]] == 6
     assert not origin.droppable[index["a"]]  # it is used at op 7
-    assert origin.expiry[index["b"]] == 8  # so a stays, and b can always be made from it
-    assert origin.droppable[index["b"]]
+    assert origin.droppable[index["b"]]  # a stays, and b can always be made from it

@@ -18,9 +18,10 @@ from contextlib import suppress
 import numpy as np
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk import Event, Origins, Walk, carry_out, choose
+from sn_memory.plan.policies import choose
 
 from .union_find import Groups
+from .walk import Event, Origins, Walk, carry_out
 
 # Candidates whose neighbourhood is looked at afresh; the others, if there are more, are ranked by
 # what it last was.
@@ -40,8 +41,7 @@ def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
         for op in range(len(graph.ops)):
             walk.run(op)
         found.append(walk.events)
-    reasons = dict.fromkeys(range(len(graph.storages)), "evicted when memory ran short, by least h")
-    plans = [carry_out(graph, events, planner="dtr", reasons=reasons) for events in found]
+    plans = [carry_out(graph, events, planner="dtr") for events in found]
     return choose(plans, budget_bytes)
 
 

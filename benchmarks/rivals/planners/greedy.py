@@ -7,8 +7,9 @@ has made so many bytes, and how many is searched.
 from __future__ import annotations
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.policies import crossing_bytes, cuts_by_bytes, plan_of_cuts
-from sn_memory.plan.walk import origins
+from sn_memory.graph.liveness import holes
+from sn_memory.plan.policies import crossing_bytes, cuts_by_bytes, of_cuts, origins
+from sn_memory.plan.simulate import emit, simulate
 
 from .sweep import best_of_sweep
 
@@ -18,8 +19,8 @@ _SIZES = 14
 
 def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Cut whenever a segment has made so many bytes; the size is searched."""
-    origin = origins(graph)
-    crossing = crossing_bytes(graph, origin)
+    origin = origins(holes(graph))
+    crossing = crossing_bytes(origin)
     forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
     total = sum(int(graph.arrays.bytes[s]) for s, made in enumerate(origin.forward) if made)
     return best_of_sweep(
@@ -28,6 +29,8 @@ def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
         lambda: (
             tuple(cuts_by_bytes(graph, forward, crossing, total / 2**n)) for n in range(_SIZES)
         ),
-        lambda cuts: plan_of_cuts(graph, origin, cuts, "greedy"),
+        lambda cuts: emit(
+            origin.shape, simulate(origin.shape, of_cuts(origin, cuts)), planner="greedy"
+        ),
         budget_bytes,
     )

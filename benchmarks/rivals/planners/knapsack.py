@@ -13,9 +13,9 @@ import math
 import numpy as np
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk import Origins, carry_out, follow, origins
 
 from .sweep import best_of_sweep
+from .walk import Origins, carry_out, follow, origins
 
 # Capacities tried with a budget, as shares of all that is saved; and the grain of the knapsack.
 _SHARES = 16
@@ -78,5 +78,4 @@ def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
 
 def _draft(graph: Graph, kept: frozenset[int]) -> Plan:
     events = follow(graph, kept=kept)
-    reasons = dict.fromkeys(range(len(graph.storages)), "left out of the knapsack; rebuilt once")
-    return carry_out(graph, events, planner="knapsack", reasons=reasons)
+    return carry_out(graph, events, planner="knapsack")

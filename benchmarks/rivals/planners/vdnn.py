@@ -10,19 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sn_memory import Graph, Plan
-from sn_memory.plan.walk import (
-    Event,
-    Origins,
-    Walk,
-    carry_out,
-    fetch_ahead,
-    follow,
-    is_conv,
-    offloadable,
-    origins,
-)
+from sn_memory.plan.policies import is_conv
 
 from .sweep import best_of_sweep
+from .walk import Event, Origins, Walk, carry_out, fetch_ahead, follow, offloadable, origins
 
 _SHARES = 8
 
@@ -43,8 +34,7 @@ def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
     def draft(count: int) -> Plan:
         chosen = movable[:count]
         events = _events(graph, origin, chosen)
-        reasons = dict.fromkeys(chosen, "input of a convolution; waits on the host")
-        return carry_out(graph, events, planner="offload_conv", reasons=reasons)
+        return carry_out(graph, events, planner="offload_conv")
 
     if budget_bytes is None:
         return draft(len(movable))

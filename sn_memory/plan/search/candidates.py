@@ -77,16 +77,11 @@ def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
 class Candidate:
     """A choice with moved holes, carried out.
 
-    Parameters
-    ----------
-    choice
-        See `simulate`.
-    moved
-        The holes that are spent on the host, each with the copies that ops wait for: see `windows`.
-    schedule, seconds
-        What it leads to.
-    origin
-        By which way it was found.
+    choice : see `simulate`
+    moved : the holes that are spent on the host, each with the copies that ops wait for: see
+        `windows`.
+    schedule, seconds : what it leads to
+    origin : by which way it was found
     """
 
     choice: list[int] = field(repr=False)

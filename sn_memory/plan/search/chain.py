@@ -49,21 +49,13 @@ WAY = 60
 class Block:
     """A stretch of forward ops with the backward ops that belong to it.
 
-    Parameters
-    ----------
-    first, last
-        Its forward ops, half-open.
-    turn, until
-        Its backward ops, half-open.
-    crossing
-        Storages of earlier ops that ops from `first` on read in the forward pass.
-    shape
-        The holes of its own graph; `ops` are the graph's numbers of that graph's ops, -1 for the
-        stand-in, and `storages` those of its storages.
-    forward_s, forward_peak_bytes
-        Its forward ops run once more, holding nothing but what crosses.
-    ambient_bytes
-        What backward ops of other blocks have made and still hold during its backward.
+    first, last : its forward ops, half-open
+    turn, until : its backward ops, half-open
+    crossing : storages of earlier ops that ops from `first` on read in the forward pass
+    shape : the holes of its own graph; `ops` are the graph's numbers of that graph's ops, -1 for
+        the stand-in, and `storages` those of its storages.
+    forward_s, forward_peak_bytes : its forward ops run once more, holding nothing but what crosses
+    ambient_bytes : what backward ops of other blocks have made and still hold during its backward
     """
 
     first: int
@@ -374,14 +366,10 @@ def _best(options: list[Option]) -> list[Option]:
 class Chain:
     """The blocks of a graph, their options, and the table E.
 
-    Parameters
-    ----------
-    shape
-        The holes of the graph.
-    most_bytes
-        Budgets above this need no chain: the peak of the graph as it stands.
-    deadline, end
-        For finding options, and for the table: where it is not full by then, there is none.
+    shape : the holes of the graph
+    most_bytes : budgets above this need no chain: the peak of the graph as it stands.
+    deadline, end : for finding options, and for the table: where it is not full by then, there is
+        none.
     """
 
     def __init__(self, shape: Holes, most_bytes: int, *, deadline: float, end: float) -> None:

@@ -14,7 +14,6 @@ from ...base.progress import is_heard, now, report_progress
 from ...cost.offload import BESIDE, BOTH, Impossible, Schedule
 from ...graph.liveness import KEEP, Holes
 from ..bound import Relaxed, moments, relax
-from ..plan import Plan
 from ..simulate import simulate, simulate_moved
 from .candidates import Archive, Candidate, all_moved, carried, fit, trim
 from .chain import Chain
@@ -42,31 +41,6 @@ def _split(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int
             elif recompute and shape.rebuildable[storage]:
                 choice[hole] = KEEP if kept > 0.5 else 0
     return choice, moved
-
-
-def starts_from_plan(shape: Holes, plan: Plan) -> tuple[list[int], list[int]]:
-    """Return choices that rebuild what a plan rebuilds; what it moves to the host is kept here.
-
-    Two of them: with storages held after their last use for what is rebuilt from them, as the
-    planners of the literature do, and without.
-    """
-    choice = shape.natural()
-    for decision in plan.decisions:
-        storage = shape.graph.storage_index[decision.storage]
-        if not shape.rebuildable[storage] or not decision.technique.startswith("recompute"):
-            continue
-        for hole in shape.of(storage):
-            after = shape.start[hole] >= shape.start[shape.main(storage)]
-            if after and not shape.stays[hole]:
-                each = decision.technique == "recompute_each"
-                choice[hole] = len(shape.graph.ops) if each else 0
-                if not each:
-                    break
-    held = list(choice)
-    for last in (first - 1 for first in shape.first[1:]):
-        if last >= 0 and held[last] == 0:
-            held[last] = KEEP
-    return held, choice
 
 
 def from_relaxed(
@@ -145,17 +119,11 @@ WIDENED = 8
 class Search:
     """The state of planning one graph: its holes, its archive and its clock.
 
-    Parameters
-    ----------
-    shape
-        The holes of the graph.
-    offload
-        Whether storages may go to the host.
-    recompute
-        Whether ops may run twice.
-    deadline
-        Moment of `clock.now()` at which it ends. There may be a later one, `end`, for a search that
-        has found a plan within the budget.
+    shape : the holes of the graph
+    offload : whether storages may go to the host
+    recompute : whether ops may run twice
+    deadline : moment of `clock.now()` at which it ends. There may be a later one, `end`, for a
+        search that has found a plan within the budget.
     """
 
     def __init__(
@@ -391,11 +359,14 @@ class Search:
             ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways
 
-    def from_plan(self, plan: Plan, budget_bytes: int) -> None:
-        """Start from what another planner rebuilds."""
-        for start in starts_from_plan(self.shape, plan):
+    def from_sqrt_n(self, choice: Sequence[int], budget_bytes: int) -> None:
+        """Start from this choice, and from the one that holds nothing for what is rebuilt later."""
+        freed, natural = list(choice), self.shape.natural()
+        for last in {first - 1 for first in self.shape.first if first}:
+            freed[last] = natural[last]
+        for start in (choice, freed):
             if self.simulated(start) is not None:
-                self.attempt(start, budget_bytes, plan.planner)
+                self.attempt(start, budget_bytes, "sqrt_n")
 
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed.

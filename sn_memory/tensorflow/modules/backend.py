@@ -255,25 +255,16 @@ _NONE = _Measured(0, "")
 class LayerStep:
     """A model whose chosen layers run again in the backward pass.
 
-    Parameters
-    ----------
-    model, sample, budget
-        The plain model and a real sample; it is run, and left as it was.
-    resident_bytes
-        What counts beside the step: the optimizer's state.
-    safely
-        The sample may not fit without a plan: values are made up for it, what layers leave is
+    model, sample, budget : the plain model and a real sample; it is run, and left as it was.
+    resident_bytes : what counts beside the step: the optimizer's state.
+    safely : the sample may not fit without a plan: values are made up for it, what layers leave is
         watched on a quarter of its rows where they show it, and no step is run in which nothing
         runs again. If no choice keeps the budget, that with the smallest peak is taken. Where the
         device's allocator does not count, all of the finest cut runs again, unmeasured.
 
-    Raises
-    ------
-    TraceError
-        If the sample has no memory, or the device's allocator does not count; `safely`, if nothing
-        can be run again.
-    BudgetError
-        If no choice of layers keeps the budget on the sample; not if `safely`.
+    Raises TraceError if the sample has no memory, or the device's allocator does not count;
+    `safely`, if nothing can be run again.
+    Raises BudgetError if no choice of layers keeps the budget on the sample; not if `safely`.
     """
 
     # Its peak was counted with the blocks that no allocator's trace shows.

@@ -284,16 +284,11 @@ _SETTINGS = ("current_call_ctx", "autocast_scope")
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
     """Run a function of tensors in a graph; in the backward pass, run it again.
 
-    Parameters
-    ----------
-    function
-        From tensors to tensors; masks of Keras may hang on both. It draws from seeds in variables
-        only, and changes nothing but `changed`.
-    inputs
-        What it is given, and what is kept.
-    changed
-        Keras variables that it changes: the second run sees them as the first did, and does not
-        change them.
+    function : from tensors to tensors; masks of Keras may hang on both. It draws from seeds in
+        variables only, and changes nothing but `changed`.
+    inputs : what it is given, and what is kept
+    changed : Keras variables that it changes: the second run sees them as the first did, and does
+        not change them.
     """
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())

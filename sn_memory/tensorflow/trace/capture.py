@@ -48,26 +48,16 @@ class Node:
 class Captured:
     """A flat traced step.
 
-    Parameters
-    ----------
-    nodes
-        In the order of the trace.
-    tensors
-        Per value, a symbolic tensor of its shape and type.
-    arguments, outputs
-        Values of the flat arguments and results.
-    captures
-        Values that come from outside, with what they are there: handles of variables, constants.
-    variables
-        The variable behind a captured handle.
-    targets, gradients
-        What was differentiated, and what came of it.
-    placeholders
-        Of a model without its loss: values in place of the gradients of its outputs.
-    graph
-        Kept alive: functions that ops refer to belong to it.
-    shapes
-        Of values whose shape depends on values, that on the sample.
+    nodes : in the order of the trace
+    tensors : per value, a symbolic tensor of its shape and type
+    arguments, outputs : values of the flat arguments and results
+    captures : values that come from outside, with what they are there: handles of variables,
+        constants.
+    variables : the variable behind a captured handle
+    targets, gradients : what was differentiated, and what came of it
+    placeholders : of a model without its loss: values in place of the gradients of its outputs.
+    graph : kept alive: functions that ops refer to belong to it.
+    shapes : of values whose shape depends on values, that on the sample
     """
 
     nodes: list[Node]

@@ -37,21 +37,13 @@ class Buffers:
     inside : it is the body of a loop or branch, whose values may have any size: such are not
         counted, where a step would be refused
 
-    Attributes
-    ----------
-    needed
-        Nodes that results or effects come from; the others are left out.
-    root
-        Per value, the value whose buffer it is: itself, what it is a view of, or the handle of the
-        variable it was read from.
-    last
-        Per root, the last node that reads it; beyond the last node for results.
-    folded
-        Values known without running anything, or made from such.
-    sizes
-        Bytes per root.
-    uncounted
-        Names of values whose bytes nobody can tell.
+    needed : nodes that results or effects come from; the others are left out.
+    root : per value, the value whose buffer it is: itself, what it is a view of, or the handle of
+        the variable it was read from.
+    last : per root, the last node that reads it; beyond the last node for results.
+    folded : values known without running anything, or made from such
+    sizes : bytes per root
+    uncounted : names of values whose bytes nobody can tell
     """
 
     def __init__(self, captured: Captured, *, inside: bool = False) -> None:

@@ -39,15 +39,11 @@ _FINEST: Final = 2.0**-110
 class Packed:
     """[n] floats in groups.
 
-    Attributes
-    ----------
-    bases, steps
-        [groups] float32 and bfloat16: the lowest point of each grid, the distance of two points.
-    codes
-        [ceil(n bits / 8)] uint8, lowest bits first.
-    spread
-        [groups] float32: the sum over a group of f (1 - f), where f is how far an element is from
-        the point below it in steps; times step**2 the variance of its rounding.
+    bases, steps : [groups] float32 and bfloat16: the lowest point of each grid, the distance of two
+        points.
+    codes : [ceil(n bits / 8)] uint8, lowest bits first
+    spread : [groups] float32: the sum over a group of f (1 - f), where f is how far an element is
+        from the point below it in steps; times step**2 the variance of its rounding.
     """
 
     bases: torch.Tensor

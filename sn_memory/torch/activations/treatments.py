@@ -225,15 +225,10 @@ def _parts(shape: Sequence[int], device: torch.device, on_host: int = _AT_ONCE) 
 class Lossy(Kept, Protocol):
     """Values in fewer bits.
 
-    Attributes
-    ----------
-    variance, nonzero
-        Mean variance of the rounding, and the fraction of elements that are not zero; None where
-        nobody looks.
-    fits
-        Whether few enough elements escaped.
-    by_rows
-        Whether no grid lies in two rows.
+    variance, nonzero : mean variance of the rounding, and the fraction of elements that are not
+        zero; None where nobody looks.
+    fits : whether few enough elements escaped
+    by_rows : whether no grid lies in two rows
     """
 
     bits: int

@@ -1,4 +1,1 @@
-"""Steps under torch.compile: the setting of torch's own memory budget that measures fastest.
-
-It imports `trace` and what is above it.
-"""
+"""Steps under torch.compile: the setting of torch's own memory budget that measures fastest."""

@@ -95,21 +95,14 @@ class Settings:
 class CompiledStep(Step):
     """A model under torch.compile, with what of it is computed again chosen by measuring.
 
-    Parameters
-    ----------
-    model
-        The plain model.
-    args, kwargs
-        A real input; steps are run on it. Parameters, buffers and attributes stay as they are.
-    settings
-        How to plan.
+    model : the plain model
+    args, kwargs : a real input; steps are run on it. Parameters, buffers and attributes stay as
+        they are.
+    settings : how to plan
 
-    Raises
-    ------
-    TraceError
-        If torch.compile breaks the model into several graphs, or no gradient is wanted.
-    BudgetError
-        If no partition of torch's keeps the budget.
+    Raises TraceError if torch.compile breaks the model into several graphs, or no gradient is
+    wanted.
+    Raises BudgetError if no partition of torch's keeps the budget.
     """
 
     backend = "compile"

@@ -80,13 +80,9 @@ class _Held:
 def floor_bytes(partition: Partition, base_bytes: int) -> tuple[int, str]:
     """Return bytes that every partition of a step holds at some moment, and when that is.
 
-    Parameters
-    ----------
-    partition
-        One of them. What its forward graph returns to the caller, and the gradients that the
-        caller gives for that, are held until the step ends.
-    base_bytes
-        What is resident: parameters, buffers, inputs.
+    partition : one of them. What its forward graph returns to the caller, and the gradients that
+        the caller gives for that, are held until the step ends.
+    base_bytes : what is resident: parameters, buffers, inputs.
 
     Returns
     -------
@@ -206,12 +202,8 @@ class MeasuredStep:
 def measured_step(run: Run, inputs: Sequence[Any]) -> MeasuredStep:
     """Run a step once, always with the same random numbers, and count what it holds.
 
-    Parameters
-    ----------
-    run
-        A compiled forward pass.
-    inputs
-        Parameters, buffers and inputs, as a back end is given them: real ones. They count.
+    run : a compiled forward pass
+    inputs : parameters, buffers and inputs, as a back end is given them: real ones. They count.
     """
     with _apart():
         torch.manual_seed(0)

@@ -61,18 +61,12 @@ _TF32 = ROUNDING[torch.float16]
 class Request:
     """What is asked of a search.
 
-    Parameters
-    ----------
-    budget
-        The most bytes, or a share of the plain compiled step's peak.
-    resident_bytes
-        What is there beside the tensors that the step is given.
-    timed
-        Whether steps are timed. Else the one that saves most is taken, which computes least again.
-    recompute
-        Whether anything may be computed again.
-    known
-        Settings that kept the budget on other inputs: the first that does is taken, untimed.
+    budget : the most bytes, or a share of the plain compiled step's peak
+    resident_bytes : what is there beside the tensors that the step is given
+    timed : whether steps are timed. Else the one that saves most is taken, which computes least
+        again.
+    recompute : whether anything may be computed again
+    known : settings that kept the budget on other inputs: the first that does is taken, untimed.
     """
 
     budget: float | str
@@ -144,10 +138,7 @@ class Search:
     def best(self) -> CompiledPlan:
         """Return the plan: the fastest candidate that was measured to keep the budget.
 
-        Raises
-        ------
-        BudgetError
-            If no candidate keeps the budget.
+        Raises BudgetError if no candidate keeps the budget.
         """
         assert self.plain is not None
         allowed = parse_bytes(self.request.budget, whole=self.peak_bytes(self.plain))

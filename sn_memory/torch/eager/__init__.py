@@ -1,4 +1,1 @@
-"""A plan carried out call by call: programs, their instructions, and what a trial of one shows.
-
-It imports `trace` and what is above it.
-"""
+"""A plan carried out call by call: programs, their instructions, and what a trial of one shows."""

@@ -35,16 +35,11 @@ from .replay import Gradients, Replay
 class PlainStep:
     """A forward pass by a plan, and what is needed to run it once more as the model's own.
 
-    Parameters
-    ----------
-    model, record
-        The planned model and what it carries, a `PlanRecord`.
-    kind, arguments
-        The input.
-    parameters, buffers
-        Of the model in this forward pass; `functional_call` puts others in their place.
-    step
-        What runs the forward pass.
+    model, record : the planned model and what it carries, a `PlanRecord`
+    kind, arguments : the input
+    parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
+        place.
+    step : what runs the forward pass
     """
 
     def __init__(
@@ -90,12 +85,8 @@ class PlainStep:
     ) -> Gradients:
         """Return differentiable gradients of `wanted`, given those of the outputs.
 
-        Raises
-        ------
-        ReplayError
-            If the forward pass would read something else than it did.
-        PlanError
-            With `strict`.
+        Raises ReplayError if the forward pass would read something else than it did.
+        Raises PlanError with `strict`.
         """
         asked = torch.is_grad_enabled()
         if asked or not self.step.unplanned(arrived):

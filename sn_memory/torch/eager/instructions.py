@@ -29,14 +29,10 @@ Instruction = Callable[["Memory"], None]
 class UpdateOps(Protocol):
     """Ops of a plan's graph that are no recorded calls, and who carries them out.
 
-    Attributes
-    ----------
-    storages
-        How many storages there are, those of the recording included.
-    fetched
-        Of the storages that the caller gives, those that such an op makes instead.
-    used_gradients
-        Names of parameters whose gradients are used inside the step, and not handed out.
+    storages : how many storages there are, those of the recording included
+    fetched : of the storages that the caller gives, those that such an op makes instead
+    used_gradients : names of parameters whose gradients are used inside the step, and not handed
+        out
     """
 
     storages: int
@@ -59,29 +55,18 @@ class UpdateOps(Protocol):
 class Memory:
     """What is held between instructions.
 
-    Attributes
-    ----------
-    held
-        Per storage, a tensor that holds it; None where it is not on the device.
-    rng_states
-        State of the random number generator before a call that will run again, per call.
-    buffers
-        Where storages on the host lie; None where the plan moves none.
-    layouts
-        Where a trial notes results that are laid out otherwise than traced; None raises instead.
-    begun
-        Whether a backward pass has begun to use it up.
-    pending_copies
-        Per storage that is being copied to the host or back, what waits for that.
-    left_out
-        Places of gradients that are None in this step, as no output they come from has one.
-    plain, wanted
-        The step without the plan, and the tensors whose gradients it has.
-    passes
-        Per graph task of autograd that does not use this up: memory of its own, or all gradients.
+    held : per storage, a tensor that holds it; None where it is not on the device.
+    rng_states : state of the random number generator before a call that will run again, per call
+    buffers : where storages on the host lie; None where the plan moves none.
+    layouts : where a trial notes results that are laid out otherwise than traced; None raises
+        instead.
+    begun : whether a backward pass has begun to use it up
+    pending_copies : per storage that is being copied to the host or back, what waits for that
+    left_out : places of gradients that are None in this step, as no output they come from has one
+    plain, wanted : the step without the plan, and the tensors whose gradients it has
+    passes : per graph task of autograd that does not use this up: memory of its own, or all
+        gradients.
 
-    Notes
-    -----
     However it ends - after the backward pass, by an exception in the middle, or as a forward pass
     that no backward pass follows - ops wait for the copies under way before its storages are given
     back, and `buffers` go to `free_buffers`, for the next step.
@@ -200,18 +185,11 @@ def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
 class ViewLoad:
     """Loads a view of what is held.
 
-    Parameters
-    ----------
-    view
-        What to load.
-    form
-        How the tensor that is held looked at the same storage when it was traced. In a step it may
-        begin elsewhere: a parameter that has become a part of a vector.
+    view : what to load
+    form : how the tensor that is held looked at the same storage when it was traced. In a step it
+        may begin elsewhere: a parameter that has become a part of a vector.
 
-    Attributes
-    ----------
-    skipped
-        How many elements after that tensor the view begins.
+    skipped : how many elements after that tensor the view begins
     """
 
     __slots__ = ("other_type", "skipped", "view", "whole")

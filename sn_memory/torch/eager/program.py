@@ -48,12 +48,8 @@ Ready = list[tuple[int, View | None]]
 class Section:
     """A part of the backward pass that ends where gradients of parameters are ready.
 
-    Parameters
-    ----------
-    row
-        Its instructions.
-    ready
-        Numbers of those gradients, what loads them, and the storages they are then gone from.
+    row : its instructions
+    ready : numbers of those gradients, what loads them, and the storages they are then gone from.
         Nothing loads one that no planned backward pass has.
     """
 
@@ -75,10 +71,7 @@ class Program:
     part : whether the step is a part of a larger one: what it hands out is then another part's, and
         held here only as long as the plan says
 
-    Raises
-    ------
-    ReplayError
-        For a plan that would move what the caller holds.
+    Raises ReplayError for a plan that would move what the caller holds.
     """
 
     def __init__(

@@ -45,22 +45,15 @@ T = TypeVar("T", bound=Step)
 class Trial:
     """What a trial found.
 
-    Parameters
-    ----------
-    compared
-        Whether the planned step was held against the model's own.
-    different
-        Outputs, gradients and buffers that were not bit-equal, with how far apart they were; see
-        `compare.differences`.
-    failure
-        Why the plan must not be used; empty where it may be.
-    remark
-        What else there is to say: why nothing was compared, or what the difference is.
-    layouts
-        Results that kernels lay out otherwise than traced. The step has to be traced again, and
-        nothing else was looked at.
-    plain_peak_bytes
-        The most that the model's own step had of the CPU's allocator; 0 where it was not counted.
+    compared : whether the planned step was held against the model's own
+    different : outputs, gradients and buffers that were not bit-equal, with how far apart they
+        were; see `compare.differences`.
+    failure : why the plan must not be used; empty where it may be.
+    remark : what else there is to say: why nothing was compared, or what the difference is.
+    layouts : results that kernels lay out otherwise than traced. The step has to be traced again,
+        and nothing else was looked at.
+    plain_peak_bytes : the most that the model's own step had of the CPU's allocator; 0 where it was
+        not counted.
     """
 
     compared: bool
@@ -91,10 +84,7 @@ def tried(
     plain_bytes : what the model's own step needs at its peak
     counted : whether to count what the model's own step takes, on the CPU
 
-    Raises
-    ------
-    SampleError
-        If the model's own step fails on the sample.
+    Raises SampleError if the model's own step fails on the sample.
     """
     if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
         return Trial(False, {}, remark="the model or the sample has no memory")

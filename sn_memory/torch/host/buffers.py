@@ -114,10 +114,8 @@ class StateBuffers(ABC):
         Those of a meta model are zeros: initialise or load them afterwards, module by module. So a
         model is made that fits nowhere else. Its buffers become zeros on the device.
 
-        Raises
-        ------
-        PlanError
-            For a buffer on the meta device that no state dict has: nothing would load it.
+        Raises PlanError for a buffer on the meta device that no state dict has: nothing would load
+        it.
         """
         _materialize_buffers(model, self.device)
         for parameter in dict.fromkeys(model.parameters()):

@@ -97,15 +97,10 @@ class CopyEngine:
 class HostCopy:
     """One stay on the host, in actions of the plan.
 
-    Parameters
-    ----------
-    storage
-        Its number.
-    start, freed, end
-        It is copied out from `start`; its device memory is free from `freed` until `end`, where
-        it is taken again. A host copy without return ends with the plan.
-    nbytes
-        Its size.
+    storage : its number
+    start, freed, end : it is copied out from `start`; its device memory is free from `freed` until
+        `end`, where it is taken again. A host copy without return ends with the plan.
+    nbytes : its size
     """
 
     storage: int
@@ -122,8 +117,6 @@ def unneeded(copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> s
     live_bytes : [actions] on the device, with all host copies made
     room_bytes : what may be live: the plan's peak
 
-    Notes
-    -----
     The smallest and shortest stays come first, as most of those fit. The least recently used leave
     first in SuperNeurons because they are needed last; here that is in the length of the stay.
     """
@@ -142,22 +135,13 @@ def unneeded(copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> s
 class OffloadBuffers:
     """Buffers for what a step offloads, in one block.
 
-    Parameters
-    ----------
-    copies
-        Host copies that are made, by number. Those that overlap in time get buffers that do not.
-    engine
-        What copies.
-    pinned_bytes
-        The most that the block may take; None: any.
+    copies : host copies that are made, by number. Those that overlap in time get buffers that do
+        not.
+    engine : what copies
+    pinned_bytes : the most that the block may take; None: any.
 
-    Raises
-    ------
-    PlanError
-        If the buffers take more than `pinned_bytes`.
+    Raises PlanError if the buffers take more than `pinned_bytes`.
 
-    Notes
-    -----
     A buffer is taken from a storage's copy out to the start of its copy back, as the plan counts.
     The next copy to those bytes waits for the copy back, on the lane; the ops do not.
     """

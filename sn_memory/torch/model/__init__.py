@@ -1,4 +1,1 @@
-"""What a model is to a plan: its settings and inputs, and one step of it, run and put back.
-
-It imports `errors` of this rim and the core.
-"""
+"""What a model is to a plan: its settings and inputs, and one step of it, run and put back."""

@@ -385,14 +385,10 @@ _INPUTS = 256
 class GuardCache:
     """What steps depend on, and the signatures of the inputs since any of that last changed.
 
-    Attributes
-    ----------
-    reads
-        What the steps read of modules.
-    value_guards
-        Arguments, each with the place in it, of which steps depend on whether they are all ones.
-        One that counts for one signature counts for all: a shape that came masked first is told
-        from ones of that shape, which the model computes otherwise.
+    reads : what the steps read of modules
+    value_guards : arguments, each with the place in it, of which steps depend on whether they are
+        all ones. One that counts for one signature counts for all: a shape that came masked first
+        is told from ones of that shape, which the model computes otherwise.
     """
 
     def __init__(self, before: GuardCache | None = None) -> None:

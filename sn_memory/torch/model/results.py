@@ -76,10 +76,7 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
     results : what it returned
     model : its modules and what is an attribute of these is not copied
 
-    Raises
-    ------
-    TraceError
-        If an object cannot be copied.
+    Raises TraceError if an object cannot be copied.
     """
     leaves, spec = tree_flatten(results)
     at = [

@@ -72,26 +72,18 @@ _NUMBERS = (bool, int, float, str, type(None))
 class InputSignature:
     """The signature of an input; one whose settings hold for another takes the same plan.
 
-    Parameters
-    ----------
-    arguments
-        Name of each argument that is not left at its default, and its form: how it is nested, and
-        of each tensor in it size, strides, offset, type, whether it requires a gradient, and
-        which inputs are the same tensor and the same memory.
-    casts
-        Device type and dtype, where autocast is on.
-    wanted
-        Per parameter, whether it requires a gradient.
-    sharded
-        Whether some parameter lies on several ranks, as where FSDP2 has sharded a module.
-    settings
-        Per module, its class, its hooks, and the attributes that a trace read, with their contents.
-    ones
-        Places, among the leaves of the arguments, of inputs that are all ones, where the step was
-        planned for that (a mask that masks nothing); see `guards.GuardCache`.
-    free
-        Attributes and arguments whose values are left out, as they change from step to step: only
-        what runs the model's own forward may be planned for such a signature.
+    arguments : name of each argument that is not left at its default, and its form: how it is
+        nested, and of each tensor in it size, strides, offset, type, whether it requires a
+        gradient, and which inputs are the same tensor and the same memory.
+    casts : device type and dtype, where autocast is on
+    wanted : per parameter, whether it requires a gradient
+    sharded : whether some parameter lies on several ranks, as where FSDP2 has sharded a module
+    settings : per module, its class, its hooks, and the attributes that a trace read, with their
+        contents
+    ones : places, among the leaves of the arguments, of inputs that are all ones, where the step
+        was planned for that (a mask that masks nothing); see `guards.GuardCache`.
+    free : attributes and arguments whose values are left out, as they change from step to step:
+        only what runs the model's own forward may be planned for such a signature.
     """
 
     arguments: tuple[tuple[str, Any], ...]

@@ -63,10 +63,7 @@ class _Held:
 class StateSnapshot:
     """What some values hold, at every depth, when this is made.
 
-    Parameters
-    ----------
-    named
-        Values with their names. Modules and tensors in them are not looked into.
+    named : values with their names. Modules and tensors in them are not looked into.
     """
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:

@@ -336,27 +336,16 @@ def run_step(
     it, as torch advises. A model that returns its loss by that name is trained on it; in place of
     the loss of any other the outputs' gradients are random (1 for a scalar), always the same.
 
-    Parameters
-    ----------
-    forward
-        Called with the arguments.
-    model
-        Whose parameters and buffers are looked at.
-    arguments
-        Positional and by keyword.
-    known, ignored
-        Tensors that are there beside the model's, and those that are not counted.
-    loss
-        Makes the loss of what the model returns; it runs where the forward pass does.
-    accumulate
-        Gradients of parameters are there from the start: zeros.
-    by_allocator
-        Ask the device's allocator, which sees the buffers of compiled code as well.
-    heard, scratch
-        As in StorageTracker.
-    kernels
-        Count what kernels take for themselves as well; on the CPU, by its allocator. Not while the
-        caller profiles: the allocator tells one profiler only.
+    forward : called with the arguments
+    model : whose parameters and buffers are looked at
+    arguments : positional and by keyword
+    known, ignored : tensors that are there beside the model's, and those that are not counted
+    loss : makes the loss of what the model returns; it runs where the forward pass does.
+    accumulate : gradients of parameters are there from the start: zeros.
+    by_allocator : ask the device's allocator, which sees the buffers of compiled code as well
+    heard, scratch : as in StorageTracker
+    kernels : count what kernels take for themselves as well; on the CPU, by its allocator. Not
+        while the caller profiles: the allocator tells one profiler only.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -444,15 +433,10 @@ def restore_step(
     momentum encoder's forward makes them. Inside, other parameters with the same memory stand in
     the model, so that hooks on the user's own, an optimizer's step among them, do not run.
 
-    Parameters
-    ----------
-    model, inputs
-        What a step runs on.
-    inputs_too
-        Copy values of inputs, which a forward may scale in place, and put them back.
-    written
-        The parameters that an earlier such step was seen to write to: nothing is watched then, so
-        that seconds are the step's own.
+    model, inputs : what a step runs on
+    inputs_too : copy values of inputs, which a forward may scale in place, and put them back
+    written : the parameters that an earlier such step was seen to write to: nothing is watched
+        then, so that seconds are the step's own.
     """
     weights, given = list(model.parameters()), tensors(inputs)
     gradients = [(weight, weight.grad) for weight in (*weights, *given) if weight.is_leaf]

@@ -179,22 +179,16 @@ class StorageTracker(TorchDispatchMode):
 class AllocationTracker:
     """Counts the bytes that torch's CPU allocator holds, from those of known tensors on.
 
-    Parameters
-    ----------
-    known
-        Tensors that are there already; counted from the start.
-    kernels
-        Count what an op takes and gives back by itself as well. Otherwise, as in StorageTracker,
-        the sum is looked at when an op has ended, and at each allocation outside of ops.
-    device
-        Whose memory is counted. One apart from the host tells its peak, kernels' too, and no op.
+    known : tensors that are there already; counted from the start.
+    kernels : count what an op takes and gives back by itself as well. Otherwise, as in
+        StorageTracker, the sum is looked at when an op has ended, and at each allocation outside of
+        ops.
+    device : whose memory is counted. One apart from the host tells its peak, kernels' too, and no
+        op.
 
-    Attributes
-    ----------
-    start_bytes, live_bytes, peak_bytes
-        At the start, when the context was last left, and the most so far.
-    peak_op
-        The op, or the compiled region, that the peak was reached in.
+    start_bytes, live_bytes, peak_bytes : at the start, when the context was last left, and the most
+        so far
+    peak_op : the op, or the compiled region, that the peak was reached in
     """
 
     def __init__(

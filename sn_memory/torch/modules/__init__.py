@@ -1,4 +1,1 @@
-"""Modules that run again, for models that cannot be traced: chosen by measurement.
-
-It imports `model` and the core.
-"""
+"""Modules that run again, for models that cannot be traced: chosen by measurement."""

@@ -22,25 +22,15 @@ from .search import Search
 class ModuleStep(Step):
     """A model whose chosen modules run again in the backward pass.
 
-    Parameters
-    ----------
-    model, args, kwargs
-        The plain model and a real sample; it is run, and left as it was.
-    budget
-        As in `plan`.
-    resident_bytes
-        What counts beside the step: the optimizer's state.
-    earlier_bytes
-        Gradients that are there when a step begins; they count as well.
-    safely
-        For an input that may not fit without a plan: the model's own step is not run, of the
+    model, args, kwargs : the plain model and a real sample; it is run, and left as it was.
+    budget : as in `plan`
+    resident_bytes : what counts beside the step: the optimizer's state.
+    earlier_bytes : gradients that are there when a step begins; they count as well.
+    safely : for an input that may not fit without a plan: the model's own step is not run, of the
         choices the one with the smallest peak stays where none keeps the budget, and seconds are
         not looked at.
 
-    Raises
-    ------
-    BudgetError
-        If no choice of modules keeps the budget on the sample, unless `safely`.
+    Raises BudgetError if no choice of modules keeps the budget on the sample, unless `safely`.
     """
 
     backend = "modules"

@@ -31,19 +31,14 @@ from ..target.accelerator import rng_state
 class Behaviour:
     """What a module did, in all its calls of one forward pass.
 
-    Parameters
-    ----------
-    seconds, saved_bytes
-        Of its forward pass; of what it saves beside parameters, buffers and its inputs.
-    given_bytes
-        Of its inputs, beside parameters and buffers: what is saved instead where it runs again.
-    saved_input_bytes
-        Of its inputs that it saves.
-    unrepeatable
-        Whether it would do otherwise when run again.
-    saves_early
-        Whether an op inside saves what it writes only then, so that a second run may not end when
-        the last tensor is saved.
+    seconds, saved_bytes : of its forward pass; of what it saves beside parameters, buffers and its
+        inputs.
+    given_bytes : of its inputs, beside parameters and buffers: what is saved instead where it runs
+        again.
+    saved_input_bytes : of its inputs that it saves
+    unrepeatable : whether it would do otherwise when run again
+    saves_early : whether an op inside saves what it writes only then, so that a second run may not
+        end when the last tensor is saved
     """
 
     seconds: float = 0.0
@@ -69,28 +64,17 @@ class _Running:
 class Probe:
     """One forward pass of a model on a sample, watched. The model is left as it was.
 
-    Attributes
-    ----------
-    behaviour
-        Per module that was called.
-    changed
-        Buffers whose values the pass changed, as (module, name).
-    changes_inputs
-        Whether the pass wrote into what the model is given.
-    written
-        Parameters that the pass wrote to.
-    sets, reads
-        Attributes that the pass sets or changes, by the place of their module and their name; per
-        module, those it read.
-    by_chance
-        Whether which ops run may depend on random numbers: some were drawn, and values looked at.
+    behaviour : per module that was called
+    changed : buffers whose values the pass changed, as (module, name)
+    changes_inputs : whether the pass wrote into what the model is given
+    written : parameters that the pass wrote to
+    sets, reads : attributes that the pass sets or changes, by the place of their module and their
+        name; per module, those it read.
+    by_chance : whether which ops run may depend on random numbers: some were drawn, and values
+        looked at.
 
-    Parameters
-    ----------
-    model, arguments
-        The plain model and a sample.
-    begin
-        Called before the pass, inside of what is put back.
+    model, arguments : the plain model and a sample
+    begin : called before the pass, inside of what is put back
     """
 
     def __init__(

@@ -43,12 +43,8 @@ class _OverwrittenError(Exception):
 class Search:
     """Looks for the modules to run again: probes once, then measures choices.
 
-    Parameters
-    ----------
-    model, arguments
-        The plain model and a real sample.
-    resident_bytes
-        What counts beside a step.
+    model, arguments : the plain model and a real sample
+    resident_bytes : what counts beside a step
     """
 
     def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:

@@ -30,16 +30,10 @@ _SLOTS = tuple(
 class RunState:
     """What a module reads beside its arguments, as it is when this is made.
 
-    Parameters
-    ----------
-    name, module
-        The module, and its path.
-    arguments
-        What it is given; not held.
-    changed
-        Buffers that its run changes, as (module, name); None to compare copies of all.
-    sharded
-        Whether others put parameters in their place and take them away (FSDP2).
+    name, module : the module, and its path
+    arguments : what it is given; not held.
+    changed : buffers that its run changes, as (module, name); None to compare copies of all.
+    sharded : whether others put parameters in their place and take them away (FSDP2)
     """
 
     def __init__(

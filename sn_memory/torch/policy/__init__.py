@@ -1,4 +1,1 @@
-"""A plan as a selective-checkpoint policy: what of each block is saved, for torch's own executor.
-
-It imports `trace`, `model` and the core.
-"""
+"""A plan as a selective-checkpoint policy: what a block saves, for torch's own executor."""

@@ -249,10 +249,8 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     model : it is compiled and run once, and stays as it is; checkpoints in it are honoured
     arguments : positional and by keyword: real tensors
 
-    Raises
-    ------
-    TraceError
-        If torch.compile breaks the model into several graphs, or if no gradient is wanted.
+    Raises TraceError if torch.compile breaks the model into several graphs, or if no gradient is
+    wanted.
     """
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]

@@ -34,19 +34,13 @@ OF_CACHE = "it changes an object it is given, as a cache of keys and values"
 class Result:
     """The result of an op that may be saved.
 
-    Parameters
-    ----------
-    op, number
-        As torch looks it up: the op's name, and the number of the call among those of its op.
-    call
-        The number of the call in the recording.
-    bytes
-        What saving it holds, until the block runs again.
-    beyond_bytes
-        How much of that autograd does not save anyway: so much more is held in the block's own
-        backward pass.
-    module
-        The path of the module that ran it.
+    op, number : as torch looks it up: the op's name, and the number of the call among those of its
+        op.
+    call : the number of the call in the recording
+    bytes : what saving it holds, until the block runs again
+    beyond_bytes : how much of that autograd does not save anyway: so much more is held in the
+        block's own backward pass.
+    module : the path of the module that ran it
     """
 
     op: str
@@ -61,21 +55,13 @@ class Result:
 class Block:
     """What a block does.
 
-    Parameters
-    ----------
-    path
-        Of the module.
-    results
-        What may be saved, in order.
-    calls
-        Numbers of the calls of its ops that a second run makes where nothing is saved; torch ends
-        it when the last tensor that autograd wants is there.
-    saved_bytes
-        What autograd saves inside, beside parameters and what the block is given.
-    reason
-        Why it may not run again; empty where it may.
-    times
-        How often it is called.
+    path : of the module
+    results : what may be saved, in order
+    calls : numbers of the calls of its ops that a second run makes where nothing is saved; torch
+        ends it when the last tensor that autograd wants is there.
+    saved_bytes : what autograd saves inside, beside parameters and what the block is given
+    reason : why it may not run again; empty where it may.
+    times : how often it is called
     """
 
     path: str

@@ -1,4 +1,1 @@
-"""Parts of a model that trace whole, planned together within one budget.
-
-It imports the eager program, `trace`, `model` and the core.
-"""
+"""Parts of a model that trace whole, planned together within one budget."""

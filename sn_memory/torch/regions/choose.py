@@ -33,15 +33,10 @@ _NOTHING_S = 1e-12
 class Timeline:
     """The moments of a step.
 
-    Parameters
-    ----------
-    outside
-        [moments] bytes held outside of regions, the most in each moment.
-    forward, backward
-        [calls] the moments of their passes; as many as there are moments where no backward pass
-        was seen.
-    gradients
-        [moments] bytes of gradients of parameters that are there, counted in `outside`.
+    outside : [moments] bytes held outside of regions, the most in each moment
+    forward, backward : [calls] the moments of their passes; as many as there are moments where no
+        backward pass was seen.
+    gradients : [moments] bytes of gradients of parameters that are there, counted in `outside`
     """
 
     outside: Ints
@@ -53,12 +48,8 @@ class Timeline:
 class Choices:
     """The plans that the calls of a step may follow, and what a choice of them comes to.
 
-    Parameters
-    ----------
-    timeline
-        The step.
-    ladders
-        Per call its plans, the fastest first.
+    timeline : the step
+    ladders : per call its plans, the fastest first
     """
 
     def __init__(self, timeline: Timeline, ladders: Sequence[Sequence[RegionPlan]]) -> None:

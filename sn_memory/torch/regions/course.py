@@ -18,22 +18,15 @@ from .choose import Choices, Ints, Timeline
 from .plans import RegionPlan
 from .region import TracedCall
 
-# Calls that came beyond those expected, for which there is a plan from the next step on.
-_MOST_MORE = 1000
-
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """Calls of a step, and the plan that each takes.
 
-    Parameters
-    ----------
-    calls
-        Path of the module, and what was traced, in the order in which they come.
-    choices, choice
-        Their plans and the row of moments; and which of the plans each takes.
-    room_bytes
-        What a step may hold as it is simulated: the budget, but for what measuring has shown.
+    calls : path of the module, and what was traced, in the order in which they come
+    choices, choice : their plans and the row of moments; and which of the plans each takes.
+    room_bytes : what a step may hold as it is simulated: the budget, but for what measuring has
+        shown.
     """
 
     calls: Sequence[tuple[str, TracedCall]]
@@ -117,12 +110,8 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
 class Course:
     """One forward pass.
 
-    Attributes
-    ----------
-    leaner
-        Whether calls took leaner plans than were chosen.
-    more
-        Calls that were not expected: after how many that were, the path, and what was traced.
+    leaner : whether calls took leaner plans than were chosen
+    more : calls that were not expected: after how many that were, the path, and what was traced.
     """
 
     def __init__(self, chosen: Chosen | None) -> None:

@@ -52,14 +52,9 @@ _REFUSALS = 8
 class Found:
     """What passes of a model found.
 
-    Parameters
-    ----------
-    regions
-        By path.
-    refused
-        Per path that is no region, why.
-    calls
-        Of the last pass, the kinds of the calls, in order.
+    regions : by path
+    refused : per path that is no region, why
+    calls : of the last pass, the kinds of the calls, in order
     """
 
     regions: dict[str, Region] = field(default_factory=dict)
@@ -75,15 +70,10 @@ class Found:
 class Finder:
     """Looks for regions while the model runs.
 
-    Parameters
-    ----------
-    model
-        The plain model.
-    layouts, arriving, shared
-        How kernels were seen to lay results out; per path, how gradients were seen to come; the
-        structures of which others are given what they are given.
-    profile, device
-        As in `trace`.
+    model : the plain model
+    layouts, arriving, shared : how kernels were seen to lay results out; per path, how gradients
+        were seen to come; the structures of which others are given what they are given.
+    profile, device : as in `trace`
     """
 
     def __init__(
@@ -295,12 +285,8 @@ def _no_backward(_: Any) -> Any:
 def breaks(found: Found, saved: Callable[[str], int], whole: str) -> tuple[Break, ...]:
     """Return what is no region and holds some, or is a leaf that was refused; the largest first.
 
-    Parameters
-    ----------
-    saved
-        Returns what a module saves for the backward pass, by its path.
-    whole
-        Why the model itself cannot be traced.
+    saved : returns what a module saves for the backward pass, by its path
+    whole : why the model itself cannot be traced
     """
     why = ({"": whole} if whole else {}) | found.refused
     seen: dict[str, Break] = {}

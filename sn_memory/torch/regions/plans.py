@@ -34,18 +34,12 @@ Searched = Callable[[Graph, int], Plan]
 class RegionPlan:
     """A plan of a region, and what it takes beside the step around it.
 
-    Parameters
-    ----------
-    plan
-        Of the region's graph.
-    kept_bytes
-        What it holds from its forward to its backward pass, beside its inputs.
-    forward_bytes, backward_bytes
-        The most that either pass takes, beside parameters and inputs, what is kept included.
-    extra_s
-        Seconds beyond those of the region where nothing runs again.
-    name
-        What it does, in words.
+    plan : of the region's graph
+    kept_bytes : what it holds from its forward to its backward pass, beside its inputs
+    forward_bytes, backward_bytes : the most that either pass takes, beside parameters and inputs,
+        what is kept included
+    extra_s : seconds beyond those of the region where nothing runs again
+    name : what it does, in words
     """
 
     plan: Plan

@@ -45,16 +45,10 @@ Arriving = dict[int, tuple[int, ...]]
 class TracedCall:
     """A call that was traced, with the plans it may follow.
 
-    Parameters
-    ----------
-    traced
-        The region's step.
-    call
-        How its arguments were written.
-    plans
-        The fastest first.
-    given_bytes
-        Of its inputs.
+    traced : the region's step
+    call : how its arguments were written
+    plans : the fastest first
+    given_bytes : of its inputs
     """
 
     traced: Trace
@@ -85,16 +79,10 @@ class TracedCall:
 class Alike:
     """What modules that are alike share.
 
-    Parameters
-    ----------
-    guards
-        What of a module and its arguments the traces depend on.
-    kinds
-        Per call, what was traced; None where that is not worth it.
-    refused
-        Calls that came while training and could not be traced: they run again as a whole.
-    shares_inputs
-        Whether others were seen to be given what they are given.
+    guards : what of a module and its arguments the traces depend on
+    kinds : per call, what was traced; None where that is not worth it.
+    refused : calls that came while training and could not be traced: they run again as a whole.
+    shares_inputs : whether others were seen to be given what they are given
     """
 
     guards: GuardCache = field(default_factory=GuardCache)
@@ -111,15 +99,10 @@ class Alike:
 class Region:
     """A module whose calls run planned.
 
-    Parameters
-    ----------
-    path
-        Of the module.
-    alike
-        What it shares with others.
-    arriving
-        How gradients of its outputs come, as far as that was seen; of layers that are alike the
-        last one may get them otherwise.
+    path : of the module
+    alike : what it shares with others
+    arriving : how gradients of its outputs come, as far as that was seen; of layers that are alike
+        the last one may get them otherwise.
     """
 
     def __init__(self, path: str, alike: Alike, arriving: Arriving | None = None) -> None:
@@ -328,14 +311,9 @@ def as_written() -> bool:
 class Break:
     """A module that runs as it was written.
 
-    Parameters
-    ----------
-    module
-        Its path; empty for the model.
-    why
-        The op and its line, and what to change.
-    kept_bytes
-        What it saves for the backward pass beside regions inside it.
+    module : its path; empty for the model.
+    why : the op and its line, and what to change
+    kept_bytes : what it saves for the backward pass beside regions inside it
     """
 
     module: str

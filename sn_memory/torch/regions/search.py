@@ -63,17 +63,11 @@ _UNUSED = 0.02
 class RegionOptions:
     """How to plan by regions; see PlanOptions.
 
-    Parameters
-    ----------
-    searched
-        Plans a graph within bytes and seconds, or raises BudgetError.
-    why
-        Why the model is not planned whole.
-    safely
-        For an input that may not fit without a plan: the model's own step is not run, and of the
-        choices that with the smallest peak stays where none keeps the budget.
-    alike
-        More samples, of the same shapes: what they hold decides what runs.
+    searched : plans a graph within bytes and seconds, or raises BudgetError
+    why : why the model is not planned whole
+    safely : for an input that may not fit without a plan: the model's own step is not run, and of
+        the choices that with the smallest peak stays where none keeps the budget.
+    alike : more samples, of the same shapes: what they hold decides what runs.
     """
 
     budget: float | str
@@ -97,12 +91,8 @@ class Run(NamedTuple):
 def region_step(model: torch.nn.Module, given: Arguments, options: RegionOptions) -> RegionStep:
     """Plan a model by regions; it is left as it was.
 
-    Raises
-    ------
-    TraceError
-        If no part of it is a region.
-    BudgetError
-        If no choice keeps the budget on each of the samples, unless `safely`.
+    Raises TraceError if no part of it is a region.
+    Raises BudgetError if no choice keeps the budget on each of the samples, unless `safely`.
     """
     return _Search(model, given, options).step()
 

@@ -52,10 +52,7 @@ _SHOWN = 3
 class RegionsBudgetError(BudgetError):
     """No choice of plans for regions keeps the budget.
 
-    Attributes
-    ----------
-    outside_bytes
-        What is held outside of regions when the backward pass begins.
+    outside_bytes : what is held outside of regions when the backward pass begins
     """
 
     def __init__(self, message: str, *, outside_bytes: int, **rest: Any) -> None:
@@ -67,33 +64,22 @@ class RegionsBudgetError(BudgetError):
 class RegionsPlan:
     """Which plan each call of a region takes, and what a step with all of them needs.
 
-    Parameters
-    ----------
-    choices
-        Per call of a region: whether something of it runs again, what it keeps, seconds of reruns.
-    budget_bytes
-        What was asked for.
-    peak_bytes, predicted_peak_bytes
-        Measured on the sample; and simulated.
-    baseline_peak_bytes
-        Measured without the plan; simulated where that was not run.
-    seconds, baseline_seconds
-        Measured without the plan, and with what runs again on top.
-    lower_bound_seconds
-        No choice of these plans that keeps the budget is faster on the calls that were seen.
-    peak_op
-        What ran at the peak.
-    breaks
-        What is no region, and why.
-    outside_bytes
-        What is held outside of regions when the backward pass begins, parameters included.
-    courses
-        Of how many random courses of the step the peak is the largest.
-    leaner_steps, over_steps
-        Steps of another course in which calls took leaner plans; those for which that was not
-        enough.
-    notes
-        What people should know of it.
+    choices : per call of a region: whether something of it runs again, what it keeps, seconds of
+        reruns.
+    budget_bytes : what was asked for
+    peak_bytes, predicted_peak_bytes : measured on the sample; and simulated.
+    baseline_peak_bytes : measured without the plan; simulated where that was not run.
+    seconds, baseline_seconds : measured without the plan, and with what runs again on top
+    lower_bound_seconds : no choice of these plans that keeps the budget is faster on the calls that
+        were seen
+    peak_op : what ran at the peak
+    breaks : what is no region, and why
+    outside_bytes : what is held outside of regions when the backward pass begins, parameters
+        included
+    courses : of how many random courses of the step the peak is the largest
+    leaner_steps, over_steps : steps of another course in which calls took leaner plans; those for
+        which that was not enough.
+    notes : what people should know of it
     """
 
     choices: tuple[Choice, ...]
@@ -161,14 +147,9 @@ class Observer(Protocol):
 class RegionStep(Step):
     """A model in which regions run planned.
 
-    Parameters
-    ----------
-    model
-        The plain model.
-    regions
-        By the paths of their modules.
-    reads, sets
-        See Step.
+    model : the plain model
+    regions : by the paths of their modules
+    reads, sets : see Step
     """
 
     backend = "regions"

@@ -39,10 +39,7 @@ def host_buffers_for(
 ) -> StateBuffers:
     """Return the host memory that `state` of `plan` asks for.
 
-    Raises
-    ------
-    PlanError
-        For one that does not go with the device that the model is on.
+    Raises PlanError for one that does not go with the device that the model is on.
     """
     device = device_of(model)
     if state == "host":
@@ -151,18 +148,12 @@ class ModelState:
     ) -> Replay:
         """Return what carries a traced step out, its updates included.
 
-        Parameters
-        ----------
-        model
-            The plain model.
-        traced
-            Its step, without an optimizer.
-        budget
-            The most live bytes, or a share of what the step takes where all stays on the device.
-        planner
-            Plans a graph within so many bytes.
-        measured
-            Whether to measure the speeds of the way, in place of those of the trace.
+        model : the plain model
+        traced : its step, without an optimizer
+        budget : the most live bytes, or a share of what the step takes where all stays on the
+            device
+        planner : plans a graph within so many bytes
+        measured : whether to measure the speeds of the way, in place of those of the trace
         """
         graph = self._with_speeds(traced.graph) if measured else traced.graph
         units = self.units.of(model, traced)
@@ -328,10 +319,7 @@ class ModelState:
         model, given : the plain model, and the sample; one without memory is not run
         planned_with : traces and plans the step with such layouts
 
-        Raises
-        ------
-        TraceError
-            If the step does not run on the sample.
+        Raises TraceError if the step does not run on the sample.
         """
         if not is_real((*tensors(given), *model.buffers())):
             return replay

@@ -31,20 +31,13 @@ class Fetched(NamedTuple):
 class ParameterState:
     """One parameter of a planned model.
 
-    Parameters
-    ----------
-    name
-        Its path.
-    parameter
-        The model's.
-    place
-        `device`, `state` or `host`; see `graph/hosted.py`.
-    buffers
-        Where what moves lies.
-    optimizer, group
-        Who updates it, and with which settings; None for a parameter that is not trained.
-    by
-        Where that is done, if something of it lies on the host: `device` or `in place`.
+    name : its path
+    parameter : the model's
+    place : `device`, `state` or `host`; see `graph/hosted.py`.
+    buffers : where what moves lies
+    optimizer, group : who updates it, and with which settings; None for a parameter that is not
+        trained.
+    by : where that is done, if something of it lies on the host: `device` or `in place`.
     """
 
     def __init__(

@@ -147,15 +147,10 @@ class StepPool:
     ) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates from the pool.
 
-        Parameters
-        ----------
-        device
-            Where the step runs.
-        first_bytes
-            Of the free segment with which torch's pool begins. Where another step asked for a
-            smaller one, there is a new pool, and the old one goes with the tensors in it.
-        step, begins
-            Which step of the model this is a part of, and whether it is the first part.
+        device : where the step runs
+        first_bytes : of the free segment with which torch's pool begins. Where another step asked
+            for a smaller one, there is a new pool, and the old one goes with the tensors in it.
+        step, begins : which step of the model this is a part of, and whether it is the first part
         """
         memory = active(device)
         if memory is not None:

@@ -38,10 +38,7 @@ def limit_budget(
     `run/reserved.py`. On a device apart it is what its driver says, less `CONTEXT_BYTES` for what
     that loads later. Processes that share a limit have to share it out: each then needs a budget.
 
-    Raises
-    ------
-    PlanError
-        Where no limit is known, or it leaves nothing.
+    Raises PlanError where no limit is known, or it leaves nothing.
     """
     where = device_of(model)
     if isinstance(device, str) and gpu_of(device, where) is not None:

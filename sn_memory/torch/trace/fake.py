@@ -163,15 +163,11 @@ def quiet() -> Iterator[None]:
 class FakeMode(FakeTensorMode):
     """Runs ops on fake tensors, with torch's rules corrected.
 
-    Parameters
-    ----------
-    walk
-        Of the named GPU that tensors are on. None: they are on devices of this machine, where an op
-        without a rule runs on real tensors made up.
-    looks
-        How often a number stands in for a value that is looked at, as Adafactor looks at the size
-        of a parameter: what is computed with it is as large as with any other. Who looks again and
-        again, until it sees something else, is stopped.
+    walk : of the named GPU that tensors are on. None: they are on devices of this machine, where an
+        op without a rule runs on real tensors made up.
+    looks : how often a number stands in for a value that is looked at, as Adafactor looks at the
+        size of a parameter: what is computed with it is as large as with any other. Who looks again
+        and again, until it sees something else, is stopped.
     """
 
     def __init__(self, walk: Walk | None = None, *, looks: int = 0) -> None:
@@ -241,12 +237,9 @@ class ValueMode(FakeMode):
     Such tensors are real ones. Ops on them alone run on real numbers; where they meet a tensor
     without values, the result has none.
 
-    Parameters
-    ----------
-    tracing
-        A plan repeats the course that it was traced with, so only the tensors of `give`, and what
-        the model makes itself, have values there: others may differ in the next step. Otherwise all
-        small tensors of the host have them that are given or that the model keeps.
+    tracing : a plan repeats the course that it was traced with, so only the tensors of `give`, and
+        what the model makes itself, have values there: others may differ in the next step.
+        Otherwise all small tensors of the host have them that are given or that the model keeps.
     """
 
     def __init__(self, *, tracing: bool = False) -> None:

@@ -172,52 +172,33 @@ class Recording:
 class Captured:
     """The calls of a training step, and which storages are whose.
 
-    Parameters
-    ----------
-    recording
-        The calls.
-    boundary
-        How many of them belong to the forward pass; the loss comes after those.
-    parameters, buffers
-        Path and View of each; of several paths to the same tensor the first.
-    inputs
-        View per flat input, None where it is no tensor.
-    outputs
-        Per flat output: its View, or the value itself where it is no tensor.
-    output_form
-        How the flat outputs make up what the model returns.
-    differentiable
-        Per flat output, whether a gradient may come back for it.
-    output_gradients
-        View of the gradient of each output at which the backward pass begins, as that wants it.
-    gradients
-        Name and View of the gradient for each parameter that requires one and then for each flat
-        input that does (`input 0`); None where these outputs do not depend on it.
-    only_outside
-        The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
-        advises, would make other calls inside.
-    numbers
-        Per call, its place before any was put off; empty where none was. Ops are named by it, so
-        that they have the same names at another batch size, where others are put off.
-    earlier
-        Per parameter whose gradient is there when the step begins, as after an earlier micro-batch,
-        its name and the storage of that gradient. The new one is added to it by a call, which in a
-        replay is autograd's.
-    updated
-        Per parameter that is updated as soon as its gradient is complete, and the gradient then let
-        go, its name and storage. The update is a call, which in a replay is a hook's.
-    ones
-        Places of flat inputs that are all ones: the model looked at them, and would otherwise make
-        other calls.
-    looked
-        These and those of inputs that are not, where it would make other calls if they were.
-    ends
-        Per differentiable output, whether the backward pass begins at it: at the loss alone where
-        the model returns one.
-    of_others
-        Places among `gradients` that are None, as only the other outputs depend on them.
-    reads
-        Per module, the attributes that were read.
+    recording : the calls
+    boundary : how many of them belong to the forward pass; the loss comes after those.
+    parameters, buffers : path and View of each; of several paths to the same tensor the first.
+    inputs : view per flat input, None where it is no tensor
+    outputs : per flat output: its View, or the value itself where it is no tensor.
+    output_form : how the flat outputs make up what the model returns
+    differentiable : per flat output, whether a gradient may come back for it
+    output_gradients : view of the gradient of each output at which the backward pass begins, as
+        that wants it
+    gradients : name and View of the gradient for each parameter that requires one and then for each
+        flat input that does (`input 0`); None where these outputs do not depend on it.
+    only_outside : the forward pass runs under autocast, and the backward pass, recorded outside of
+        it as torch advises, would make other calls inside
+    numbers : per call, its place before any was put off; empty where none was. Ops are named by it,
+        so that they have the same names at another batch size, where others are put off.
+    earlier : per parameter whose gradient is there when the step begins, as after an earlier
+        micro-batch, its name and the storage of that gradient. The new one is added to it by a
+        call, which in a replay is autograd's.
+    updated : per parameter that is updated as soon as its gradient is complete, and the gradient
+        then let go, its name and storage. The update is a call, which in a replay is a hook's.
+    ones : places of flat inputs that are all ones: the model looked at them, and would otherwise
+        make other calls.
+    looked : these and those of inputs that are not, where it would make other calls if they were
+    ends : per differentiable output, whether the backward pass begins at it: at the loss alone
+        where the model returns one.
+    of_others : places among `gradients` that are None, as only the other outputs depend on them
+    reads : per module, the attributes that were read
     """
 
     recording: Recording
@@ -261,13 +242,9 @@ class Recorder(TorchDispatchMode):
     Raises TraceError for what cannot be replayed: tensors without strides, random numbers drawn in
     the backward pass or from a generator of the user's own.
 
-    Parameters
-    ----------
-    layouts
-        How kernels were seen to lay their results out, where the rules for fake tensors say
+    layouts : how kernels were seen to lay their results out, where the rules for fake tensors say
         otherwise; the kernels have the last word.
-    is_look
-        Tells whether a call only looks at values that are there, which is no call of the step.
+    is_look : tells whether a call only looks at values that are there, which is no call of the step
     """
 
     def __init__(

@@ -23,17 +23,12 @@ STATE = "random state"
 class GraphBinding:
     """The graph of a capture, and what its names stand for.
 
-    Parameters
-    ----------
-    graph
-        Ops are the calls in order, with the op `loss` after the forward pass.
-    call_of
-        Name of an op to the number of its call; `loss` has none.
-    storage_of
-        Name of a storage to its number in the recording.
-    random_states
-        Name of an op, and of the storage that it makes, to the number of a call that draws: that is
-        where the state is kept from which the call draws again. No call stands behind it.
+    graph : ops are the calls in order, with the op `loss` after the forward pass
+    call_of : name of an op to the number of its call; `loss` has none.
+    storage_of : name of a storage to its number in the recording
+    random_states : name of an op, and of the storage that it makes, to the number of a call that
+        draws: that is where the state is kept from which the call draws again. No call stands
+        behind it.
     """
 
     graph: Graph
@@ -57,23 +52,14 @@ def to_graph(
 ) -> GraphBinding:
     """Return the graph of a capture.
 
-    Parameters
-    ----------
-    seconds
-        Measured time per call; None leaves it to the roofline.
-    allocator
-        How the device rounds sizes.
-    extra
-        Resident storages that are no part of the step, as the optimizer's state.
-    replayable
-        Whether random ops can be run again from the state they were run from.
-    ways
-        Per call, the ways to carry it out; none where there is no choice.
-    random_state_bytes
-        Of a generator's state in the memory that is planned: it is kept until the last time that a
-        random op runs, and twice while that runs.
-    unplanned_peak_bytes
-        See Graph.
+    seconds : measured time per call; None leaves it to the roofline.
+    allocator : how the device rounds sizes
+    extra : resident storages that are no part of the step, as the optimizer's state
+    replayable : whether random ops can be run again from the state they were run from
+    ways : per call, the ways to carry it out; none where there is no choice.
+    random_state_bytes : of a generator's state in the memory that is planned: it is kept until the
+        last time that a random op runs, and twice while that runs.
+    unplanned_peak_bytes : see Graph
     """
     recording = captured.recording
     numbers = captured.numbers or range(len(recording.calls))

@@ -1,39 +1,26 @@
-"""What the named planners share: decisions followed through a graph, and the plan of it.
+"""What these planners share: decisions followed through a graph, and the plan of it.
 
-A policy says which storages are dropped, and what happens after a rebuild. `origins` says until
-when each storage can be made again; `follow` walks the graph once and finds the runs that follow
-from the decisions; `carry_out` finds where memory can be given back, and keeps the clocks of ops
-and copies as `docs/graph_format.md` has them. Kept apart, a policy cannot forget a free, and a
-checkpoint lives exactly as long as somebody may be rebuilt from it.
+sn_memory's own planners are choices that its simulator carries out. Here a policy says which
+storages are dropped, and what happens after a rebuild. `origins` says until when each storage can
+be made again; `follow` walks the graph once and finds the runs that follow from the decisions;
+`carry_out` finds where memory can be given back, and keeps the clocks of ops and copies as
+`docs/graph_format.md` has them. Kept apart, a policy cannot forget a free, and a checkpoint lives
+exactly as long as somebody may be rebuilt from it.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ..base.progress import spend
-from ..graph.graph import Graph
-from .plan import Action, Plan
-from .simulate import finished_plan
+from sn_memory import Action, Graph, Plan
+from sn_memory.base.progress import spend
+from sn_memory.plan.simulate import finished_plan
 
 # Units of work to note a run, and to carry an event out.
 RUN = EVENT = 100
 
-
-# Kinds as frameworks and papers write them: conv2d, aten.convolution, Conv2D, addmm, MatMul, FC ...
-_CONV: Final = re.compile(r"conv")
-_HEAVY: Final = re.compile(
-    r"conv|linear|dense|matmul|einsum|\bfc\b|\bdot|\b(add|ba)?b?mm\b|attention"
-)
-_JOIN: Final = re.compile(r"join|concat|\bcat\b|fork|\bstack\b")
-_SUM: Final = re.compile(r"\badd(v2|n|_)?\b")
-# Above this a kernel is bound by arithmetic on any machine of the last decade: matrix products and
-# convolutions of useful size pass it, elementwise ops and normalisations stay below.
-_DENSE_FLOPS_PER_BYTE: Final = 10.0
 
 Rule = Callable[[int], bool]
 
@@ -429,22 +416,19 @@ def carry_out(
     events: list[Event],
     *,
     planner: str,
-    reasons: Mapping[int, str],
     within_bytes: int | None = None,
 ) -> Plan:
     """Turn a sequence into a plan.
 
     events : what a Walk noted; every op of the graph runs at least once
-    reasons : storage -> why it is rebuilt or offloaded, for those that are
     within_bytes : take the fastest way that fits into this at each op; None takes the default way
     """
-    meter, asked = Meter(graph, within_bytes), Counter[int]()
+    meter = Meter(graph, within_bytes)
     for (kind, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
         spend(EVENT)
         meter.collect()
         if kind == "run":
             allocated = meter.run(number)
-            asked.update(fresh)
             # What came out again and nobody asked for: its last reader has gone before.
             dying += [storage for storage in allocated if storage not in fresh]
         elif kind == "offload":
@@ -461,8 +445,6 @@ def carry_out(
         graph,
         meter.actions,
         planner=planner,
-        reasons=reasons,
-        asked=asked,
         peak_bytes=meter.peak,
         seconds=max([meter.compute, *meter.ready.values()]),
     )
@@ -497,19 +479,6 @@ def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
     return deaths
 
 
-def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
-    """Return the fastest plan that keeps the budget; where none does, the one of least peak.
-
-    Without a budget it is the one of least peak too: that is what these policies are for.
-    """
-    candidates = list(plans)
-    least = min(candidates, key=lambda plan: (plan.peak_bytes, plan.seconds))
-    if budget_bytes is None or least.peak_bytes > budget_bytes:
-        return least
-    fitting = [plan for plan in candidates if plan.peak_bytes <= budget_bytes]
-    return replace(min(fitting, key=lambda plan: plan.seconds), budget_bytes=budget_bytes)
-
-
 def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> list[int]:
     """Which storages somebody reads, or rebuilds from, after the forward pass; oldest first.
 
@@ -535,33 +504,3 @@ def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> li
         else:
             chosen.append(storage)
     return chosen
-
-
-def is_conv(graph: Graph, op: int) -> bool:
-    """Whether the op convolves; without a kind, whether arithmetic bounds it."""
-    kind = graph.ops[op].kind.lower()
-    return bool(_CONV.search(kind)) if kind else _dense(graph, op)
-
-
-def is_checkpoint(graph: Graph, op: int) -> bool:
-    """Whether the op is of the types SuperNeurons keeps: CONV, FC, JOIN, FORK, CONCAT.
-
-    A sum of two activations is a join; the sum of one and a parameter is not.
-    """
-    # `\b` finds no edge of a word at an underscore.
-    kind = graph.ops[op].kind.lower().replace("_", " ").replace(".", " ")
-    if not kind:
-        return _dense(graph, op)
-    if _HEAVY.search(kind) or _JOIN.search(kind):
-        return True
-    arrays = graph.arrays
-    activations = sum(not arrays.resident[storage] for storage in arrays.reads[op])
-    return bool(_SUM.search(kind)) and activations >= 2
-
-
-def _dense(graph: Graph, op: int) -> bool:
-    record, arrays = graph.ops[op], graph.arrays
-    moved = record.traffic_bytes
-    if moved is None:
-        moved = int(sum(arrays.bytes[s] for s in (*arrays.reads[op], *arrays.outputs[op])))
-    return record.flops > _DENSE_FLOPS_PER_BYTE * max(moved, 1)
