@@ -16,10 +16,7 @@
 namespace sn {
 namespace {
 
-constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
-constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
-constexpr float kEdge = 0.0009765625f;   // 2**-10 of a step
-constexpr float kFine = 0x1p-100f;       // below it groups_avx.cpp's quotients are not exact
+constexpr float kEdge = 0.0009765625f;  // 2**-10 of a step
 
 // Floats in the order of integers, and back; its own inverse.
 template <typename Word>
@@ -101,69 +98,54 @@ Range<Word> range_of(const void* values, int64_t count, Word limit, Loop loop) {
 
 int64_t width_of(Floats kind) { return kind == Floats::kSingle ? 4 : 2; }
 
-struct Extremes {
-  float low = 0, high = 0;
-  int64_t zeros = 0, fits = 0;
-};
-
 Extremes extremes_of(const void* values, Floats kind, int64_t count) {
   if (kind == Floats::kSingle) {
     const auto range = range_of<uint32_t>(values, count, kUnfit, range_wide);
-    if (!range.fits) return {0, 0, range.zeros, 0};
+    if (!range.fits) return {0, 0, range.zeros > 0, 0};
     const auto number = [](int32_t key) {
       return from_bits(static_cast<uint32_t>(ordered(static_cast<uint32_t>(key))));
     };
-    return {number(range.low), number(range.high), range.zeros, range.fits};
+    return {number(range.low), number(range.high), range.zeros > 0, range.fits};
   }
   const bool half = kind == Floats::kHalf;
   // Of float16 the infinite ones alone are that large.
   const auto limit = static_cast<uint16_t>(half ? 0x7C00u : kUnfit >> 16);
   const auto range = range_of<uint16_t>(values, count, limit, range_narrow);
-  if (!range.fits) return {0, 0, range.zeros, 0};
+  if (!range.fits) return {0, 0, range.zeros > 0, 0};
   const auto number = [half](int16_t key) {
     const auto word = static_cast<uint16_t>(ordered(static_cast<uint16_t>(key)));
     return half ? from_half(word) : from_brain(word);
   };
-  return {number(range.low), number(range.high), range.zeros, range.fits};
+  return {number(range.low), number(range.high), range.zeros > 0, range.fits};
+}
+
+template <typename Word>
+__attribute__((always_inline)) inline int64_t zeros_run(const Word* words, int64_t count) {
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < count; i += kRun) {
+    Word here = 0;  // as wide as what is compared, so that lanes are not widened
+    for (int64_t j = i; j < std::min(count, i + kRun); ++j)
+      here = static_cast<Word>(here + (static_cast<Word>(words[j] << 1) == 0));
+    zeros += here;
+  }
+  return zeros;
+}
+
+SN_CLONES int64_t zeros_wide(const uint32_t* words, int64_t count) {
+  return zeros_run(words, count);
+}
+
+SN_CLONES int64_t zeros_narrow(const uint16_t* words, int64_t count) {
+  return zeros_run(words, count);
+}
+
+int64_t zeros_of(const void* values, Floats kind, int64_t count) {
+  if (kind == Floats::kSingle) return zeros_wide(static_cast<const uint32_t*>(values), count);
+  return zeros_narrow(static_cast<const uint16_t*>(values), count);
 }
 
 inline float upper(float value) {  // to the next number with a lower half of zeros
   return from_bits((to_bits(value) + 0xFFFF) & 0xFFFF0000u);
-}
-
-// Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
-// ops/groups.py for the reasons.
-Place choose(float low, float high, bool zero, int levels, float cap) {
-  const float top = static_cast<float>(levels);
-  const bool both = low < 0 && high > 0;
-  const bool lattice = zero && low < 0;
-  float step, below = 0;
-  if (!lattice) {
-    step = (high - low) / top;
-  } else if (!both) {
-    below = top;
-    step = -low / top;
-  } else if (levels == 1) {
-    below = -low > high ? 1.0f : 0.0f;
-    step = -low > high ? -low : high;
-  } else {
-    const float share = std::floor(top * -low / (high - low));
-    const float a = std::min(std::max(share, 1.0f), top - 1);
-    const float b = std::min(std::max(share + 1, 1.0f), top - 1);
-    const float step_a = std::max(-low / a, high / (top - a));
-    const float step_b = std::max(-low / b, high / (top - b));
-    below = step_a <= step_b ? a : b;
-    step = std::min(step_a, step_b);
-  }
-  step = std::max(upper(step), from_bits(kFinest << 16));
-  if (step <= cap) return {lattice ? -below * step : low, step};
-  step = cap;
-  if (low >= 0) return {low, step};
-  if (!both) return {zero ? -top * step : high - top * step, step};
-  const float half = std::floor((top + 1) / 2);
-  const float left = std::ceil(-low / step), right = std::ceil(high / step);
-  below = left <= half ? left : right <= half ? top - right : half;
-  return {-below * step, step};
 }
 
 // Random numbers of 16 bits for `count` elements; `words` has room for one word more than they fill.
@@ -182,29 +164,33 @@ struct Drawn {
   }
 };
 
-// Rounds up to kRun elements. Where `whole`, every element lies on the grid; else `bad` marks those
-// that no code stands for, and the number of them is returned.
+// Rounds up to kRun elements: `bad` marks those that no code stands for, and the number of them is
+// returned. Where all lie on the grid, `bad` is null.
 template <bool whole, bool look>
 __attribute__((always_inline)) inline int32_t quantise_run(
-    const float* values, int32_t count, const Place& place, float top, float bound,
+    const float* values, int32_t count, const Place& place, int bits, float bound,
     const uint16_t* luck, uint8_t* codes, uint8_t* bad, uint32_t* spread) {
-  const float base = place.base, step = place.step;
+  const float base = place.base, inverse = 1.0f / place.step;
+  const float top = static_cast<float>((1 << bits) - 1);
+  const int fraction = fraction_of(bits), dropped = 16 - fraction, rest = fraction - 8;
+  const float scale = static_cast<float>(1 << fraction);
   int32_t number = 0;
   uint32_t total = 0;
   for (int32_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, 4);
-    const bool fit = whole || (bits & 0x7FFFFFFF) < kUnfit;
+    uint32_t word;
+    std::memcpy(&word, values + i, 4);
+    const bool fit = whole || (word & 0x7FFFFFFF) < kUnfit;
     const float value = fit ? values[i] : base;
-    const float raw = (value - base) / step;
+    const float raw = (value - base) * inverse;
     float q = raw > 0 ? raw : 0;
     q = q < top ? q : top;
-    // A number below 256 plus one below 1 in 2**-16: a whole one stays what it is.
-    const auto code = static_cast<int32_t>(q + static_cast<float>(luck[i]) * 0x1p-16f);
+    // To nearest, as it is below 2**23.
+    const auto steps = static_cast<int32_t>((q * scale + 0x1p23f) - 0x1p23f);
+    const int32_t code = (steps + (luck[i] >> dropped)) >> fraction;
     codes[i] = static_cast<uint8_t>(code);
     bool good = true;
     if (!whole) {
-      const float error = (base + static_cast<float>(code) * step) - value;
+      const float error = (base + static_cast<float>(code) * place.step) - value;
       // Off the grid by more than what rounding does: its end would be within the bound, but biased.
       const bool on = (raw > -kEdge) & (raw < top + kEdge);
       good = fit & on & (std::fabs(error) < bound);
@@ -212,8 +198,7 @@ __attribute__((always_inline)) inline int32_t quantise_run(
       bad[i] = !good;
     }
     if (look) {
-      const float part = q - static_cast<float>(static_cast<int32_t>(q));
-      const int32_t g = static_cast<int32_t>(part * 256.0f + 0.5f);
+      const int32_t g = ((steps + (1 << (rest - 1))) >> rest) & 255;
       total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
     }
   }
@@ -221,20 +206,20 @@ __attribute__((always_inline)) inline int32_t quantise_run(
   return number;
 }
 
-SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, float top,
+SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, int bits,
                            float bound, const uint16_t* luck, uint8_t* codes, uint8_t* bad,
                            uint32_t* spread) {
-  return quantise_run<false, true>(values, count, place, top, bound, luck, codes, bad, spread);
+  return quantise_run<false, true>(values, count, place, bits, bound, luck, codes, bad, spread);
 }
 
-SN_CLONES void quantise_seen(const float* values, int32_t count, const Place& place, float top,
+SN_CLONES void quantise_seen(const float* values, int32_t count, const Place& place, int bits,
                              const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
-  quantise_run<true, true>(values, count, place, top, 0.0f, luck, codes, nullptr, spread);
+  quantise_run<true, true>(values, count, place, bits, 0.0f, luck, codes, nullptr, spread);
 }
 
-SN_CLONES void quantise_whole(const float* values, int32_t count, const Place& place, float top,
+SN_CLONES void quantise_whole(const float* values, int32_t count, const Place& place, int bits,
                               const uint16_t* luck, uint8_t* codes) {
-  quantise_run<true, false>(values, count, place, top, 0.0f, luck, codes, nullptr, nullptr);
+  quantise_run<true, false>(values, count, place, bits, 0.0f, luck, codes, nullptr, nullptr);
 }
 
 // Codes of one byte each, [count] and zeros up to a multiple of 8, to `bits` bits each.
@@ -313,18 +298,37 @@ const float* widened(const void* values, Floats kind, int64_t count, float* scra
   return scratch;
 }
 
-template <Floats kind, bool look>
-void round_plain(const void* values, int64_t count, const Place& place, float top,
-                 const Luck& luck, uint8_t* codes, uint32_t* spread) {
+// Codes of one byte each, of up to kRun elements, side by side; `wide` has room for a byte more.
+void side_by_side(uint8_t* wide, int64_t count, int bits, uint8_t* codes) {
+  for (int64_t j = count; j % 8; ++j) wide[j] = 0;
+  squeeze(wide, count, bits, codes);
+}
+
+template <Floats kind, int bits, bool look>
+void round_plain(const void* values, int64_t count, const Place& place, const Luck& luck,
+                 uint8_t* codes, uint32_t* spread) {
   Drawn drawn;
   float scratch[kRun];
+  uint8_t wide[kRun];
   const float* run = widened(values, kind, count, scratch);
   const uint16_t* numbers = drawn.draw(luck, count);
   if (look)
-    quantise_seen(run, static_cast<int32_t>(count), place, top, numbers, codes, spread);
+    quantise_seen(run, static_cast<int32_t>(count), place, bits, numbers, wide, spread);
   else
-    quantise_whole(run, static_cast<int32_t>(count), place, top, numbers, codes);
+    quantise_whole(run, static_cast<int32_t>(count), place, bits, numbers, wide);
+  side_by_side(wide, count, bits, codes);
 }
+
+template <Floats kind>
+bool range_plain(const void* values, int64_t count, Extremes& seen) {
+  seen = extremes_of(values, kind, count);
+  return true;
+}
+
+void grids_plain(const Extremes* seen, int count, int levels, float cap, Place* places) {
+  for (int i = 0; i < count; ++i) places[i] = choose(seen[i], levels, cap);
+}
+
 
 template <Floats kind>
 void value_plain(const uint8_t* codes, int64_t count, const Place& place, void* values) {
@@ -337,11 +341,30 @@ void value_plain(const uint8_t* codes, int64_t count, const Place& place, void* 
     narrow_brain(scratch, count, static_cast<uint16_t*>(values));
 }
 
-constexpr Floats kFloats = Floats::kSingle, kHalf = Floats::kHalf, kBrain = Floats::kBrain;
-constexpr Loops kPlain = {
-    {round_plain<kFloats, false>, round_plain<kHalf, false>, round_plain<kBrain, false>},
-    {round_plain<kFloats, true>, round_plain<kHalf, true>, round_plain<kBrain, true>},
-    {value_plain<kFloats>, value_plain<kHalf>, value_plain<kBrain>}};
+template <Floats kind>
+constexpr void fill(Loops& loops) {
+  constexpr int it = static_cast<int>(kind);
+  loops.range[it] = range_plain<kind>;
+  loops.values[it] = value_plain<kind>;
+  auto& round = loops.round[it];
+  round[0][0] = round_plain<kind, 1, false>, round[0][1] = round_plain<kind, 1, true>;
+  round[1][0] = round_plain<kind, 2, false>, round[1][1] = round_plain<kind, 2, true>;
+  round[2][0] = round_plain<kind, 4, false>, round[2][1] = round_plain<kind, 4, true>;
+  round[3][0] = round_plain<kind, 8, false>, round[3][1] = round_plain<kind, 8, true>;
+}
+
+constexpr Loops plain_loops() {
+  Loops loops{};
+  loops.grids = grids_plain;
+  fill<Floats::kSingle>(loops);
+  fill<Floats::kHalf>(loops);
+  fill<Floats::kBrain>(loops);
+  return loops;
+}
+
+constexpr Loops kPlain = plain_loops();
+
+int index_of(int bits) { return bits == 8 ? 3 : bits / 2; }
 
 const Loops* loops_of(Form form) {
   if (form == Form::kPlain) return &kPlain;
@@ -361,19 +384,34 @@ class Packer {
   // Group g has `size` values, the first of them at position `at`; its codes begin at byte `byte`.
   // Until flush() the values are still to be read.
   void add(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
-    jobs_[waiting_++] = {values, size, at, g, byte, {}, {}};
-    if (waiting_ == kJobs || size > kRun) flush();
+    jobs_[waiting_] = {values, size, at, g, byte};
+    if (++waiting_ == kJobs || size > kRun) flush();
   }
 
   void flush() {
+    const int kind = static_cast<int>(kind_);
     for (int i = 0; i < waiting_; ++i)
-      jobs_[i].seen = extremes_of(jobs_[i].values, kind_, jobs_[i].size);
-    for (int i = 0; i < waiting_; ++i) {
-      const Extremes& seen = jobs_[i].seen;
-      jobs_[i].place = choose(seen.low, seen.high, seen.zeros > 0, levels_, cap_);
-    }
-    for (int i = 0; i < waiting_; ++i) round(jobs_[i]);
+      if (!loops_.range[kind](jobs_[i].values, jobs_[i].size, seen_[i]))
+        seen_[i] = extremes_of(jobs_[i].values, kind_, jobs_[i].size);
+    loops_.grids(seen_, waiting_, levels_, cap_, places_);
+    for (int i = 0; i < waiting_; ++i) round(jobs_[i], seen_[i], places_[i]);
     waiting_ = 0;
+  }
+
+  // Groups that lie side by side in a tile's lines, the first as in add(), the next ones `run`
+  // positions, `groups` and `bytes` further; false if that is not for them.
+  bool beside(const Tile& lines, int64_t size, int64_t at, int64_t g, int64_t byte, int64_t run,
+              int64_t groups, int64_t bytes) {
+    const PackBeside pack = loops_.pack[static_cast<int>(kind_)][index_][to_.spread != nullptr];
+    if (!pack || !std::isinf(grid_.bound) || run % 2 || size * grid_.bits % 32) return false;
+    Luck luck[kLine / 2];
+    const int64_t count = kLine / width_of(kind_);
+    for (int64_t r = 0; r < count; ++r) luck[r] = luck_at(at + run * r);
+    const Beside to = {size, to_.bases + g, to_.steps + g, to_.spread ? to_.spread + g : nullptr,
+                       to_.codes + byte, groups, bytes};
+    if (!pack(lines, luck, cap_, to)) return false;
+    if (to_.spread) escapes_.zeros += zeros_of(lines.memory, kind_, size * count);
+    return true;
   }
 
  private:
@@ -382,40 +420,30 @@ class Packer {
   struct Job {
     const void* values;
     int64_t size, at, g, byte;
-    Extremes seen;
-    Place place;
   };
 
-  void round(const Job& job) {
-    const Extremes& seen = job.seen;
-    const Place& place = job.place;
-    escapes_.zeros += seen.zeros;
+  void round(const Job& job, const Extremes& seen, const Place& place) {
     to_.bases[job.g] = place.base;
     to_.steps[job.g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
     uint32_t* spread = to_.spread ? to_.spread + job.g : &unread;
     *spread = 0;
+    if (to_.spread && seen.zero) escapes_.zeros += zeros_of(job.values, kind_, job.size);
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
     // Two points about zero hold one side only.
-    const bool about_zero = seen.zeros > 0 && seen.low < 0 && seen.high > 0;
+    const bool about_zero = seen.zero && seen.low < 0 && seen.high > 0;
     const bool whole = seen.fits == job.size && std::isinf(grid_.bound) &&
                        (levels_ > 1 || !about_zero) && place.step < cap_;
-    const Loops& loops = place.step < kFine && seen.low < seen.high ? kPlain : loops_;
-    const RoundLoop loop = (to_.spread ? loops.round_seen : loops.round)[static_cast<int>(kind_)];
+    const RoundLoop loop = loops_.round[static_cast<int>(kind_)][index_][to_.spread != nullptr];
     const auto* values = static_cast<const uint8_t*>(job.values);
     uint8_t* codes = to_.codes + job.byte;
     for (int64_t i = 0; i < job.size; i += kRun) {
       const int64_t here = std::min(kRun, job.size - i);
-      uint8_t* wide = grid_.bits == 8 ? codes : wide_;
       const void* run = values + width_of(kind_) * i;
       if (whole)
-        loop(run, here, place, top_, luck_at(job.at + i), wide, spread);
+        loop(run, here, place, luck_at(job.at + i), codes, spread);
       else
-        check(run, here, job.at + i, place, wide, spread);
-      if (grid_.bits < 8) {
-        for (int64_t j = here; j % 8; ++j) wide[j] = 0;
-        squeeze(wide, here, grid_.bits, codes);
-      }
+        check(run, here, job.at + i, place, codes, spread);
       codes += (here * grid_.bits + 7) / 8;
     }
   }
@@ -430,8 +458,9 @@ class Packer {
   void check(const void* values, int64_t count, int64_t at, const Place& place, uint8_t* codes,
              uint32_t* spread) {
     const float* run = widened(values, kind_, count, scratch_);
-    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, top_, grid_.bound,
-                                  drawn_.draw(luck_at(at), count), codes, bad_, spread);
+    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, grid_.bits, grid_.bound,
+                                  drawn_.draw(luck_at(at), count), wide_, bad_, spread);
+    side_by_side(wide_, count, grid_.bits, codes);
     for (int64_t j = 0; lost && j < count; ++j)
       if (bad_[j]) {
         escapes_.at.push_back(at + j);
@@ -444,23 +473,29 @@ class Packer {
   const Loops& loops_;
   const Packed& to_;
   Escapes& escapes_;
-  const int levels_ = (1 << grid_.bits) - 1;
-  const float top_ = static_cast<float>(levels_);
+  const int levels_ = (1 << grid_.bits) - 1, index_ = index_of(grid_.bits);
   const float cap_ = from_bits(to_bits(std::min(grid_.bound, from_bits(kUnfit))) & 0xFFFF0000u);
   uint8_t wide_[kRun], bad_[kRun];
   Drawn drawn_;
   float scratch_[kRun];
   Job jobs_[kJobs];
+  Extremes seen_[kJobs];
+  Place places_[kJobs];
   int waiting_ = 0;
 };
+
+Place place_of(const Packed& from, int64_t g) {
+  return {from.bases[g], from_bits(static_cast<uint32_t>(from.steps[g]) << 16)};
+}
+
+// Of what is no number in a damaged payload, instructions make other bits than half.h.
+bool sound(const Place& place) { return std::isfinite(place.base) && std::isfinite(place.step); }
 
 // The values of a group whose codes begin at byte `byte`.
 void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64_t size, int64_t g,
             int64_t byte, void* values) {
-  const Place place = {from.bases[g], from_bits(static_cast<uint32_t>(from.steps[g]) << 16)};
-  // Of what is no number in a damaged payload, instructions make other bits than half.h.
-  const bool sound = std::isfinite(place.base) && std::isfinite(place.step);
-  const ValueLoop loop = (sound ? loops : kPlain).values[static_cast<int>(kind)];
+  const Place place = place_of(from, g);
+  const ValueLoop loop = (sound(place) ? loops : kPlain).values[static_cast<int>(kind)];
   const int64_t width = width_of(kind);
   const uint8_t* codes = from.codes + byte;
   for (int64_t i = 0; i < size; i += kRun) {
@@ -483,11 +518,12 @@ void each_group(int64_t count, int64_t run, int64_t group, int bits, Work work) 
   }
 }
 
-// Packs or unpacks, by `one`, the rows [first, first + rows) of a turned tensor; `done` follows each
-// tile.
-template <bool back, typename Byte, typename One, typename Done>
+// Packs or unpacks the rows [first, first + rows) of a turned tensor in tiles: by `beside` those of
+// which memory has a line of neighbours, if it returns true, else by `one` after the other; `done`
+// follows those.
+template <bool back, typename Byte, typename ByLines, typename One, typename Done>
 void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
-                   int bits, int64_t width, Byte* memory, One one, Done done) {
+                   int bits, int64_t width, Byte* memory, ByLines beside, One one, Done done) {
   const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
   Tile tile;
   const auto move = [&](const Block& block) {
@@ -497,12 +533,19 @@ void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, i
       move_block<2, back>(turn, block, memory, tile);
   };
   each_block(turn, first, rows, run, group, width, [&](const Block& block) {
-    if (!back) move(block);
-    for (int64_t r = 0; r < block.rows; ++r) {
-      const int64_t row = block.row + r, kept = row - first;
-      one(tile.memory + kTileRun * width * r, block.size, row * run + block.start,
-          kept * groups + block.start / group, kept * bytes + block.start * bits / 8);
+    const int64_t kept = block.row - first, g = kept * groups + block.start / group;
+    const int64_t at = block.row * run + block.start, byte = kept * bytes + block.start * bits / 8;
+    if (turn.near_row == 1 && block.rows * width == kLine) {
+      if (!back) move_lines<back>(turn, block, width, memory, tile);
+      if (beside(tile, block.size, at, g, byte, groups, bytes)) {
+        if (back) move_lines<back>(turn, block, width, memory, tile);
+        return;
+      }
     }
+    if (!back) move(block);
+    for (int64_t r = 0; r < block.rows; ++r)
+      one(tile.memory + kTileRun * width * r, block.size, at + run * r, g + groups * r,
+          byte + bytes * r);
     done();
     if (back) move(block);
   });
@@ -525,6 +568,41 @@ void sort(Escapes& escapes) {
 
 }  // namespace
 
+// With zero on the grid if the group has one; see choose() in ops/groups.py for the reasons.
+Place choose(const Extremes& seen, int levels, float cap) {
+  const float low = seen.low, high = seen.high, top = static_cast<float>(levels);
+  const bool zero = seen.zero;
+  const bool both = low < 0 && high > 0;
+  const bool lattice = zero && low < 0;
+  float step, below = 0;
+  if (!lattice) {
+    step = (high - low) / top;
+  } else if (!both) {
+    below = top;
+    step = -low / top;
+  } else if (levels == 1) {
+    below = -low > high ? 1.0f : 0.0f;
+    step = -low > high ? -low : high;
+  } else {
+    const float share = std::floor(top * -low / (high - low));
+    const float a = std::min(std::max(share, 1.0f), top - 1);
+    const float b = std::min(std::max(share + 1, 1.0f), top - 1);
+    const float step_a = std::max(-low / a, high / (top - a));
+    const float step_b = std::max(-low / b, high / (top - b));
+    below = step_a <= step_b ? a : b;
+    step = std::min(step_a, step_b);
+  }
+  step = std::max(upper(step), from_bits(kFinest << 16));
+  if (step <= cap) return {lattice ? -below * step : low, step};
+  step = cap;
+  if (low >= 0) return {low, step};
+  if (!both) return {zero ? -top * step : high - top * step, step};
+  const float half = std::floor((top + 1) / 2);
+  const float left = std::ceil(-low / step), right = std::ceil(high / step);
+  below = left <= half ? left : right <= half ? top - right : half;
+  return {-below * step, step};
+}
+
 bool form_runs(Form form) { return loops_of(form) != nullptr; }
 
 void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& grid, Form form,
@@ -533,11 +611,17 @@ void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& 
   const int64_t width = width_of(kind);
   const auto* from = static_cast<const uint8_t*>(values);
   if (runs.turn) {
-    through_tiles<false>(*runs.turn, runs.first / runs.length, runs.count / runs.length,
-                         runs.length, grid.group, grid.bits, width, from,
-                         [&](const uint8_t* row, int64_t size, int64_t at, int64_t g,
-                             int64_t byte) { packer.add(row, size, at, g, byte); },
-                         [&] { packer.flush(); });
+    through_tiles<false>(
+        *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, grid.group,
+        grid.bits, width, from,
+        [&](const Tile& lines, int64_t size, int64_t at, int64_t g, int64_t byte, int64_t groups,
+            int64_t bytes) {
+          return packer.beside(lines, size, at, g, byte, runs.length, groups, bytes);
+        },
+        [&](const uint8_t* row, int64_t size, int64_t at, int64_t g, int64_t byte) {
+          packer.add(row, size, at, g, byte);
+        },
+        [&] { packer.flush(); });
     sort(escapes);
   } else {
     each_group(runs.count, runs.length, grid.group, grid.bits,
@@ -553,13 +637,24 @@ void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group
   const Loops& loops = *loops_of(form);
   const int64_t width = width_of(kind);
   auto* to = static_cast<uint8_t*>(values);
+  const UnpackBeside beside = loops.unpack[static_cast<int>(kind)][index_of(bits)];
   if (runs.turn)
-    through_tiles<true>(*runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length,
-                        group, bits, width, to,
-                        [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
-                          unpack(from, bits, loops, kind, size, g, byte, row);
-                        },
-                        [] {});
+    through_tiles<true>(
+        *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, group, bits,
+        width, to,
+        [&](Tile& lines, int64_t size, int64_t, int64_t g, int64_t byte, int64_t groups,
+            int64_t bytes) {
+          if (!beside || size * bits % 32) return false;
+          for (int64_t r = 0; r < kLine / width; ++r)
+            if (!sound(place_of(from, g + groups * r))) return false;
+          beside({size, from.bases + g, from.steps + g, nullptr, from.codes + byte, groups, bytes},
+                 lines);
+          return true;
+        },
+        [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
+          unpack(from, bits, loops, kind, size, g, byte, row);
+        },
+        [] {});
   else
     each_group(runs.count, runs.length, group, bits,
                [&](int64_t start, int64_t size, int64_t g, int64_t byte) {

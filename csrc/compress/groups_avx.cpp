@@ -6,7 +6,11 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+
+#include "bits.h"
+#include "half.h"
 
 #define SN_AVX2 "avx2,fma,f16c"
 #define SN_AVX512 SN_AVX2 ",avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=256"
@@ -15,10 +19,18 @@
 namespace sn {
 namespace {
 
+constexpr Floats kFloats = Floats::kSingle, kHalf = Floats::kHalf, kBrain = Floats::kBrain;
 constexpr int64_t kLanes = 16;
+
+template <Floats kind>
+constexpr int64_t kWidth = kind == kFloats ? 4 : 2;
 
 struct Floats16 {
   __m256 a, b;
+};
+
+struct Words16 {
+  __m256i a, b;
 };
 
 SN_LANES __m256i load(const void* from) {
@@ -31,13 +43,18 @@ SN_LANES __m128i load_half(const void* from) {
 SN_LANES void store(void* to, __m256i it) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), it);
 }
+SN_LANES void store_half(void* to, __m128i it) {
+  _mm_storeu_si128(static_cast<__m128i*>(to), it);
+}
+
+SN_LANES __m256i all_of(uint32_t word) { return _mm256_set1_epi32(static_cast<int32_t>(word)); }
 
 // How sixteen elements lie in two vectors: float32 and float16 in order; bfloat16 as instructions on
 // halves of 128 bits take them apart and put them together: 0-3 and 8-11, 4-7 and 12-15.
 template <Floats kind>
 struct Order {
   static SN_LANES Floats16 read(const void* from) {
-    if constexpr (kind == Floats::kSingle) {
+    if constexpr (kind == kFloats) {
       const auto* values = static_cast<const float*>(from);
       return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)};
     } else {
@@ -46,7 +63,7 @@ struct Order {
     }
   }
   static SN_LANES void write(const Floats16& it, void* to) {
-    if constexpr (kind == Floats::kSingle) {
+    if constexpr (kind == kFloats) {
       _mm256_storeu_ps(static_cast<float*>(to), it.a);
       _mm256_storeu_ps(static_cast<float*>(to) + 8, it.b);
     } else {
@@ -55,28 +72,33 @@ struct Order {
       store(to, _mm256_set_m128i(b, a));
     }
   }
-  // Which of eight words of two elements each take_apart() wants where.
-  static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
-  static SN_LANES __m256i placed(__m256i words) { return _mm256_permute4x64_epi64(words, 0xD8); }
+  static SN_LANES Words16 words(const uint32_t* from) { return {load(from), load(from + 8)}; }
+  static SN_LANES void keep(const Words16& it, uint32_t* to) {
+    store(to, it.a);
+    store(to + 8, it.b);
+  }
   static SN_LANES Floats16 bytes(const uint8_t* from) {
     const __m128i codes = load_half(from);
     const __m256i a = _mm256_cvtepu8_epi32(codes);
     const __m256i b = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes));
     return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
   }
-  // [0-3, 8-11, 4-7, 12-15] in order
-  static SN_LANES __m128i ordered(__m128i packed) { return _mm_shuffle_epi32(packed, 0xD8); }
+  // Elements with an even place, and those that follow them; which of eight are in which lane.
+  static SN_LANES Floats16 pairs(const void* from) {
+    const Floats16 it = read(from);
+    return {_mm256_shuffle_ps(it.a, it.b, 0x88), _mm256_shuffle_ps(it.a, it.b, 0xDD)};
+  }
+  static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
+  static SN_LANES __m256i placed(__m256i words) { return _mm256_permute4x64_epi64(words, 0xD8); }
+  // Where in two vectors of pairs, packed to bytes, four bytes after four are.
+  static SN_LANES __m256i fours() { return _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); }
+  static constexpr int64_t lane(int64_t element) {  // of a vector of pairs of 16 bits
+    return element < 4 || element >= 12 ? element : element ^ 12;
+  }
 };
 
-// Sixteen numbers of 16 bits as floats.
-SN_LANES Floats16 take_apart(__m256i words) {
-  const __m256i none = _mm256_setzero_si256();
-  return {_mm256_cvtepi32_ps(_mm256_unpacklo_epi16(words, none)),
-          _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(words, none))};
-}
-
 template <>
-struct Order<Floats::kBrain> {
+struct Order<kBrain> {
   static SN_LANES Floats16 read(const void* from) {
     const __m256i words = load(from), none = _mm256_setzero_si256();
     return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, words)),
@@ -84,41 +106,226 @@ struct Order<Floats::kBrain> {
   }
   static SN_LANES __m256i rounded(__m256 value) {  // to_brain() of numbers and infinities
     const __m256i raw = _mm256_castps_si256(value);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(raw, 16), _mm256_set1_epi32(1));
-    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(raw, 16), all_of(1));
+    const __m256i half = _mm256_add_epi32(odd, all_of(0x7FFF));
     return _mm256_srli_epi32(_mm256_add_epi32(raw, half), 16);
   }
   static SN_LANES void write(const Floats16& it, void* to) {
     store(to, _mm256_packus_epi32(rounded(it.a), rounded(it.b)));
   }
+  static SN_LANES Words16 words(const uint32_t* from) {
+    return {_mm256_set_m128i(load_half(from + 8), load_half(from)),
+            _mm256_set_m128i(load_half(from + 12), load_half(from + 4))};
+  }
+  static SN_LANES void keep(const Words16& it, uint32_t* to) {
+    store(to, _mm256_permute2x128_si256(it.a, it.b, 0x20));
+    store(to + 8, _mm256_permute2x128_si256(it.a, it.b, 0x31));
+  }
+  static SN_LANES Floats16 bytes(const uint8_t* from) {
+    const __m256i codes = _mm256_cvtepu8_epi16(load_half(from)), none = _mm256_setzero_si256();
+    return {_mm256_cvtepi32_ps(_mm256_unpacklo_epi16(codes, none)),
+            _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(codes, none))};
+  }
+  static SN_LANES Floats16 pairs(const void* from) {
+    const __m256i words = load(from);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(words, all_of(0xFFFF0000u)))};
+  }
   static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static SN_LANES __m256i placed(__m256i words) { return words; }
-  static SN_LANES Floats16 bytes(const uint8_t* from) {
-    return take_apart(_mm256_cvtepu8_epi16(load_half(from)));
-  }
-  static SN_LANES __m128i ordered(__m128i packed) { return packed; }
+  static SN_LANES __m256i fours() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
+  static constexpr int64_t lane(int64_t element) { return element; }
 };
+
+// Extremes of words as they are, lane by lane. Floats of the same sign are in the order of unsigned
+// words; as signed ones those below zero come first. So the least is the greatest unsigned word if
+// that has a sign, else the least; and the greatest is the greatest signed word if that has none.
+template <Floats kind>
+struct Reach {
+  static constexpr uint32_t kSign = kind == kFloats ? 0x80000000u : 0x80008000u;
+  __m256i high, low, up, down;
+
+  SN_LANES Reach() : high(all_of(kSign)), low(all_of(~kSign)), up(all_of(0)), down(all_of(~0u)) {}
+
+  SN_LANES void add(__m256i words) {
+    if constexpr (kind == kFloats) {
+      high = _mm256_max_epi32(high, words);
+      low = _mm256_min_epi32(low, words);
+      up = _mm256_max_epu32(up, words);
+      down = _mm256_min_epu32(down, words);
+    } else {
+      high = _mm256_max_epi16(high, words);
+      low = _mm256_min_epi16(low, words);
+      up = _mm256_max_epu16(up, words);
+      down = _mm256_min_epu16(down, words);
+    }
+  }
+  // All ones in lanes that have a sign.
+  static SN_LANES __m256i signs(__m256i words) {
+    return kind == kFloats ? _mm256_srai_epi32(words, 31) : _mm256_srai_epi16(words, 15);
+  }
+  static SN_LANES __m256i equal(__m256i a, __m256i b) {
+    return kind == kFloats ? _mm256_cmpeq_epi32(a, b) : _mm256_cmpeq_epi16(a, b);
+  }
+  SN_LANES __m256i least() const { return _mm256_blendv_epi8(down, up, signs(up)); }
+  SN_LANES __m256i greatest() const { return _mm256_blendv_epi8(high, low, signs(high)); }
+  SN_LANES __m256i zeros() const {
+    return _mm256_or_si256(equal(down, _mm256_setzero_si256()), equal(low, all_of(kSign)));
+  }
+  static SN_LANES __m256i far(__m256i words) {
+    constexpr uint32_t most = kind == kFloats ? kUnfit - 1
+                              : kind == kHalf ? 0x7BFF7BFFu
+                                              : ((kUnfit >> 16) - 1) * 0x10001u;
+    const __m256i it = _mm256_and_si256(words, all_of(~kSign));
+    return kind == kFloats ? _mm256_cmpgt_epi32(it, all_of(most))
+                           : _mm256_cmpgt_epi16(it, all_of(most));
+  }
+  SN_LANES bool fits() const {
+    const __m256i some = _mm256_or_si256(far(least()), far(greatest()));
+    return _mm256_testz_si256(some, some) != 0;
+  }
+
+  // The least or the greatest of all lanes, as a float.
+  template <bool most>
+  static SN_LANES float one(__m256i words) {
+    // In the order of unsigned words, the greatest first where it is wanted.
+    const __m256i ordered = _mm256_xor_si256(words, _mm256_and_si256(signs(words), all_of(~kSign)));
+    const __m256i keys = _mm256_xor_si256(ordered, all_of(most ? ~kSign : kSign));
+    const __m128i half = _mm256_castsi256_si128(keys), other = _mm256_extracti128_si256(keys, 1);
+    uint32_t word;
+    if constexpr (kind == kFloats) {
+      __m128i least = _mm_min_epu32(half, other);
+      least = _mm_min_epu32(least, _mm_shuffle_epi32(least, 0x4E));
+      least = _mm_min_epu32(least, _mm_shuffle_epi32(least, 0xB1));
+      word = static_cast<uint32_t>(_mm_cvtsi128_si32(least));
+    } else {
+      const __m128i least = _mm_minpos_epu16(_mm_min_epu16(half, other));
+      word = static_cast<uint32_t>(_mm_cvtsi128_si32(least)) << 16;
+    }
+    constexpr uint32_t sign = 0x80000000u;
+    word ^= most ? ~sign : sign;
+    if (kind != kFloats) word &= 0xFFFF0000u;
+    word ^= word & sign ? (kind == kFloats ? ~sign : 0x7FFF0000u) : 0u;
+    if constexpr (kind == kHalf) return from_half(static_cast<uint16_t>(word >> 16));
+    return from_bits(word);
+  }
+};
+
+template <Floats kind>
+SN_LANES bool range_all(const void* values, int64_t count, Extremes& seen) {
+  constexpr int64_t size = kWidth<kind>, step = 32 / size;
+  const auto* from = static_cast<const uint8_t*>(values);
+  Reach<kind> reach;
+  int64_t i = 0;
+  for (; i + step <= count; i += step) reach.add(load(from + size * i));
+  if (i < count && count >= step) {
+    reach.add(load(from + size * (count - step)));
+  } else if (i < count) {
+    uint8_t few[32];
+    for (int64_t j = 0; j < step; ++j)
+      std::memcpy(few + size * j, from + size * std::min(j, count - 1), static_cast<size_t>(size));
+    reach.add(load(few));
+  }
+  if (!reach.fits()) return false;
+  const __m256i zeros = reach.zeros();
+  seen.low = Reach<kind>::template one<false>(reach.least());
+  seen.high = Reach<kind>::template one<true>(reach.greatest());
+  seen.zero = _mm256_testz_si256(zeros, zeros) == 0;
+  seen.fits = count;
+  return true;
+}
+
+SN_LANES __m256 one_of(__m256 mask, __m256 yes, __m256 no) { return _mm256_blendv_ps(no, yes, mask); }
+
+// choose() of eight groups, but for what it does beyond `cap`.
+struct Grids8 {
+  __m256 base, step;
+
+  SN_LANES Grids8(__m256 low, __m256 high, __m256 zero, int levels) {
+    const __m256 none = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
+    const __m256 top = _mm256_set1_ps(static_cast<float>(levels));
+    const __m256 depth = _mm256_sub_ps(none, low);
+    const __m256 span = _mm256_sub_ps(high, low);
+    const __m256 negative = _mm256_cmp_ps(low, none, _CMP_LT_OQ);
+    const __m256 lattice = _mm256_and_ps(zero, negative);
+    const __m256 both = _mm256_and_ps(lattice, _mm256_cmp_ps(high, none, _CMP_GT_OQ));
+    __m256 below = top;
+    step = _mm256_div_ps(one_of(lattice, depth, span), top);
+    if (_mm256_movemask_ps(both) && levels == 1) {
+      const __m256 deep = _mm256_cmp_ps(depth, high, _CMP_GT_OQ);
+      below = one_of(both, _mm256_and_ps(deep, one), below);
+      step = one_of(both, one_of(deep, depth, high), step);
+    } else if (_mm256_movemask_ps(both)) {
+      const __m256 last = _mm256_sub_ps(top, one);
+      const __m256 share = _mm256_floor_ps(_mm256_div_ps(_mm256_mul_ps(top, depth), span));
+      const __m256 a = _mm256_min_ps(_mm256_max_ps(share, one), last);
+      const __m256 b = _mm256_min_ps(_mm256_max_ps(_mm256_add_ps(share, one), one), last);
+      const __m256 step_a = _mm256_max_ps(_mm256_div_ps(depth, a),
+                                          _mm256_div_ps(high, _mm256_sub_ps(top, a)));
+      const __m256 step_b = _mm256_max_ps(_mm256_div_ps(depth, b),
+                                          _mm256_div_ps(high, _mm256_sub_ps(top, b)));
+      const __m256 first = _mm256_cmp_ps(step_a, step_b, _CMP_LE_OQ);
+      below = one_of(both, one_of(first, a, b), below);
+      step = one_of(both, _mm256_min_ps(step_a, step_b), step);
+    }
+    const __m256i upper = _mm256_and_si256(
+        _mm256_add_epi32(_mm256_castps_si256(step), all_of(0xFFFF)), all_of(0xFFFF0000u));
+    const __m256 finest = _mm256_castsi256_ps(all_of(kFinest << 16));
+    step = _mm256_max_ps(_mm256_castsi256_ps(upper), finest);
+    const __m256 start = _mm256_xor_ps(_mm256_mul_ps(below, step), _mm256_set1_ps(-0.0f));
+    base = one_of(lattice, start, low);
+  }
+};
+
+SN_LANES void grids_all(const Extremes* seen, int count, int levels, float cap, Place* places) {
+  float low[8] = {}, high[8] = {}, base[8], step[8];
+  int32_t zero[8] = {};
+  for (int i = 0; i < count; ++i) {
+    low[i] = seen[i].low;
+    high[i] = seen[i].high;
+    zero[i] = -seen[i].zero;
+  }
+  const Grids8 grids(_mm256_loadu_ps(low), _mm256_loadu_ps(high), _mm256_castsi256_ps(load(zero)),
+                     levels);
+  _mm256_storeu_ps(base, grids.base);
+  _mm256_storeu_ps(step, grids.step);
+  for (int i = 0; i < count; ++i)
+    places[i] = step[i] <= cap ? Place{base[i], step[i]} : choose(seen[i], levels, cap);
+}
 
 template <int bits>
 SN_LANES __m256i folded(__m256i x) {
   return _mm256_xor_si256(x, _mm256_srli_epi32(x, bits));
 }
 
-SN_LANES __m256i times(__m256i x, uint32_t factor) {
-  return _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int32_t>(factor)));
+SN_LANES __m256i times(__m256i x, uint32_t factor) { return _mm256_mullo_epi32(x, all_of(factor)); }
+
+// random_word() from the first sum on, but for its last line.
+template <int number>
+SN_LANES void mix(__m256i* x, __m256i other) {
+  for (int k = 0; k < number; ++k)
+    x[k] = times(folded<16>(_mm256_xor_si256(x[k], other)), kFirst);
+  for (int k = 0; k < number; ++k) x[k] = times(folded<15>(x[k]), kSecond);
 }
 
-// Random words, eight at a time; see random_word().
-struct Words {
+// From what mix() makes, the numbers of as many bits as a fraction has: of eight elements with an even
+// place, and of those that follow them.
+template <int bits>
+SN_LANES Words16 luck_of(__m256i mixed) {
+  const __m256i upper = _mm256_srli_epi32(mixed, 16), word = _mm256_xor_si256(mixed, upper);
+  if constexpr (fraction_of(bits) == 16) return {_mm256_and_si256(word, all_of(0xFFFF)), upper};
+  return {_mm256_and_si256(_mm256_srli_epi32(word, 1), all_of(0x7FFF)),
+          _mm256_srli_epi32(mixed, 17)};
+}
+
+// Words of eight pairs of a row, in the lanes of Order::places().
+struct Row {
   __m256i at, step, other;  // the first product and sum are taken from one to the next
 
-  SN_LANES Words(const Luck& luck, __m256i places)
-      : step(_mm256_set1_epi32(static_cast<int32_t>(8 * 0x9E3779B9u))),
-        other(_mm256_set1_epi32(static_cast<int32_t>(luck.other))) {
-    const __m256i pairs =
-        _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int32_t>(luck.pair)));
-    at = _mm256_add_epi32(times(pairs, 0x9E3779B9u),
-                          _mm256_set1_epi32(static_cast<int32_t>(luck.key)));
+  SN_LANES Row(const Luck& luck, __m256i places)
+      : step(all_of(8 * kWeyl)), other(all_of(luck.other)) {
+    at = _mm256_add_epi32(times(_mm256_add_epi32(places, all_of(luck.pair)), kWeyl),
+                          all_of(luck.key));
   }
 
   // Several vectors side by side: each is a long chain of instructions that wait for one another.
@@ -128,115 +335,131 @@ struct Words {
       x[k] = at;
       at = _mm256_add_epi32(at, step);
     }
-    for (int k = 0; k < number; ++k) x[k] = times(folded<17>(x[k]), 0xED5AD4BBu);
-    for (int k = 0; k < number; ++k)
-      x[k] = times(_mm256_add_epi32(folded<11>(x[k]), other), 0xAC4C1B51u);
-    for (int k = 0; k < number; ++k) x[k] = times(folded<15>(x[k]), 0x31848BABu);
-    for (int k = 0; k < number; ++k) x[k] = folded<14>(x[k]);
+    mix<number>(x, other);
   }
 };
 
 struct Spot {
-  __m256 base, step, inverse;
+  __m256 base, inverse;  // the inverse of a step, times what a fraction counts in
+
+  template <int bits>
+  static SN_LANES Spot of(__m256 base, __m256 step) {
+    const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.0f), step);
+    return {base, _mm256_mul_ps(inverse, _mm256_set1_ps(1 << fraction_of(bits)))};
+  }
+  SN_LANES __m256i steps(__m256 values) const {
+    return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(values, base), inverse));
+  }
 };
 
-// Codes of `number` times sixteen values, in order, and what their spread adds to eight sums.
-//
-// How many steps a value lies above the lowest point is rounded as a quotient is, though a product
-// and a correction take less time: true of all float32 and steps, which have eight significant bits
-// (all 2**30 pairs of mantissas were tried), unless the rest underflows: see kFine.
-//
-// quantise_run() then keeps it within the grid. What roundings add beyond, three units in the last
-// place at most, is cut off below; and has no code above, as codes of 8 bits end at 255 here, too.
-// Products with powers of two are exact, so fused ones change nothing.
-template <Floats kind, bool look, int number>
-SN_LANES void codes_of(const uint8_t* values, const __m256i* words, const Spot& spot, __m256i wanted,
-                       __m256i& sums, __m128i* made) {
-  constexpr int64_t bytes = kLanes * (kind == Floats::kSingle ? 4 : 2);
-  const __m256 part = _mm256_set1_ps(0x1p-16f);
-  __m256 steps[2 * number], chance[2 * number];
-  for (int k = 0; k < number; ++k) {
-    const Floats16 x = Order<kind>::read(values + bytes * k);
-    steps[2 * k] = _mm256_sub_ps(x.a, spot.base);
-    steps[2 * k + 1] = _mm256_sub_ps(x.b, spot.base);
+// Whole parts of two vectors, in the lower and the upper halves of lanes.
+template <int bits>
+SN_LANES __m256i codes_of(__m256i lower, __m256i upper) {
+  constexpr int fraction = fraction_of(bits);
+  return _mm256_blend_epi16(_mm256_srli_epi32(lower, fraction),
+                            _mm256_slli_epi32(upper, 16 - fraction), 0xAA);
+}
+
+// How far from the point below, in parts of 256, likewise; both 0 and 256 are 0, and count for nothing.
+template <int bits>
+SN_LANES __m256i ways_of(__m256i lower, __m256i upper) {
+  constexpr int rest = fraction_of(bits) - 8;
+  const __m256i half = all_of(1u << (rest - 1));
+  return _mm256_blend_epi16(_mm256_srli_epi32(_mm256_add_epi32(lower, half), rest),
+                            _mm256_slli_epi32(_mm256_add_epi32(upper, half), 16 - rest), 0xAA);
+}
+
+SN_LANES __m256i spread_of(__m256i ways) {
+  return _mm256_madd_epi16(ways, _mm256_sub_epi16(_mm256_set1_epi16(256), ways));
+}
+
+// 32 codes of a byte each, side by side.
+template <int bits>
+SN_LANES void squeeze(__m256i codes, uint8_t* to) {
+  if constexpr (bits == 8) {
+    store(to, codes);
+  } else if constexpr (bits == 4) {
+    const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x1001));
+    const __m256i bytes = _mm256_packus_epi16(pairs, pairs);
+    store_half(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(bytes, 0x08)));
+  } else if constexpr (bits == 2) {
+    const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x0401));
+    const __m256i fours = _mm256_madd_epi16(pairs, all_of(0x00100001));
+    const __m256i bytes = _mm256_shuffle_epi8(fours, all_of(0x0C080400));
+    const __m128i eight = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes),
+                                             _mm256_extracti128_si256(bytes, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), eight);
+  } else {
+    const int word = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7));
+    std::memcpy(to, &word, 4);
   }
-  for (__m256& above : steps) {
-    const __m256 near = _mm256_mul_ps(above, spot.inverse);
-    above = _mm256_fmadd_ps(_mm256_fnmadd_ps(near, spot.step, above), spot.inverse, near);
+}
+
+// 32 elements: their codes in pairs, and what their spread adds to eight sums. No code is above the
+// grid but with 8 bits, where packing to bytes ends at 255.
+template <Floats kind, int bits, bool look>
+SN_LANES void round_some(const uint8_t* values, const __m256i* mixed, const Spot& spot,
+                         const __m256i* wanted, __m256i& sums, __m256i* codes) {
+  Words16 steps[2];
+  for (int k = 0; k < 2; ++k) {
+    const Floats16 x = Order<kind>::pairs(values + kLanes * kWidth<kind> * k);
+    steps[k] = {spot.steps(x.a), spot.steps(x.b)};
   }
-  for (int k = 0; k < number; ++k) {
-    const Floats16 x = take_apart(words[k]);
-    chance[2 * k] = x.a;
-    chance[2 * k + 1] = x.b;
-  }
-  if constexpr (look) {
-    // Modulo 256 a whole number of steps is 0, as is 256, and both count for nothing.
-    const __m256 scale = _mm256_set1_ps(256.0f), half = _mm256_set1_ps(0.5f);
-    for (int k = 0; k < number; ++k) {
-      const __m256i whole = _mm256_packus_epi32(
-          _mm256_cvttps_epi32(_mm256_fmadd_ps(steps[2 * k], scale, half)),
-          _mm256_cvttps_epi32(_mm256_fmadd_ps(steps[2 * k + 1], scale, half)));
-      const __m256i way = _mm256_and_si256(whole, wanted);
-      const __m256i back = _mm256_sub_epi16(_mm256_set1_epi16(256), way);
-      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(way, back));
+  if constexpr (look)
+    for (int k = 0; k < 2; ++k) {
+      const __m256i ways = ways_of<bits>(steps[k].a, steps[k].b);
+      sums = _mm256_add_epi32(sums, spread_of(_mm256_and_si256(ways, wanted[k])));
     }
-  }
-  for (int k = 0; k < number; ++k) {
-    const __m256i codes = _mm256_packus_epi32(
-        _mm256_cvttps_epi32(_mm256_fmadd_ps(chance[2 * k], part, steps[2 * k])),
-        _mm256_cvttps_epi32(_mm256_fmadd_ps(chance[2 * k + 1], part, steps[2 * k + 1])));
-    made[k] = Order<kind>::ordered(
-        _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
+  for (int k = 0; k < 2; ++k) {
+    const Words16 luck = luck_of<bits>(mixed[k]);
+    codes[k] = codes_of<bits>(_mm256_add_epi32(steps[k].a, luck.a),
+                              _mm256_add_epi32(steps[k].b, luck.b));
   }
 }
 
 // With `odd`, the words are drawn first, as a vector of numbers begins in the middle of one.
-template <Floats kind, bool look, bool odd>
+template <Floats kind, int bits, bool look, bool odd>
 SN_LANES void round_run(const void* values, int64_t count, const Place& place, const Luck& luck,
                         uint8_t* codes, uint32_t* spread) {
-  constexpr int64_t size = kind == Floats::kSingle ? 4 : 2;
-  constexpr int side = 2;  // vectors side by side
+  constexpr int64_t size = kWidth<kind>, most = 2 * kLanes;
   const auto* from = static_cast<const uint8_t*>(values);
-  const Spot spot = {_mm256_set1_ps(place.base), _mm256_set1_ps(place.step),
-                     _mm256_set1_ps(1.0f / place.step)};
-  Words source(luck, odd ? Order<Floats::kBrain>::places() : Order<kind>::places());
-  [[maybe_unused]] uint32_t drawn[kRun / 2 + side * kLanes];
+  const Spot spot = Spot::of<bits>(_mm256_set1_ps(place.base), _mm256_set1_ps(place.step));
+  Row row(luck, odd ? Order<kBrain>::places() : Order<kind>::places());
+  [[maybe_unused]] uint32_t drawn[kRun / 2 + most];
+  [[maybe_unused]] const auto* numbers = reinterpret_cast<const uint16_t*>(drawn) + 1;
+  __m256i mixed[2], made[2], sums = _mm256_setzero_si256();
   if constexpr (odd)
-    for (int64_t i = 0; i < count / 2 + 1; i += side * kLanes / 2) {
-      __m256i words[side];
-      source.next<side>(words);
-      for (int k = 0; k < side; ++k) store(drawn + i + k * kLanes / 2, words[k]);
+    for (int64_t i = 0; i < count / 2 + 1; i += most / 2) {
+      row.next<2>(mixed);
+      for (int k = 0; k < 2; ++k) store(drawn + i + k * kLanes / 2, folded<16>(mixed[k]));
     }
-  __m256i sums = _mm256_setzero_si256(), words[side];
-  __m128i made[side];
-  const __m256i all = _mm256_set1_epi16(255);
-  const auto* numbers = reinterpret_cast<const uint16_t*>(drawn) + 1;
+  const __m256i byte = _mm256_set1_epi16(255), fours = Order<kind>::fours();
+  __m256i wanted[2] = {byte, byte};
   int64_t i = 0;
-  for (; i + side * kLanes <= count; i += side * kLanes) {
-    if constexpr (odd)
-      for (int k = 0; k < side; ++k)
-        words[k] = Order<kind>::placed(load(numbers + i + k * kLanes));
+  for (; i < count; i += most) {
+    if constexpr (odd)  // folding is its own inverse
+      for (int k = 0; k < 2; ++k)
+        mixed[k] = folded<16>(Order<kind>::placed(load(numbers + i + k * kLanes)));
     else
-      source.next<side>(words);
-    codes_of<kind, look, side>(from + size * i, words, spot, all, sums, made);
-    for (int k = 0; k < side; ++k)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i + k * kLanes), made[k]);
+      row.next<2>(mixed);
+    if (i + most > count) break;
+    round_some<kind, bits, look>(from + size * i, mixed, spot, wanted, sums, made);
+    squeeze<bits>(_mm256_permutevar8x32_epi32(_mm256_packus_epi16(made[0], made[1]), fours),
+                  codes + i * bits / 8);
   }
-  for (; i < count; i += kLanes) {
-    const int64_t rest = std::min(count - i, kLanes);
-    uint8_t few[kLanes * size] = {}, bytes[kLanes];
-    uint16_t wanted[kLanes] = {};
+  if (i < count) {
+    const int64_t rest = count - i;
+    uint8_t few[most * size] = {}, packed[most];
+    uint16_t lanes[most] = {};
     std::memcpy(few, from + size * i, static_cast<size_t>(rest * size));
-    // As codes_of() packs what it counts: bfloat16 in order, others in quarters.
-    for (int64_t j = 0; j < kLanes; ++j)
-      if ((kind == Floats::kBrain || j < 4 || j >= 12 ? j : j ^ 12) < rest) wanted[j] = 255;
-    if constexpr (odd)
-      words[0] = Order<kind>::placed(load(numbers + i));
-    else
-      source.next<1>(words);
-    codes_of<kind, look, 1>(few, words, spot, load(wanted), sums, made);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), made[0]);
-    std::memcpy(codes + i, bytes, static_cast<size_t>(rest));
+    for (int64_t j = 0; j < rest; ++j)
+      lanes[j / kLanes * kLanes + Order<kind>::lane(j % kLanes)] = 255;
+    for (int k = 0; k < 2; ++k) wanted[k] = load(lanes + k * kLanes);
+    round_some<kind, bits, look>(few, mixed, spot, wanted, sums, made);
+    for (int k = 0; k < 2; ++k)
+      made[k] = _mm256_and_si256(_mm256_min_epi16(made[k], byte), wanted[k]);
+    squeeze<bits>(_mm256_permutevar8x32_epi32(_mm256_packus_epi16(made[0], made[1]), fours), packed);
+    std::memcpy(codes + i * bits / 8, packed, static_cast<size_t>((rest * bits + 7) / 8));
   }
   if constexpr (look) {
     uint32_t eight[8];
@@ -245,13 +468,13 @@ SN_LANES void round_run(const void* values, int64_t count, const Place& place, c
   }
 }
 
-template <Floats kind, bool look>
+template <Floats kind, int bits, bool look>
 SN_LANES void round_all(const void* values, int64_t count, const Place& place, const Luck& luck,
                         uint8_t* codes, uint32_t* spread) {
   if (luck.odd)
-    round_run<kind, look, true>(values, count, place, luck, codes, spread);
+    round_run<kind, bits, look, true>(values, count, place, luck, codes, spread);
   else
-    round_run<kind, look, false>(values, count, place, luck, codes, spread);
+    round_run<kind, bits, look, false>(values, count, place, luck, codes, spread);
 }
 
 template <Floats kind>
@@ -264,7 +487,7 @@ SN_LANES void value_some(const uint8_t* codes, __m256 base, __m256 step, void* v
 
 template <Floats kind>
 SN_LANES void value_all(const uint8_t* codes, int64_t count, const Place& place, void* values) {
-  constexpr int64_t size = kind == Floats::kSingle ? 4 : 2;
+  constexpr int64_t size = kWidth<kind>;
   auto* to = static_cast<uint8_t*>(values);
   const __m256 base = _mm256_set1_ps(place.base), step = _mm256_set1_ps(place.step);
   int64_t i = 0;
@@ -277,43 +500,222 @@ SN_LANES void value_all(const uint8_t* codes, int64_t count, const Place& place,
   }
 }
 
-template <Floats kind, bool look>
-__attribute__((target(SN_AVX2))) void round_avx2(const void* values, int64_t count,
-                                                 const Place& place, float,
-                                                 const Luck& luck, uint8_t* codes,
-                                                 uint32_t* spread) {
-  round_all<kind, look>(values, count, place, luck, codes, spread);
-}
-
-template <Floats kind, bool look>
-__attribute__((target(SN_AVX512))) void round_avx512(const void* values, int64_t count,
-                                                     const Place& place, float,
-                                                     const Luck& luck, uint8_t* codes,
-                                                     uint32_t* spread) {
-  round_all<kind, look>(values, count, place, luck, codes, spread);
+// Sixteen of the groups side by side, the first of them `first`: their extremes and grids.
+template <Floats kind>
+SN_LANES bool grids_beside(const uint8_t* lines, int64_t size, int levels, float cap,
+                           Floats16& base, Floats16& step) {
+  constexpr int parts = kind == kFloats ? 2 : 1;
+  uint8_t low[64], high[64], zero[64];
+  for (int k = 0; k < parts; ++k) {
+    Reach<kind> reach;
+    for (int64_t i = 0; i < size; ++i) reach.add(load(lines + kLine * i + 32 * k));
+    if (!reach.fits()) return false;
+    store(low + 32 * k, reach.least());
+    store(high + 32 * k, reach.greatest());
+    store(zero + 32 * k, reach.zeros());
+  }
+  Words16 none;
+  if constexpr (kind == kFloats)
+    none = {load(zero), load(zero + 32)};
+  else if constexpr (kind == kBrain)
+    none = {_mm256_unpacklo_epi16(load(zero), load(zero)),
+            _mm256_unpackhi_epi16(load(zero), load(zero))};
+  else
+    none = {_mm256_cvtepi16_epi32(load_half(zero)), _mm256_cvtepi16_epi32(load_half(zero + 16))};
+  const Floats16 least = Order<kind>::read(low), most = Order<kind>::read(high);
+  const Grids8 a(least.a, most.a, _mm256_castsi256_ps(none.a), levels);
+  const Grids8 b(least.b, most.b, _mm256_castsi256_ps(none.b), levels);
+  base = {a.base, b.base};
+  step = {a.step, b.step};
+  const __m256 widest = _mm256_max_ps(a.step, b.step);
+  return !_mm256_movemask_ps(_mm256_cmp_ps(widest, _mm256_set1_ps(cap), _CMP_GE_OQ));
 }
 
 template <Floats kind>
-__attribute__((target(SN_AVX2))) void value_avx2(const uint8_t* codes, int64_t count,
-                                                 const Place& place, void* values) {
-  value_all<kind>(codes, count, place, values);
+SN_LANES void keep_floats(const Floats16& it, float* to) {
+  uint32_t words[kLanes];
+  Order<kind>::keep({_mm256_castps_si256(it.a), _mm256_castps_si256(it.b)}, words);
+  std::memcpy(to, words, sizeof words);
 }
 
-template <Floats kind>
-__attribute__((target(SN_AVX512))) void value_avx512(const uint8_t* codes, int64_t count,
-                                                     const Place& place, void* values) {
-  value_all<kind>(codes, count, place, values);
+// Of eight groups, a lane each, four elements: two neighbours, and those half a word of codes further on,
+// whose codes share lanes with theirs. `mixed` is of either pair.
+template <int bits, bool look>
+SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const Spot& spot,
+                           int shift, __m256i& made, __m256i& sums) {
+  const __m256i byte = _mm256_set1_epi16(255);
+  mix<2>(mixed, other);
+  const Words16 near = luck_of<bits>(mixed[0]), away = luck_of<bits>(mixed[1]);
+  __m256i steps[4];
+  for (int j = 0; j < 4; ++j) steps[j] = spot.steps(x[j]);
+  if constexpr (look)
+    for (int j = 0; j < 2; ++j) {
+      const __m256i ways = _mm256_and_si256(ways_of<bits>(steps[j], steps[j + 2]), byte);
+      sums = _mm256_add_epi32(sums, spread_of(ways));
+    }
+  const __m256i chance[4] = {near.a, near.b, away.a, away.b};
+  for (int j = 0; j < 4; ++j) steps[j] = _mm256_add_epi32(steps[j], chance[j]);
+  for (int j = 0; j < 2; ++j) {
+    __m256i codes = codes_of<bits>(steps[j], steps[j + 2]);
+    if constexpr (bits == 8) codes = _mm256_min_epi16(codes, byte);
+    made = _mm256_or_si256(made, _mm256_slli_epi32(codes, shift + bits * j));
+  }
 }
 
-constexpr Floats kFloats = Floats::kSingle, kHalf = Floats::kHalf, kBrain = Floats::kBrain;
-constexpr Loops kAvx2 = {
-    {round_avx2<kFloats, false>, round_avx2<kHalf, false>, round_avx2<kBrain, false>},
-    {round_avx2<kFloats, true>, round_avx2<kHalf, true>, round_avx2<kBrain, true>},
-    {value_avx2<kFloats>, value_avx2<kHalf>, value_avx2<kBrain>}};
-constexpr Loops kAvx512 = {
-    {round_avx512<kFloats, false>, round_avx512<kHalf, false>, round_avx512<kBrain, false>},
-    {round_avx512<kFloats, true>, round_avx512<kHalf, true>, round_avx512<kBrain, true>},
-    {value_avx512<kFloats>, value_avx512<kHalf>, value_avx512<kBrain>}};
+// Words of 32 bits have the codes of a group; those of one place in all groups are made together.
+template <Floats kind, int bits, bool look>
+SN_LANES bool pack_all(const Tile& tile, const Luck* luck, float cap, const Beside& to) {
+  constexpr int64_t held = 32 / bits, quarter = held / 4;
+  constexpr int64_t groups = kLine / kWidth<kind>;
+  for (int64_t first = 0; first < groups; first += kLanes) {
+    const uint8_t* lines = tile.memory + first * kWidth<kind>;
+    Floats16 base, step;
+    if (!grids_beside<kind>(lines, to.size, (1 << bits) - 1, cap, base, step)) return false;
+    const Spot spots[2] = {Spot::of<bits>(base.a, step.a), Spot::of<bits>(base.b, step.b)};
+    uint32_t pairs[kLanes], others[kLanes], words[kTileRun / held * kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) {
+      pairs[j] = luck[first + j].pair * kWeyl + luck[first + j].key;
+      others[j] = luck[first + j].other;
+    }
+    const Words16 begin = Order<kind>::words(pairs), mixed_in = Order<kind>::words(others);
+    __m256i at[2] = {begin.a, begin.b}, sums[2] = {all_of(0), all_of(0)};
+    const __m256i other[2] = {mixed_in.a, mixed_in.b};
+    for (int64_t i = 0; i < to.size; i += held) {
+      __m256i made[2] = {all_of(0), all_of(0)};
+      for (int64_t k = 0; k < quarter; ++k) {
+        Floats16 x[4];
+        for (int64_t j = 0; j < 4; ++j)
+          x[j] = Order<kind>::read(lines + kLine * (i + 2 * k + j % 2 + j / 2 * (held / 2)));
+        const int shift = 2 * bits * static_cast<int>(k);
+        const __m256i near = all_of(static_cast<uint32_t>(k) * kWeyl);
+        const __m256i away = all_of(static_cast<uint32_t>(k + quarter) * kWeyl);
+        const __m256 a[4] = {x[0].a, x[1].a, x[2].a, x[3].a};
+        const __m256 b[4] = {x[0].b, x[1].b, x[2].b, x[3].b};
+        __m256i mixed_a[2] = {_mm256_add_epi32(at[0], near), _mm256_add_epi32(at[0], away)};
+        __m256i mixed_b[2] = {_mm256_add_epi32(at[1], near), _mm256_add_epi32(at[1], away)};
+        round_beside<bits, look>(a, mixed_a, other[0], spots[0], shift, made[0], sums[0]);
+        round_beside<bits, look>(b, mixed_b, other[1], spots[1], shift, made[1], sums[1]);
+      }
+      const __m256i ahead = all_of(static_cast<uint32_t>(held / 2) * kWeyl);
+      for (__m256i& pair : at) pair = _mm256_add_epi32(pair, ahead);
+      Order<kind>::keep({made[0], made[1]}, words + i / held * kLanes);
+    }
+    turn_runs<4, false>(reinterpret_cast<const uint8_t*>(words), 4 * kLanes, to.size / held, kLanes,
+                        to.codes + first * to.bytes, to.bytes);
+    float bases[kLanes], steps[kLanes];
+    keep_floats<kind>(base, bases);
+    keep_floats<kind>(step, steps);
+    uint32_t spread[kLanes];
+    Order<kind>::keep({sums[0], sums[1]}, spread);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const int64_t g = (first + j) * to.groups;
+      to.bases[g] = bases[j];
+      to.steps[g] = static_cast<uint16_t>(to_bits(steps[j]) >> 16);
+      if constexpr (look) to.spread[g] = spread[j];
+    }
+  }
+  return true;
+}
+
+template <Floats kind, int bits>
+SN_LANES void unpack_all(const Beside& from, Tile& tile) {
+  constexpr int64_t held = 32 / bits, groups = kLine / kWidth<kind>;
+  for (int64_t first = 0; first < groups; first += kLanes) {
+    uint8_t* lines = tile.memory + first * kWidth<kind>;
+    uint32_t bases[kLanes], steps[kLanes], words[kTileRun / held * kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const int64_t g = (first + j) * from.groups;
+      bases[j] = to_bits(from.bases[g]);
+      steps[j] = static_cast<uint32_t>(from.steps[g]) << 16;
+    }
+    const Words16 base = Order<kind>::words(bases), step = Order<kind>::words(steps);
+    turn_runs<4, false>(from.codes + first * from.bytes, from.bytes, kLanes, from.size / held,
+                        reinterpret_cast<uint8_t*>(words), 4 * kLanes);
+    for (int64_t i = 0; i < from.size; i += held) {
+      Words16 codes = Order<kind>::words(words + i / held * kLanes);
+      for (int64_t j = 0; j < held; ++j) {
+        const __m256i mask = all_of((1u << bits) - 1);
+        const __m256 a = _mm256_cvtepi32_ps(_mm256_and_si256(codes.a, mask));
+        const __m256 b = _mm256_cvtepi32_ps(_mm256_and_si256(codes.b, mask));
+        codes = {_mm256_srli_epi32(codes.a, bits), _mm256_srli_epi32(codes.b, bits)};
+        Order<kind>::write(
+            {_mm256_add_ps(_mm256_castsi256_ps(base.a),
+                           _mm256_mul_ps(a, _mm256_castsi256_ps(step.a))),
+             _mm256_add_ps(_mm256_castsi256_ps(base.b),
+                           _mm256_mul_ps(b, _mm256_castsi256_ps(step.b)))},
+            lines + kLine * (i + j));
+      }
+    }
+  }
+}
+
+// The loops as functions of one instruction set.
+#define SN_FORM(NAME, TARGET)                                                                       \
+  struct NAME {                                                                                     \
+    template <Floats kind>                                                                          \
+    __attribute__((target(TARGET))) static bool range(const void* values, int64_t count,            \
+                                                      Extremes& seen) {                             \
+      return range_all<kind>(values, count, seen);                                                  \
+    }                                                                                               \
+    __attribute__((target(TARGET))) static void grids(const Extremes* seen, int count, int levels,  \
+                                                      float cap, Place* places) {                   \
+      grids_all(seen, count, levels, cap, places);                                                  \
+    }                                                                                               \
+    template <Floats kind, int bits, bool look>                                                     \
+    __attribute__((target(TARGET))) static void round(const void* values, int64_t count,            \
+                                                      const Place& place, const Luck& luck,         \
+                                                      uint8_t* codes, uint32_t* spread) {           \
+      round_all<kind, bits, look>(values, count, place, luck, codes, spread);                       \
+    }                                                                                               \
+    template <Floats kind>                                                                          \
+    __attribute__((target(TARGET))) static void values(const uint8_t* codes, int64_t count,         \
+                                                       const Place& place, void* values) {          \
+      value_all<kind>(codes, count, place, values);                                                 \
+    }                                                                                               \
+    template <Floats kind, int bits, bool look>                                                     \
+    __attribute__((target(TARGET))) static bool pack(const Tile& lines, const Luck* luck,           \
+                                                     float cap, const Beside& to) {                 \
+      return pack_all<kind, bits, look>(lines, luck, cap, to);                                      \
+    }                                                                                               \
+    template <Floats kind, int bits>                                                                \
+    __attribute__((target(TARGET))) static void unpack(const Beside& from, Tile& lines) {           \
+      unpack_all<kind, bits>(from, lines);                                                          \
+    }                                                                                               \
+  }
+
+SN_FORM(Avx2, SN_AVX2);
+SN_FORM(Avx512, SN_AVX512);
+
+template <typename Form, Floats kind>
+constexpr void fill(Loops& loops) {
+  constexpr int it = static_cast<int>(kind);
+  loops.range[it] = Form::template range<kind>;
+  loops.values[it] = Form::template values<kind>;
+  auto& round = loops.round[it];
+  round[0][0] = Form::template round<kind, 1, false>, round[0][1] = Form::template round<kind, 1, true>;
+  round[1][0] = Form::template round<kind, 2, false>, round[1][1] = Form::template round<kind, 2, true>;
+  round[2][0] = Form::template round<kind, 4, false>, round[2][1] = Form::template round<kind, 4, true>;
+  round[3][0] = Form::template round<kind, 8, false>, round[3][1] = Form::template round<kind, 8, true>;
+  auto& pack = loops.pack[it];
+  pack[1][0] = Form::template pack<kind, 2, false>, pack[1][1] = Form::template pack<kind, 2, true>;
+  pack[2][0] = Form::template pack<kind, 4, false>, pack[2][1] = Form::template pack<kind, 4, true>;
+  pack[3][0] = Form::template pack<kind, 8, false>, pack[3][1] = Form::template pack<kind, 8, true>;
+  auto& unpack = loops.unpack[it];
+  unpack[1] = Form::template unpack<kind, 2>, unpack[2] = Form::template unpack<kind, 4>;
+  unpack[3] = Form::template unpack<kind, 8>;
+}
+
+template <typename Form>
+constexpr Loops all_loops() {
+  Loops loops{};
+  loops.grids = Form::grids;
+  fill<Form, kFloats>(loops);
+  fill<Form, kHalf>(loops);
+  fill<Form, kBrain>(loops);
+  return loops;
+}
+
+constexpr Loops kAvx2 = all_loops<Avx2>(), kAvx512 = all_loops<Avx512>();
 
 }  // namespace
 

@@ -4,12 +4,30 @@
 #include <cstdint>
 
 #include "groups.h"
+#include "tiles.h"
 
 namespace sn {
+
+constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
+constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
 
 struct Place {  // of a grid: its lowest point, and the distance of two points
   float base, step;
 };
+
+// Of the elements that fit: the least, the greatest, if one is zero, and how many they are.
+struct Extremes {
+  float low = 0, high = 0;
+  bool zero = false;
+  int64_t fits = 0;
+};
+
+// The finest grid of `levels` steps that holds a group, or one of step `cap`.
+Place choose(const Extremes& seen, int levels, float cap);
+
+// Bits of a fraction: with those of a code no more than 23, so that of a float32's 24 one is left for
+// the rounding of the quotient, and whole numbers stay what they are.
+constexpr int fraction_of(int bits) { return bits < 8 ? 16 : 15; }
 
 // The random numbers of 16 bits from a position on: two of a word, the lower half first.
 struct Luck {
@@ -17,30 +35,54 @@ struct Luck {
   bool odd;                   // whether its upper half is the first number
 };
 
+constexpr uint32_t kWeyl = 0x9E3779B9u, kFirst = 0x7FEB352Du, kSecond = 0x846CA68Bu;
+
 inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
-  uint32_t x = at * 0x9E3779B9u + key;
-  x ^= x >> 17;
-  x *= 0xED5AD4BBu;
-  x ^= x >> 11;
-  x += other;
-  x *= 0xAC4C1B51u;
+  uint32_t x = (at * kWeyl + key) ^ other;
+  x ^= x >> 16;
+  x *= kFirst;
   x ^= x >> 15;
-  x *= 0x31848BABu;
-  return x ^ (x >> 14);
+  x *= kSecond;
+  return x ^ (x >> 16);
 }
 
 constexpr int64_t kRun = 1024;  // elements worked on at a time: scratch stays in the cache
 
-// Rounds up to kRun elements that all lie on the grid to codes of one byte; `spread`, if asked for,
+// The extremes of a group all of which fits; false where an element does not.
+using RangeLoop = bool (*)(const void* values, int64_t count, Extremes& seen);
+// The grids of up to eight groups.
+using GridLoop = void (*)(const Extremes* seen, int count, int levels, float cap, Place* places);
+// Rounds up to kRun elements that all lie on the grid to codes side by side; `spread`, if asked for,
 // gets what groups.h says added.
-using RoundLoop = void (*)(const void* values, int64_t count, const Place& place, float top,
-                           const Luck& luck, uint8_t* codes, uint32_t* spread);
+using RoundLoop = void (*)(const void* values, int64_t count, const Place& place, const Luck& luck,
+                           uint8_t* codes, uint32_t* spread);
 // The values of codes of one byte, on a grid of finite numbers.
 using ValueLoop = void (*)(const uint8_t* codes, int64_t count, const Place& place, void* values);
 
+// Groups side by side, as channels are where they come last: a line of kLine bytes has one element of
+// each. Where those of the next group lie: `groups` further, and `bytes` further.
+struct Beside {
+  int64_t size;  // of each group; its codes fill words of 32 bits
+  float* bases;
+  uint16_t* steps;
+  uint32_t* spread;
+  uint8_t* codes;
+  int64_t groups, bytes;
+};
+
+// False where an element does not fit or a step is not below `cap`; `luck` is of each group, none odd.
+using PackBeside = bool (*)(const Tile& lines, const Luck* luck, float cap, const Beside& to);
+using UnpackBeside = void (*)(const Beside& from, Tile& lines);  // of finite grids
+
+// By Floats; by the logarithm of bits; without spread, and with it. Those for groups side by side, of
+// 2 bits and more, are null among the plain ones.
 struct Loops {
-  RoundLoop round[3], round_seen[3];  // by Floats; without spread, and with it
+  RangeLoop range[3];
+  GridLoop grids;
+  RoundLoop round[3][4][2];
   ValueLoop values[3];
+  PackBeside pack[3][4][2];
+  UnpackBeside unpack[3][4];
 };
 
 // Of 256 bits, with the instructions of AVX2, FMA and F16C, or with those of AVX-512 too; null where

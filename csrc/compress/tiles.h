@@ -137,4 +137,24 @@ inline void move_block(const Turn& turn, const Block& block, Byte* memory, Tile&
   }
 }
 
+// Between memory and the lines of a tile, one below the other: of a block as wide as a line, whose rows
+// are neighbours in memory.
+template <bool back, typename Byte>
+inline void move_lines(const Turn& turn, const Block& block, int64_t width, Byte* memory,
+                       Tile& tile) {
+  const int64_t row = block.row / turn.rows * turn.far_row + block.row % turn.rows;
+  uint8_t* line = tile.memory;
+  for (int64_t t = 0, count = 0; t < block.size; t += count) {
+    const int64_t at = block.start + t, place = at % turn.piece;
+    count = std::min(block.size - t, turn.piece - place);
+    Byte* here = memory + width * (row + at / turn.piece * turn.far + place * turn.near);
+    for (int64_t i = 0; i < count; ++i, here += width * turn.near, line += kLine) {
+      if constexpr (back)
+        std::memcpy(here, line, kLine);
+      else
+        std::memcpy(line, here, kLine);
+    }
+  }
+}
+
 }  // namespace sn

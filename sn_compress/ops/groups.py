@@ -6,8 +6,8 @@ probability of its distance, so that errors average out. A group's grid is as fi
 values allow, never coarser than the bound; an element off the grid escapes, as it is. A group that
 has a zero has it on its grid: zeros stay zero.
 
-Random numbers are a hash of (key, position), 32 bits each (rounds of multiply and shift with the
-constants of C. Wellons' triple32): any part can be done by itself, in any order.
+Random numbers are a hash of (key, position), 32 bits each for two elements (rounds of multiply and
+shift with the constants of C. Wellons' lowbias32): any part can be done by itself, in any order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Grids(NamedTuple):
         is from the point below it; times step**2 / 65536 the variance of its rounding
     codes : [packed_bytes(n, bits)] uint8
     at, values : positions, ascending int64, and values of the elements that escape
-    zeros : how many elements are zero, int64
+    zeros : how many elements are zero, int64; counted with `spread`
     """
 
     bases: Floats
@@ -66,6 +66,11 @@ def step_values(steps: Steps) -> Floats:
     return (steps.astype(np.uint32) << 16).view(np.float32)
 
 
+def fraction_of(bits: int) -> int:
+    """Bits of the way above a point; with a code's at most 23, as decision 110 says."""
+    return min(16, 23 - bits)
+
+
 def keys(seed: int, step: int) -> tuple[int, int]:
     """Two words that stand for (seed, step) in the hash; both from 0 to 2**64 - 1."""
     key = seed & 0xFFFFFFFF, seed >> 32
@@ -74,12 +79,11 @@ def keys(seed: int, step: int) -> tuple[int, int]:
 
 def _word(at: int, key: tuple[int, int]) -> int:
     """The word of one position; see `random_words`."""
-    x = at * 0x9E3779B9 + key[0] & 0xFFFFFFFF
-    x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
-    x = (x ^ x >> 11) + key[1] + (at >> 32) * 0x85EBCA6B & 0xFFFFFFFF
-    x = x * 0xAC4C1B51 & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
-    return x ^ x >> 14
+    other = key[1] + (at >> 32) * 0x85EBCA6B
+    x = (at * 0x9E3779B9 + key[0] ^ other) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def pack(
@@ -94,7 +98,7 @@ def pack(
     bound : above 2**-100; the error of every element is below it, or the element escapes
     into : memory of the caller's for bases, steps and codes, as long as `Parts.at` says
     run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
-    look : whether the variance is wanted; without, packing is faster and `spread` empty
+    look : whether the variance is wanted; without, packing is faster, `spread` empty, `zeros` 0
     """
     core = _native.core()
     turn = Turn.of(values, run, group) if core else None
@@ -282,17 +286,16 @@ def _pack_twin(
     bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
-        raw = (exact - bases) / steps
+        raw = (exact - bases) * np.repeat(np.float32(1) / step, lengths)
     q = np.minimum(np.maximum(raw, np.float32(0)), top)
     # Off the grid by more than what rounding does: its end would be within the bound, but biased.
     on = (raw > -_EDGE) & (raw < top + _EDGE)
-    whole = q.astype(np.int32)
-    part = q - whole.astype(np.float32)
-    luck = random_halves(first, n, key).astype(np.float32) * np.float32(2.0**-16)
-    code = (q + luck).astype(np.int32)  # a whole number below 256 stays what it is
+    fraction = fraction_of(bits)
+    points = np.rint(q * np.float32(2**fraction)).astype(np.int32)
+    code = points + (random_halves(first, n, key) >> (16 - fraction)) >> fraction
     error = (bases + code.astype(np.float32) * steps) - exact
     good = fit & on & (np.abs(error) < np.float32(bound))
-    g = (part * np.float32(256) + np.float32(0.5)).astype(np.int32)
+    g = (points + (1 << (fraction - 9)) >> (fraction - 8)) & 255
     spread = np.where(good, g * (256 - g), 0).astype(np.uint32)
     parts[0][:] = base
     parts[1][:] = step.view(np.uint32) >> 16
@@ -301,7 +304,7 @@ def _pack_twin(
     filled = np.pad(code.reshape(-1, run), ((0, 0), (0, -run % (8 // bits))))
     parts[3][:] = codes.pack_codes(filled.ravel(), bits)
     at = np.flatnonzero(~good)
-    zeros = int(np.count_nonzero(magnitude == 0))
+    zeros = int(np.count_nonzero(magnitude == 0)) if parts[2] is not None else 0
     return (at + first).astype(np.int64).tobytes(), values[at].tobytes(), zeros
 
 
@@ -369,15 +372,12 @@ def random_words(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uin
     """[n] uint32, those of the positions from `first` on."""
     at = np.arange(first, first + n, dtype=np.uint64)
     other = np.uint32(key[1]) + (at >> np.uint64(32)).astype(np.uint32) * np.uint32(0x85EBCA6B)
-    x = at.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key[0])
-    x ^= x >> 17
-    x *= np.uint32(0xED5AD4BB)
-    x ^= x >> 11
-    x += other
-    x *= np.uint32(0xAC4C1B51)
+    x = (at.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key[0])) ^ other
+    x ^= x >> 16
+    x *= np.uint32(0x7FEB352D)
     x ^= x >> 15
-    x *= np.uint32(0x31848BAB)
-    return np.asarray(x ^ (x >> 14), np.uint32)
+    x *= np.uint32(0x846CA68B)
+    return np.asarray(x ^ (x >> 16), np.uint32)
 
 
 def random_halves(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uint16]:

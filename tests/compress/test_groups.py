@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -109,16 +110,24 @@ TURNED = {
     "channels first": ((5, 37, 7, 7), (1, 0, 2, 3), 3),
     "three axes of rows": ((3, 4, 5, 6, 7), (0, 2, 4, 1, 3), 2),
     "columns": ((4, 5, 6), (0, 2, 1), 1),
+    "whole lines": ((4, 12, 25, 64), (3, 0, 1, 2), 3),
+    "whole lines in pieces": ((2, 40, 3, 8, 64), (2, 4, 0, 1, 3), 3),
+    "whole lines of odd runs": ((3, 9, 21, 64), (3, 0, 1, 2), 3),
     "gaps": ((5, 8, 12), (2, 0, 1), 2),
 }
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("name", TURNED)
-def test_turned_views_are_packed_as_their_copies(backend, name, kind):
+def test_turned_views_are_packed_as_their_copies(backend, name, lost, kind):
     shape, order, axes = TURNED[name]
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    x.ravel()[::97], x.ravel()[50::331] = 0, np.inf
+    x[..., 1::5] = np.abs(x[..., 1::5])
+    x[..., 2::5] = -np.abs(x[..., 2::5])
+    x.ravel()[::97] = 0
+    if lost:
+        x.ravel()[50::331] = np.inf
     memory = x.astype(np.float16) if kind == "float16" else x
     if kind == "bfloat16":
         memory = (x.view(np.uint32) >> 16).astype(np.uint16)
@@ -126,10 +135,12 @@ def test_turned_views_are_packed_as_their_copies(backend, name, kind):
         memory = memory[:, ::2]
     view = memory.transpose(order)
     run = math.prod(view.shape[-axes:])
-    for bits, bound in ((2, math.inf), (4, 0.3), (8, math.inf)):
-        expected = groups.pack(np.ascontiguousarray(view), bits, 256, bound, KEY, run=run)
+    cases = ((1, math.inf), (2, math.inf), (4, 0.3), (4, math.inf), (8, math.inf))
+    for (bits, bound), look in itertools.product(cases, (True, False)):
+        copy = np.ascontiguousarray(view)
+        expected = groups.pack(copy, bits, 256, bound, KEY, run=run, look=look)
         for threads in (1, 3):
-            kept = groups.pack(view, bits, 256, bound, KEY, threads, run=run)
+            kept = groups.pack(view, bits, 256, bound, KEY, threads, run=run, look=look)
             assert same(kept, expected)
             back = np.zeros_like(memory)
             place = back.transpose(order)
@@ -222,6 +233,8 @@ def test_words_are_fair_and_do_not_depend_on_their_neighbours():
         ones = int((words >> bit & 1).sum())
         assert abs(ones - n / 2) < 6 * math.sqrt(n) / 2, bit
     u = words / 2.0**32 - 0.5
+    halves = groups.random_halves(0, 2 * n, groups.keys(3, 1)) / 2.0**16 - 0.5
+    assert abs((halves[::2] * halves[1::2]).sum()) < 6 * math.sqrt(n) / 12
     others = {
         "next": u[1:],
         "next group": u[256:],
@@ -233,6 +246,19 @@ def test_words_are_fair_and_do_not_depend_on_their_neighbours():
         products = u[: other.size] * other
         # Of independent uniform numbers, a product has the deviation 1/12.
         assert abs(products.sum()) < 6 * math.sqrt(other.size) / 12, name
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_lies_on_the_grid_stays(backend, bits):
+    """Each point of grids of every step of eight bits, with as many points below zero as may be."""
+    top = 2**bits - 1
+    mantissas = (128 + np.arange(128)).astype(np.float32) * np.float32(2.0**-9)
+    for below in sorted({1, top // 3, top // 2, top - 1}):
+        points = np.resize(np.arange(top + 1) - below, 256).astype(np.float32)
+        x = (mantissas[:, None] * points).ravel()
+        for number in range(8):
+            kept = groups.pack(x, bits, 256, math.inf, groups.keys(0, number))
+            assert np.array_equal(unpacked(kept, x.size, bits, 256), x), below
 
 
 @pytest.mark.parametrize("bits", groups.WIDTHS)

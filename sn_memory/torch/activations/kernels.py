@@ -21,6 +21,7 @@ def _pack(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     PER: tl.constexpr = 8 // BITS
     TOP: tl.constexpr = 2.0**BITS - 1
+    FRACTION: tl.constexpr = 16 if BITS < 8 else 15  # groups.fraction_of
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # Of a run: how many groups it has, which one it is, where in it the group begins.
     each = (run + 255) // 256
@@ -54,23 +55,22 @@ def _pack(  # type: ignore[no-untyped-def]
     step = tl.maximum(upper.to(tl.float32, bitcast=True), 7.703719777548943e-34)  # 2**-110
     base = tl.where(lattice, -below * step, low)
 
-    wide_step = tl.broadcast_to(step[:, None], (ROWS, 256))
-    scaled = tl.div_rn(x - base[:, None], wide_step)
+    scaled = (x - base[:, None]) * tl.div_rn(tl.zeros_like(step) + 1.0, step)[:, None]
     scaled = tl.minimum(tl.maximum(scaled, 0.0), TOP)
     part = scaled - tl.floor(scaled)
-    # The rounds of triple32, a hash of 32 bits by C. Wellons, with two words of the key mixed in.
+    # The rounds of lowbias32, a hash of 32 bits by C. Wellons, with two words of the key mixed in.
     pair = at >> 1
     word = pair.to(tl.uint32) * 0x9E3779B9 + key
-    word = word ^ (word >> 17)
-    word = word * 0xED5AD4BB
-    word = word ^ (word >> 11)
-    word = word + other + (pair >> 32).to(tl.uint32) * 0x85EBCA6B
-    word = word * 0xAC4C1B51
+    word = word ^ (other + (pair >> 32).to(tl.uint32) * 0x85EBCA6B)
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D
     word = word ^ (word >> 15)
-    word = word * 0x31848BAB
-    word = word ^ (word >> 14)
+    word = word * 0x846CA68B
+    word = word ^ (word >> 16)
     luck = (word >> ((at & 1) * 16).to(tl.uint32)) & 0xFFFF
-    code = (scaled + luck.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2**-16
+    # Below 2**23: the sum is rounded to nearest, ties to even.
+    points = (scaled * 2.0**FRACTION + 8388608.0) - 8388608.0
+    code = (points.to(tl.int32) + (luck >> (16 - FRACTION)).to(tl.int32)) >> FRACTION
     code = tl.where(valid, code, 0)
     error = tl.sum(tl.where(valid, part * (1 - part), 0.0), axis=1)
 

@@ -231,10 +231,12 @@ def _pack(
     fits = x.abs() < UNFIT
     x = torch.where(fits, x, 0.0)
     base, step = _grid(x.amin(1), x.amax(1), (x == 0).any(1), top)
-    scaled = ((x - base[:, None]) / step[:, None]).clamp(0.0, top)
+    scaled = ((x - base[:, None]) * (1.0 / step)[:, None]).clamp(0.0, top)
+    fraction = groups.fraction_of(bits)
     luck = _halves(first, values.numel(), key, values.device).view(values.shape)
-    # A whole number below 256 plus one below 1 in 2**-16 stays what it is.
-    codes = (scaled + _filled(luck, GROUP).view(-1, GROUP).float() * 2.0**-16).to(torch.uint8)
+    luck = _filled(luck, GROUP).view(-1, GROUP) >> (16 - fraction)
+    points = (scaled * 2.0**fraction).round().int()
+    codes = ((points + luck) >> fraction).to(torch.uint8)
     part = scaled - scaled.floor()
     spread = part * (1 - part)
     spread.view(values.shape[0], -1)[:, n:] = 0
@@ -272,14 +274,12 @@ def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> t
     other = _signed(key[1] + (pair >> 32) * 0x85EBCA6B)
     x = torch.arange((first + n + 1 >> 1) - pair, dtype=torch.int32, device=device)
     x = (x + _signed(pair)) * _signed(0x9E3779B9) + _signed(key[0])
-    x ^= (x >> 17) & 0x7FFF
-    x *= _signed(0xED5AD4BB)
-    x ^= (x >> 11) & 0x1FFFFF
-    x += other
-    x *= _signed(0xAC4C1B51)
+    x ^= other
+    x ^= (x >> 16) & 0xFFFF
+    x *= _signed(0x7FEB352D)
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(0x31848BAB)
-    x ^= (x >> 14) & 0x3FFFF
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
     return torch.stack([x & 0xFFFF, (x >> 16) & 0xFFFF], 1).view(-1)[first & 1 :][:n]
 
 
