@@ -333,14 +333,3 @@ def test_no_batch_and_no_graph_are_said():
     assert "no batch was seen" in event.refused["the model"]
     with pytest.raises(ValueError, match="graph of layers"):
         apoptosis(keras.Sequential([layers.Dense(3)]), keras.optimizers.Adam())
-
-
-def test_activations_that_are_not_finite_merge_nothing():
-    model, inputs = chain(), rows()
-    duplicate(model, ["one"])
-    inputs[3, 2] = np.nan
-    shrink = apoptosis(model, keras.optimizers.Adam())
-    shrink.observe(inputs)
-    event = shrink.step()
-    assert not event
-    assert "not finite" in event.refused["one/kernel"]

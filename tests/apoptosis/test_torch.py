@@ -437,12 +437,6 @@ def test_a_ragged_last_batch_does_not_decide():
     assert merged.before - merged.after == 1
 
 
-def test_no_batch_seen_is_a_reason():
-    model = chain(nn.ReLU())
-    event = apoptosis(model, torch.optim.SGD(model.parameters())).step()
-    assert "no batch was seen" in event.refused["the model"]
-
-
 def test_gradients_that_are_carried_are_cut_as_momentum_is():
     model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
     duplicate(model, ["0"], 1, 3)

@@ -54,14 +54,6 @@ def test_slow_lanes_reach_the_smallest_peak():
         plan_graph(graph, 30, techniques=OFFLOAD)
 
 
-def test_all_moved_waits_for_every_copy():
-    graph = chain(1.0)
-    found = all_moved(holes(graph))
-    assert found.seconds == 69.0
-    assert found.schedule.peak_bytes == 31
-    assert check_plan(graph, emit(holes(graph), found.schedule, planner="test")).seconds == 69.0
-
-
 def test_fast_lanes_make_nobody_wait():
     graph = chain(10.0)
     plan = plan_graph(graph, 41, techniques=OFFLOAD)

@@ -10,8 +10,6 @@ from random_graphs import random_graph, training_chain
 
 from sn_memory import BudgetError, PlanError, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import holes, peak
-from sn_memory.plan.policies import names, policy
-from sn_memory.plan.simulate import simulate
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -114,22 +112,6 @@ def test_the_bound_is_below_every_plan():
         assert search.bound(budget, range(len(graph.ops))) <= best * (1 + 1e-9), f"seed {seed}"
 
 
-@pytest.mark.slow
-def test_auto_is_never_slower_than_a_named_planner():
-    graph = resnet(batch=2, depth=50).graph()
-    for budget in budgets(graph, 0.6, 0.4):
-        auto = plan_graph(graph, budget, time_limit_s=1, deterministic=True)
-        check_plan(graph, auto)
-        for name in names():
-            try:
-                other = policy(name)(graph, budget_bytes=budget)
-            except BudgetError:
-                continue
-            if other.peak_bytes > budget:
-                continue
-            assert auto.seconds <= other.seconds * (1 + 1e-12), name
-
-
 def test_fronts_are_monotone():
     graph = training_chain(10)
     shares = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
@@ -180,27 +162,3 @@ def test_what_there_is_not_is_refused():
         plan_graph(graph, 10**9, techniques=("pray",))
     with pytest.raises(PlanError, match="time_limit_s"):
         plan_graph(graph, 10**9, time_limit_s=0)
-
-
-def test_progress_is_told():
-    told = []
-    graph = training_chain(6)
-    (budget,) = budgets(graph, 0.6)
-    plan_graph(graph, budget, time_limit_s=5, progress=told.append)
-    assert {it.stage for it in told} == {"search"}
-    assert all(it.done >= 0 and it.total == pytest.approx(5) for it in told)
-    assert [it.seconds for it in told] == sorted(it.seconds for it in told)
-    assert "best" in told[-1].note
-
-
-def test_a_simulation_holds_what_it_is_told_to_hold():
-    # a0 is let go; held from op 0 on, one rebuild serves both later uses, else each pays its own.
-    graph = training_chain(2)
-    shape = holes(graph)
-    storage = graph.storage_index["c0"]
-    turn = shape.main(storage)
-    for held, reruns in ((0, 1), (len(graph.ops), 1)):
-        choice = shape.natural()
-        choice[turn] = held
-        schedule = simulate(shape, choice)
-        assert len(schedule.ops) == len(graph.ops) + reruns

@@ -7,7 +7,7 @@ from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
 from sn_memory.cost.offload import BESIDE, equip, lane_seconds, windows
-from sn_memory.graph.liveness import KEEP, holes, peak
+from sn_memory.graph.liveness import holes, peak
 from sn_memory.plan.search.candidates import carried, fit, trim
 from sn_memory.plan.search.chain import Chain
 from sn_memory.plan.search.improve import Rules, anneal, refine
@@ -188,13 +188,3 @@ def test_annealing_keeps_the_budget_or_comes_close(offload):
         assert found.schedule.peak_bytes < whole
         assert offload or not found.moved
         accepted(shape, found.schedule)
-
-
-def test_the_natural_choice_is_the_graph_itself():
-    for seed in range(50):
-        graph = random_graph(seed)
-        shape = holes(graph)
-        schedule = simulate(shape, shape.natural())
-        assert schedule.ops == list(range(len(graph.ops)))
-        assert accepted(shape, schedule).peak_bytes == peak(graph).bytes
-        assert all(held in (KEEP, 0) for held in shape.natural())

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from graphs import layered
-from random_graphs import random_graph, training_chain
+from random_graphs import random_graph
 
 from sn_memory import BudgetError, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import peak
@@ -40,7 +40,7 @@ def test_the_checker_accepts_every_plan_of_every_planner():
     assert planned > GRAPHS / 10
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_auto_is_never_slower_and_fronts_are_monotone_on_layered_graphs(seed):
     graph = layered(24, seed=seed, largest=1 << 16).graph()
     sizes, plans = budgets(graph, 1.0, 0.85, 0.7, 0.6), []
@@ -59,20 +59,3 @@ def test_auto_is_never_slower_and_fronts_are_monotone_on_layered_graphs(seed):
             other = policy(name)(graph, budget_bytes=budget)
             if other.peak_bytes <= budget:
                 assert plan.seconds <= other.seconds * (1 + 1e-12), f"{name} at {budget}"
-
-
-def test_the_same_search_gives_the_same_plan():
-    graph = training_chain(4)
-    (budget,) = budgets(graph, 0.75)
-    first, second = (plan_graph(graph, budget, time_limit_s=600) for _ in range(2))
-    assert first.actions == second.actions
-
-
-def test_refusals_carry_the_plan_of_the_smallest_peak():
-    graph = training_chain(6)
-    with pytest.raises(BudgetError) as caught:
-        plan_graph(graph, graph.base_bytes, time_limit_s=1)
-    plan = caught.value.plan
-    assert plan is not None
-    assert check_plan(graph, plan).peak_bytes == caught.value.peak_bytes
-    assert plan.peak_bytes < peak(graph).bytes

@@ -205,14 +205,12 @@ def test_fit_with_weights_of_samples_and_a_metric():
         if planned:
             model = rim.plan(model, tf.TensorSpec((16, 32)), "100%", profile=False)
         model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", rim.PlanWarning)
-            history = model.fit(
-                x, y, 16, 3, sample_weight=weights, verbose=0, shuffle=False,
-                callbacks=[keras.callbacks.EarlyStopping("loss")],
-            )  # fmt: skip
-            model.fit(x, y, 16, 1, verbose=0, shuffle=False)
-            model.compile("sgd", "mae", jit_compile=False)
-            model.fit(x, y, 16, 1, verbose=0, shuffle=False)
+        history = model.fit(
+            x, y, 16, 3, sample_weight=weights, verbose=0, shuffle=False,
+            callbacks=[keras.callbacks.EarlyStopping("loss")],
+        )  # fmt: skip
+        model.fit(x, y, 16, 1, verbose=0, shuffle=False)
+        model.compile("sgd", "mae", jit_compile=False)
+        model.fit(x, y, 16, 1, verbose=0, shuffle=False)
         losses.append(history.history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-6)

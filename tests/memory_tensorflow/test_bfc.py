@@ -82,9 +82,8 @@ def test_every_block_is_as_large_as_tensorflow_hands_it_out():
 
 
 @pytest.mark.slow  # TensorFlow waits ten seconds before it refuses
-@pytest.mark.parametrize("seed", [0, 1])
-def test_what_finds_no_room_is_what_tensorflow_refuses(seed):
-    assert "both refused" in compared(seed, 400 << 20)
+def test_what_finds_no_room_is_what_tensorflow_refuses():
+    assert "both refused" in compared(0, 400 << 20)
 
 
 def layers():

@@ -85,9 +85,18 @@ def trained(model, door):
     return [it.numpy() for it in model.trainable_variables]
 
 
-@pytest.mark.parametrize("backend", ["graph", "layers"])
 @pytest.mark.parametrize(
-    "door", [DOORS[0], *(pytest.param(it, marks=pytest.mark.slow) for it in DOORS[1:])]
+    ("door", "backend"),
+    [
+        (DOORS[0], "graph"),
+        (DOORS[0], "layers"),
+        *(
+            pytest.param(it, ("graph", "layers")[at % 2], marks=pytest.mark.slow)
+            for at, it in enumerate(DOORS[1:])
+        ),
+        pytest.param("scope", "graph", marks=pytest.mark.slow),
+        pytest.param("model", "layers", marks=pytest.mark.slow),
+    ],
 )
 def test_trains_as_without_a_plan(door, backend):
     planned = planned_by(backend, made(door))
@@ -132,8 +141,7 @@ def test_fit_scales_the_loss_as_without_a_plan():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize(("kind", "everywhere"), [("bfloat16", True), ("float16", False)])
 def test_the_loss_in_chunks_is_that_of_float32_logits(kind, everywhere):
     policy = f"mixed_{kind}"
     if everywhere:

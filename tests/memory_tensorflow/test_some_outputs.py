@@ -77,8 +77,7 @@ def trained(model, x, order):
     return had, [it.numpy() for it in model.trainable_variables]
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["a size", "any size"])
-@pytest.mark.parametrize("backend", ["graph", "layers"])
+@pytest.mark.parametrize(("backend", "static"), [("graph", False), ("layers", True)])
 def test_optimizers_pass_over_what_has_no_gradient(backend, static):
     x = tf.random.stateless_normal((16, 8), (1, 2))
     order = ("both", "first", "second", "first", "nothing of second")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
 import pickle
 import random
 import weakref
@@ -20,7 +19,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError, settings
-from sn_memory.activations import AccuracyWarning
 from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
 from sn_memory.torch.activations import compress, saving
 from sn_memory.torch.activations.saving import MIN_ELEMENTS
@@ -435,14 +433,6 @@ def test_compiled_models_are_refused():
         compress_activations(model, bits=2)
 
 
-def encoder(depth=6, dropout=0.1):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(
-        64, 4, 128, dropout=dropout, activation="gelu", batch_first=True, norm_first=True
-    )
-    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-
-
 def plain_bytes(model, x):
     with compress_activations(model, bits=8) as compressed:
         model(x)
@@ -461,20 +451,6 @@ def test_a_budget_holds_without_linear_layers_too():
         model(x).sum().backward()
         with pytest.raises(BudgetError, match="least_nonlinear_bits"):
             model(x)
-
-
-def test_fewer_bits_only_if_asked_for():
-    model, x = encoder(2, dropout=0.0), torch.randn(16, 32, 64)
-    budget = int(plain_bytes(model, x) / 13)
-    with compress_activations(model, budget=budget):
-        model(x).sum().backward()
-        with pytest.raises(BudgetError, match="least_nonlinear_bits"):
-            model(x)
-    with compress_activations(model, budget=budget, least_nonlinear_bits=2) as compressed:
-        model(x).sum().backward()
-        with pytest.warns(AccuracyWarning, match="leaves 2 bits"):
-            model(x).sum().backward()
-        assert compressed.saved.compressed_bytes <= budget
 
 
 def test_the_noise_of_rrelu_is_kept_when_it_is_written():
@@ -496,9 +472,11 @@ def test_the_noise_of_rrelu_is_kept_when_it_is_written():
         assert float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("last", [False, True])
-def test_a_relu_reads_bits(dtype, last, modules_take_long):
+@pytest.mark.parametrize(
+    ("dtype", "last", "relu"),
+    [(torch.float32, False, torch.relu), (torch.bfloat16, True, torch.relu_)],
+)
+def test_a_relu_reads_bits(dtype, last, relu, modules_take_long):
     """The gradient is bit-equal to torch's, its gradient too; the mask takes 1 bit."""
     form = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(4, 8, 16, 16).to(dtype, memory_format=form)
@@ -508,7 +486,7 @@ def test_a_relu_reads_bits(dtype, last, modules_take_long):
 
     class Relu(nn.Module):
         def forward(self, x):
-            return torch.relu(x * 1)
+            return relu(x * 1)
 
     model = Relu()
 
@@ -574,35 +552,6 @@ def test_modules_that_keep_little_do_not_run_again():
     with compress_activations(model, bits=4) as compressed:
         model(torch.randn(64, 64)).sum().backward()
         assert compressed.rerun == []
-
-
-def test_attention_without_a_fused_kernel_is_compressed():
-    """With dropout the CPU has no fused kernel, and autograd keeps three numbers for each pair."""
-    torch.manual_seed(0)
-    project, x = torch.nn.Linear(32, 3 * 32), torch.randn(2, 64, 32)
-
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = project
-
-        def forward(self, x):
-            parts = self.project(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
-            return torch.nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1)
-
-    attention = Attention()
-
-    def gradient():
-        project.weight.grad = None
-        torch.manual_seed(1)
-        attention(x).square().sum().backward()
-        return project.weight.grad.clone()
-
-    plain = gradient()
-    with compress_activations(attention, bits=8) as compressed:
-        ours = gradient()
-        assert compressed.saved.ratio > 3.5
-    assert (ours - plain).norm() < 0.02 * plain.norm()
 
 
 class Gate(torch.nn.Module):
@@ -825,26 +774,17 @@ def test_who_wraps_a_module_later_is_left_alone():
 
 def test_copies_of_a_model_with_modules_that_run_again():
     model, x = gated(Gate()), torch.randn(128, 64)
-    with compress_activations(model, bits=8) as compressed:
+    with compress_activations(model, bits=8, every=1) as compressed:
         for _ in range(2):
             step(model, x)
+            torch.save(model, io.BytesIO())
         expected = step(model, x)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not any(p._backward_hooks for p in copied.parameters())
             assert_close(step(copied, x), expected)
             assert copied[1].forward is not model[1].forward
         assert compressed.current is None
         assert list(model.state_dict()) == list(copied.state_dict())
-
-
-def test_a_model_can_be_saved_after_a_step_that_was_watched():
-    model, x = gated(Gate()), torch.randn(128, 64)
-    with compress_activations(model, bits=8, every=1):
-        for _ in range(2):
-            step(model, x)
-            torch.save(model, io.BytesIO())
-            copied = pickle.loads(pickle.dumps(model))
-            assert not any(p._backward_hooks for p in copied.parameters())
-    assert torch.equal(copied[0].weight, model[0].weight)
 
 
 class Attention(nn.Module):
@@ -908,19 +848,6 @@ def test_statistics_of_wide_norms_are_exact():
         model(x).sum().backward()
     keys = [row.key for row in compressed.controller.rows()]
     assert [key for key in keys if "batch_norm" in key] == ["1/batch_norm/0"]
-
-
-def test_a_relu_in_place_is_what_it_is_without_compression():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
-    x = torch.randn(128, 64)
-    x[3] = math.nan
-    plain = step(model, x)
-    with compress_activations(model, bits=8) as compressed:
-        own = step(model, x)
-        assert compressed.saved.ratio > 3
-    for one, exact in zip(own, plain, strict=True):
-        assert torch.equal(torch.as_tensor(one).isnan(), torch.as_tensor(exact).isnan())
 
 
 class Perceptron(nn.Module):

@@ -75,9 +75,15 @@ NORMS = {
 OF_TOKENS = ("layer", "layer, not affine", "rms", "softmax")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", [1.0, 1e-6])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("last", "weight", "dtype"),
+    [
+        (False, 1.0, torch.float32),
+        (False, 1e-6, torch.bfloat16),
+        (True, 1e-6, torch.float32),
+        (True, 1.0, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("kind", NORMS)
 def test_each_row_of_a_norm_has_an_error_of_its_own_size(kind, last, weight, dtype):
     """Rows a thousandth as large as those beside them, with weights near zero as well.
@@ -191,8 +197,7 @@ def test_inputs_of_norms_and_linear_layers_alike_have_the_predicted_variance():
         assert compressed.controller.total_bytes == compressed.saved.compressed_bytes
 
 
-@pytest.mark.parametrize("kind", ["layer", "batch", "group"])
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("kind", "bits"), [("layer", 2), ("batch", 4), ("group", 2)])
 def test_few_bits_bias_no_gradient_of_a_norm(kind, bits):
     """The mean of many errors is as small as errors without a bias leave it.
 

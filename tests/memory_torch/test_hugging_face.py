@@ -1,12 +1,9 @@
-"""Hugging Face's programs run planned models: text generation and the Trainer."""
-
-import warnings
+"""Hugging Face's models under a plan: text generation, caches, what a first forward pass sets."""
 
 import pytest
 import torch
 
-from sn_memory import BudgetError
-from sn_memory.torch import PlanWarning, plan, verify
+from sn_memory.torch import plan, verify
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,90 +50,6 @@ def test_generate_with_prompts_padded_on_the_left():
         assert torch.equal(plain, mine)
 
 
-def trained(model, folder):
-    """Train by the Trainer; return its losses and the weights after."""
-    rows = [{"input_ids": it, "labels": it.clone()} for it in tokens(16)]
-    settings = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4,
-        max_steps=3,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(model, settings, train_dataset=rows)
-    trainer.train()
-    losses = [it["loss"] for it in trainer.state.log_history if "loss" in it]
-    return losses, [it.clone() for it in model.parameters()]
-
-
-def test_the_trainer_trains_by_the_plan(tmp_path):
-    plain, weights = trained(gpt2(use_cache=False), tmp_path / "plain")
-    sample = {"labels": tokens(), "input_ids": tokens(), "num_items_in_batch": torch.tensor(64.0)}
-    planned = plan(gpt2(use_cache=False), sample, "80%", **SETTINGS)
-    assert planned.sn_memory.plan.decided("recompute")
-    step, ran = planned.sn_memory.latest, []
-    own = step.run
-    step.run = lambda *given: ran.append(1) or own(*given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlanWarning)
-        losses, mine = trained(planned, tmp_path / "planned")
-    assert len(ran) == 3
-    assert losses == plain
-    assert all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
-
-
-@pytest.mark.slow
-def test_the_trainers_other_argument_is_planned_for(tmp_path):
-    planned = plan(
-        gpt2(use_cache=False), {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlanWarning)
-        losses, _ = trained(planned, tmp_path / "planned")
-    # Another kind than the sample's, and planned for when it came.
-    assert [it.unlike for it in planned.sn_memory.kinds[1:]] == [
-        "num_items_in_batch was not given then"
-    ]
-    assert losses == trained(gpt2(use_cache=False), tmp_path / "plain")[0]
-
-
-def smallest(model, sample):
-    """Plan by modules with all that may run again run again."""
-    with pytest.raises(BudgetError) as refusal:
-        plan(model, sample, 1000, backend="modules")
-    return plan(model, sample, refusal.value.peak_bytes, backend="modules")
-
-
-@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
-def test_planning_by_modules_registers_no_hooks():
-    """transformers registers hooks in a model's first run, and says so on the model."""
-    sample = {"input_ids": tokens(), "labels": tokens(), "output_hidden_states": True}
-    model = gpt2(use_cache=False)
-    planned = smallest(model, sample)
-    assert planned.sn_memory.plan.decided("recompute")
-    assert not any(it._forward_hooks for it in model.modules())
-    for _ in range(2):
-        for it in (planned, model):
-            found = it(**sample)
-            found.loss.backward()
-            assert len(found.hidden_states) == 3
-    assert verify(planned, sample).equal
-
-
-def test_by_modules_a_cache_of_keys_is_filled_once():
-    model = gpt2()
-    sample = {"input_ids": tokens(), "labels": tokens(), "attention_mask": torch.ones(4, 16)}
-    planned = smallest(model, sample)
-    assert planned.sn_memory.plan.decided("recompute")
-    assert not any("attn" in it.name for it in planned.sn_memory.plan.choices)
-    found = verify(planned, sample)
-    assert found.equal, found.different
-    assert planned(**sample).past_key_values.layers[0].keys.shape[2] == 16
-
-
 @pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_a_planned_step_returns_its_cache():
@@ -176,34 +89,6 @@ def _of_first_forwards():
         "Dinov2ForImageClassification",
         {**sizes, **classes, "image_size": 32, "patch_size": 8, "mlp_ratio": 2},
         {"pixel_values": images, "labels": torch.arange(4)},
-    )
-    yield (
-        "SegformerForImageClassification",
-        {
-            **classes,
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [16, 32],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-        },
-        {"pixel_values": images, "labels": torch.arange(4)},
-    )
-    yield (
-        "FunnelForSequenceClassification",
-        {
-            **classes,
-            "vocab_size": 64,
-            "block_sizes": [1, 1],
-            "d_model": 32,
-            "n_head": 2,
-            "d_head": 16,
-            "d_inner": 64,
-        },
-        {"input_ids": words, "labels": torch.arange(4)},
     )
     yield (
         "Qwen3MoeForCausalLM",

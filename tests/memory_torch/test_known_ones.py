@@ -4,12 +4,10 @@ Found by running Llama with the attention mask that a tokenizer gives: plain it 
 planned it computed with one, by another kernel.
 """
 
-import warnings
-from functools import partial
-
 import pytest
 import torch
 from small_models import same_gradients
+from steps import grads, same
 
 from sn_memory import PlanError
 from sn_memory.torch import (
@@ -92,26 +90,33 @@ def test_a_mask_of_ones_is_left_out_as_without_a_plan():
     assert kind.inputs == f"ids ({BATCH}, {LENGTH}), mask ({BATCH}, {LENGTH}) of ones"
 
 
-def test_one_that_masks_is_another_kind_of_input():
-    model = model_of()
-    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
-    for mask in (padded(), ones(), padded(), ones()):
-        same_gradients(planned, model, ids_of(1), mask)
-    _, with_zeros = planned.sn_memory.kinds
-    assert with_zeros.unlike == "mask is not all ones"
-    assert len(planned.sn_memory.steps) == 2
-    found = verify(planned, (ids_of(), padded()))
-    assert found.equal
+# A sample's mask, the masks that come after it, and of which kinds the steps are.
+COURSES = {
+    "planned for ones": (ones(), [padded(), ones(), padded(), ones()], [True, False]),
+    # Found by a Trainer: a batch without padding, of the shape of one with some, was rounded.
+    "planned for one that masks": (padded(), [ones(), padded(), ones()], [False, True]),
+    "another batch of ones": (ones(), [ones(2), padded(2), ones(2)], [True, True, False]),
+    # Found with dynamic padding: ones of a shape that came masked first took the mask's plan.
+    "first masked": (ones(), [padded(2), ones(2), padded(2), ones(2)], [True, False, True]),
+    "looked at once seen": (padded(), [ones(2), ones(), padded()], [False, True, True]),
+}
 
 
-def test_planned_for_one_that_masks_one_of_ones_is_another_kind():
-    """Found by a Trainer: a batch without padding, of the shape of one with some, was rounded."""
+@pytest.mark.parametrize("course", COURSES)
+def test_ones_and_what_masks_are_kinds_of_their_own(course):
+    sample, masks, of_ones = COURSES[course]
     model = model_of()
-    planned = plan(model, (ids_of(), padded()), "90%", **SETTINGS)
-    assert attention_masks(planned) == {True}
-    for mask in (ones(), padded(), ones()):
-        same_gradients(planned, model, ids_of(1), mask)
-    assert [it.unlike for it in planned.sn_memory.kinds] == ["", "mask is all ones"]
+    planned = plan(model, (ids_of(), sample), "90%", **SETTINGS)
+    assert attention_masks(planned) == {not of_ones[0]}
+    for mask in masks:
+        same_gradients(planned, model, ids_of(1, len(mask)), mask)
+    kinds = planned.sn_memory.kinds
+    assert [it.inputs.endswith("of ones") for it in kinds] == of_ones
+    assert len(planned.sn_memory.steps) == len(of_ones)
+    if course.startswith("planned"):
+        says = "not all ones" if of_ones[0] else "all ones"
+        assert [it.unlike for it in kinds] == ["", f"mask is {says}"]
+        assert verify(planned, (ids_of(), padded())).equal
 
 
 def test_zeros_and_ones_that_are_no_mask_make_no_kinds():
@@ -134,19 +139,9 @@ def test_both_can_be_planned_ahead():
     model = model_of()
     planned = plan(model, [(ids_of(), ones()), (ids_of(), padded())], "90%", **SETTINGS)
     assert len(planned.sn_memory.kinds) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlanWarning)
-        for mask in (padded(), ones()):
-            same_gradients(planned, model, ids_of(1), mask)
+    for mask in (padded(), ones()):
+        same_gradients(planned, model, ids_of(1), mask)
     assert all(it.how == "planned" for it in planned.sn_memory.kinds)
-
-
-def test_another_batch_of_ones_is_planned_when_it_comes():
-    model = model_of()
-    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
-    for mask in (ones(2), padded(2), ones(2)):
-        same_gradients(planned, model, ids_of(1, 2), mask)
-    assert [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds] == [True, True, False]
 
 
 @pytest.mark.parametrize("looks", ["all", "list"])
@@ -200,24 +195,6 @@ def test_a_mask_that_is_computed_with_is_an_input_as_well():
     assert all(map(torch.equal, mine, theirs))
 
 
-class Writes(torch.nn.Module):
-    """Writes what it computed into a copy of the mask, and looks at that."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x, mask):
-        own = mask.clone()
-        own[:, :1] = (x.sum(1, keepdim=True) > 0).long()
-        return self.layer(x) if own.all() else x
-
-
-def test_what_is_not_known_makes_a_copy_of_the_mask_unknown():
-    with pytest.raises(TraceError, match="depend on values"):
-        trace(Writes(), (torch.randn(4, 4), torch.ones(4, 4, dtype=torch.long)), profile=False)
-
-
 def test_one_mask_given_twice_is_one():
     class Two(Attention):
         def forward(self, ids, mask, other):
@@ -237,15 +214,13 @@ def test_with_gradients_that_are_there_already():
     model = model_of()
     planned = plan(model, (ids_of(), ones()), "100%", **SETTINGS)
     for mask in (ones(), padded()):
-        for it in (planned, model):
-            it.zero_grad()
         results = []
         for it in (planned, model):
             for seed in range(3):
                 it(ids_of(seed), mask).square().sum().backward()
-            results.append([p.grad.clone() for p in model.parameters()])
+            results.append(grads(model))
             model.zero_grad()
-        assert all(map(torch.equal, *results))
+        assert same(*results)
 
 
 def test_with_the_state_on_the_host():
@@ -265,20 +240,6 @@ def test_with_the_state_on_the_host():
     assert losses[:3] == losses[3:]
 
 
-def test_kinds_that_go_are_forgotten(monkeypatch):
-    monkeypatch.setattr("sn_memory.torch.planned.KINDS", 2)
-    model = model_of()
-    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
-    for batch in (1, 2, 3):
-        planned(ids_of(0, batch), ones(batch)).sum().backward()
-    record = planned.sn_memory
-    assert len(record.steps) == 3
-    assert all(it.ones for it in record.steps)
-    assert len(record.kinds) == 3
-    model.zero_grad()
-    same_gradients(planned, model, ids_of(1, 1), ones(1))
-
-
 def test_values_lie_as_their_twins():
     """A mask cut out of a larger one, or turned, has values too."""
     wide, tall = torch.ones(8, 2 * LENGTH, dtype=torch.bool), torch.ones(LENGTH, BATCH).bool()
@@ -290,26 +251,6 @@ def test_values_lie_as_their_twins():
         same_gradients(planned, model, ids_of(1), mask)
 
 
-def test_a_shape_whose_first_mask_masks_is_told_from_ones_too():
-    """Found with dynamic padding: ones of a shape that came masked first took the mask's plan."""
-    model = model_of()
-    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
-    for mask in (padded(2), ones(2), padded(2), ones(2)):
-        same_gradients(planned, model, ids_of(1, 2), mask)
-    assert attention_masks(planned) == {False}
-    names = [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds]
-    assert names == [True, False, True]
-
-
-def test_once_a_model_was_seen_to_look_the_samples_own_shape_is_looked_at():
-    model = model_of()
-    planned = plan(model, (ids_of(), padded()), "90%", **SETTINGS)
-    same_gradients(planned, model, ids_of(1, 2), ones(2))
-    for mask in (ones(), padded()):
-        same_gradients(planned, model, ids_of(1), mask)
-    assert len(planned.sn_memory.steps) == 3
-
-
 def test_a_kind_that_goes_takes_no_knowledge_with_it(monkeypatch):
     """Found by reading: with the plan for ones, the word that ones of that shape differ went."""
     monkeypatch.setattr("sn_memory.torch.planned.KINDS", 2)
@@ -319,6 +260,7 @@ def test_a_kind_that_goes_takes_no_knowledge_with_it(monkeypatch):
         same_gradients(planned, model, ids_of(1, batch), mask)
     names = [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds]
     assert names == [True, False, True]
+    assert len(planned.sn_memory.steps) == 3
 
 
 class MaskOf(torch.nn.Module):
@@ -478,30 +420,47 @@ def test_what_is_made_in_the_form_of_an_input_is_known(make, more):
     assert 0 <= estimate(model, ids_of()).peak_bytes - held <= 8
 
 
-def test_floats_that_are_given_are_not_looked_at():
-    """Ones are what many write for any input; what is made of none may be written to."""
-
-    def looked(x, mask):
-        return x * 2 if x.sum() > 0 else x
-
-    def filled(x, mask):
-        found = torch.zeros(4, 8)
-        found[1:] = x[1:]
-        return x * 2 if found.sum() > 0 else x
-
-    for ends in (looked, filled):
-        for refusing in (partial(trace, profile=False), estimate):
-            with pytest.raises(TraceError, match="depend on values"):
-                refusing(MaskOf(ends), (torch.ones(4, 8), ones(4)))
+def written(x, mask):
+    """Writes what it computed into a copy of the mask, and looks at that."""
+    own = mask.clone()
+    own[:, :1] = (x.sum(1, keepdim=True) > 0).long()
+    return x * 2 if own.all() else x
 
 
-def test_what_is_drawn_is_not_known():
-    model = MaskOf(lambda x, mask: x * 2 if torch.randint(2, (1,)) == 1 else x)
+def looked(x, mask):
+    """Ones are what many write for any input."""
+    return x * 2 if x.sum() > 0 else x
+
+
+def filled(x, mask):
+    """What is made of none may be written to."""
+    found = torch.zeros(4, 8)
+    found[1:] = x[1:]
+    return x * 2 if found.sum() > 0 else x
+
+
+def counted(x, mask):
+    found = torch.zeros(8, dtype=torch.long)
+    found[:] = (x > 0).sum(0)
+    return x if found.max() > 0 else x * 2
+
+
+def drawn(x, mask):
+    return x * 2 if torch.randint(2, (1,)) == 1 else x
+
+
+def shuffled(x, mask):
+    return x[torch.randperm(4)] if torch.randperm(4)[0] else x
+
+
+@pytest.mark.parametrize("ends", [written, looked, filled, counted, drawn, shuffled])
+def test_what_is_not_known_is_not_looked_at(ends):
+    sample = (torch.ones(4, 8), ones(4))
     with pytest.raises(TraceError, match="depend on values"):
-        trace(model, (torch.randn(4, 8), ones(4)), profile=False)
-    model = MaskOf(lambda x, mask: x[torch.randperm(4)] if torch.randperm(4)[0] else x)
-    with pytest.raises(TraceError, match="depend on values"):
-        trace(model, (torch.randn(4, 8), ones(4)), profile=False)
+        trace(MaskOf(ends), sample, profile=False)
+    if ends in (looked, filled, counted):
+        with pytest.raises(TraceError, match="depend on values"):
+            estimate(MaskOf(ends), sample)
 
 
 @pytest.mark.rule_of_scratch
@@ -589,23 +548,21 @@ def llama(kind="Llama"):
 def test_models_of_transformers_with_a_tokenizers_mask(kind):
     model = llama(kind)
     sample = {"input_ids": ids_of(), "attention_mask": ones(), "labels": ids_of()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlanWarning)
-        planned = plan(model, sample, "90%", **SETTINGS)
-        for mask in (ones(), padded(), ones()):
-            given = {**sample, "attention_mask": mask}
-            same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
-        assert len(planned.sn_memory.steps) == 2
-        del given["attention_mask"]
+    planned = plan(model, sample, "90%", **SETTINGS)
+    for mask in (ones(), padded(), ones()):
+        given = {**sample, "attention_mask": mask}
         same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
-        # As with dynamic padding: another length, and the first of it masks.
-        for mask in (padded()[:, :6], ones()[:, :6]):
-            given = {
-                "input_ids": ids_of()[:, :6],
-                "attention_mask": mask,
-                "labels": ids_of()[:, :6],
-            }
-            same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
+    assert len(planned.sn_memory.steps) == 2
+    del given["attention_mask"]
+    same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
+    # As with dynamic padding: another length, and the first of it masks.
+    for mask in (padded()[:, :6], ones()[:, :6]):
+        given = {
+            "input_ids": ids_of()[:, :6],
+            "attention_mask": mask,
+            "labels": ids_of()[:, :6],
+        }
+        same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
     assert verify(planned, sample).equal
 
 
@@ -621,16 +578,6 @@ def test_an_estimate_looks_at_what_the_model_looks_at(mask):
         found.loss.backward()
     model.zero_grad()
     assert estimate(model, sample).peak_bytes == tracker.peak_bytes
-
-
-def test_an_estimate_does_not_look_at_what_was_written_meanwhile():
-    def counted(x, mask):
-        found = torch.zeros(8, dtype=torch.long)
-        found[:] = (x > 0).sum(0)
-        return x if found.max() > 0 else x * 2
-
-    with pytest.raises(TraceError, match="depend on values"):
-        estimate(MaskOf(counted), (torch.randn(4, 8), ones(4)))
 
 
 def test_a_sparse_tensor_is_refused_by_name_and_estimated():

@@ -87,9 +87,13 @@ def same(left, right):
     )
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("budget", ["100%", "75%"])
-@pytest.mark.parametrize("net", list(NETS))
+@pytest.mark.parametrize(
+    ("net", "budget", "probability"),
+    [
+        *(("mlp", "100%", it) for it in (0.0, 0.3, 1.0)),
+        *(("several", "75%", it) for it in (0.0, 0.3, 1.0)),
+    ],
+)
 def test_any_order_gives_the_same(lanes, net, budget, probability):
     """Random plans that share places on the host; all copies made, whether there is room or not."""
     model, traced, sample, base = planned(net, budget)
@@ -120,8 +124,7 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
     assert not any(it.faults or it.under_way() for it in made)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("net", list(NETS))
+@pytest.mark.parametrize(("net", "probability"), [("mlp", 0.3), ("several", 0.0)])
 def test_a_kept_graph_gives_each_backward_pass_the_same(lanes, net, probability):
     """What is on the host is copied for a pass that keeps the graph; the last uses it up."""
     model, traced, sample, base = planned(net, "75%")
@@ -214,7 +217,7 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     rows["backward"] = [it.row for it in replay.program.backward]
     # All of them now: what runs is written.
     for row, instructions in [(row, row.instructions) for row in rows[where]]:
-        for place in range(0, len(instructions) + 1, 4):
+        for place in range(0, len(instructions) + 1, 7):
             if where == "between":
                 replay.run(mine, (sample,), {})
             else:

@@ -361,10 +361,12 @@ def _classes(monkeypatch):
 
 
 PARTS = {"outermost": lambda it: it, "inside": lambda it: it.inner[1]}
+# Attributes of the outermost module are the planned one's own, its parts are the model's.
+WHERE = [(name, "inside") for name in CHANGES]
+WHERE += [(name, "outermost") for name in (*ATTRIBUTES, *HOOKS, "training mode", "another module")]
 
 
-@pytest.mark.parametrize("where", PARTS)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "where"), WHERE)
 def test_a_change_is_followed_or_refused(name, where):
     torch.manual_seed(0)
     model, x = Outer(), torch.randn(6, 8)
@@ -386,3 +388,50 @@ def test_a_change_is_followed_by_every_back_end(name, backend):
         del settings["planner"]
     planned = plan(model, x, "300%", **settings)
     follows(planned, model, x, CHANGES[name], PARTS["inside"])
+
+
+def test_the_same_settings_in_other_containers_are_no_other_kind():
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(6, 8)
+    model.by_name["itself"] = model.by_name
+    planned = plan(model, x, "200%", **SETTINGS)
+    planned.items, planned.names = [*planned.items], {*planned.names}
+    for count in (1, 2):
+        assert planned(x).grad_fn.name() == "_PlannedBackward"
+        assert len(planned.sn_memory.kinds) == count
+        planned.by_name["b"] = [4.0]
+    assert "modes and numbers in its modules" in planned.sn_memory.kinds[-1].unlike
+
+
+def test_the_scale_of_lora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model, x = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config), torch.randn(4, 8)
+    planned = plan(model, x, "100%", **SETTINGS)
+    next(it for it in planned.modules() if hasattr(it, "set_scale")).set_scale("default", 8.0)
+    assert torch.equal(planned(x), model(x))
+    assert len(planned.sn_memory.kinds) == 2
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_pre_hook", "register_full_backward_pre_hook"]
+)
+def test_hooks_that_note(register):
+    """Inside the model one that comes after planning is noticed; on the model itself all run."""
+    model, x, seen = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8), []
+    planned = plan(model, x.requires_grad_(), "1MiB", **SETTINGS)
+    outer = getattr(planned, register)(lambda *_: seen.append(1))
+    planned(x).sum().backward()
+    assert seen == [1]
+    assert len(planned.sn_memory.kinds) == 1
+    outer.remove()
+    inner = getattr(planned[0], register)(lambda *_: seen.append(2))
+    # It writes to a list, which a replay would not do.
+    with pytest.warns(PlanWarning, match="modules run again.*cannot be traced"):
+        out = planned(x)
+    out.sum().backward()
+    assert "0.its hooks" in planned.sn_memory.kinds[-1].unlike
+    assert seen[-1] == 2
+    inner.remove()
+    planned(x)
+    assert len(planned.sn_memory.kinds) == 2

@@ -2,15 +2,13 @@
 
 import copy
 import logging
-import pickle
-import random
 import re
 import warnings
 from types import MethodType
 
 import pytest
 import torch
-from small_models import Everything, images, mlp
+from small_models import mlp
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
@@ -56,16 +54,6 @@ def kept(model, budgeted, *args):
 
 
 @pytest.fixture
-def quiet():
-    """No warning is given."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # As in pyproject.toml: what Dynamo's hook of an earlier test does when Python collects it.
-        warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
-        yield
-
-
-@pytest.fixture
 def searched(monkeypatch):
     """The searches for plans while training."""
     found = []
@@ -76,7 +64,7 @@ def searched(monkeypatch):
     return found
 
 
-def test_the_last_batch_of_an_epoch_is_smaller(quiet, searched):
+def test_the_last_batch_of_an_epoch_is_smaller(searched):
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "75%", **SETTINGS)
     searched.clear()
@@ -85,7 +73,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(quiet, searched):
     assert not searched
 
 
-def test_a_new_batch_size_takes_the_plan_there_is(quiet, searched, caplog):
+def test_a_new_batch_size_takes_the_plan_there_is(searched, caplog):
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "75%", **SETTINGS)
     searched.clear()
@@ -101,7 +89,7 @@ def test_a_new_batch_size_takes_the_plan_there_is(quiet, searched, caplog):
     assert not searched
 
 
-def test_what_no_plan_is_small_enough_for_is_planned_at_once(quiet, searched):
+def test_what_no_plan_is_small_enough_for_is_planned_at_once(searched):
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(48), "100%", **SEARCHED)
     searched.clear()
@@ -112,58 +100,6 @@ def test_what_no_plan_is_small_enough_for_is_planned_at_once(quiet, searched):
     assert kept(model, budgeted, rows(51))
     assert budgeted.sn_memory.kinds[-1].how.startswith("carried over from the plan of")
     assert len(searched) == 1
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=64, n_embd=16, n_layer=2, n_head=2, use_cache=False
-    )
-    config.loss_type = "ForCausalLM"
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def tokens(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, 64, (4, length), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def epoch(model, lengths):
-    """Train on sequences of these lengths; return losses, last gradients, and the peaks."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, peaks = [], []
-    for step, length in enumerate(lengths):
-        optimizer.zero_grad()
-        batch = tokens(length, step)
-        with StorageTracker([*model.parameters(), *batch.values()]) as tracker:
-            loss = model(**batch).loss
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        peaks.append(tracker.peak_bytes)
-    return losses, [it.grad for it in model.parameters()], peaks
-
-
-@pytest.mark.parametrize("samples", [(16, 64), (64,)])
-def test_sequences_of_eight_lengths(samples, quiet, searched):
-    lengths = [16, 24, 32, 40, 48, 52, 60, 64, 16, 48, 60, 64]
-    random.Random(0).shuffle(lengths)
-    losses, gradients, plain = epoch(gpt2(), lengths)
-    sample = [tokens(it) for it in samples] if len(samples) > 1 else tokens(*samples)
-    budgeted = plan(gpt2(), sample, "60%", **SEARCHED)
-    mine = epoch(budgeted, lengths)
-    assert mine[0] == losses
-    assert all(map(torch.equal, mine[1], gradients))
-    assert max(mine[2]) <= budgeted.sn_memory.budget_bytes < max(plain)
-    assert len(searched) == len(samples)
-    assert {it.how for it in budgeted.sn_memory.kinds} == {
-        "planned",
-        "nothing runs again",
-        "carried over from the plan of input_ids (4, 64), labels (4, 64)",
-    }
 
 
 def test_several_samples_and_the_largest_says_what_percent_is():
@@ -181,26 +117,7 @@ def test_several_samples_and_the_largest_says_what_percent_is():
         trace(model, [rows(8)])
 
 
-def test_autocast_switched_on(quiet):
-    model = mlp(6)
-    budgeted = plan(copy.deepcopy(model), rows(256), "80%", **SETTINGS)
-    found = []
-    for it in (model, budgeted):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = it(rows(256))
-        assert out.dtype == torch.bfloat16
-        out.float().square().sum().backward()
-        found.append([out.detach(), *(leaf.grad for leaf in it.parameters())])
-    assert all(map(torch.equal, *found))
-    kind = budgeted.sn_memory.kinds[-1]
-    assert kind.unlike == "autocast is otherwise"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert verify(budgeted, rows(256)).measured_peak_bytes == kind.peak_bytes
-    assert kind.peak_bytes <= budgeted.sn_memory.budget_bytes
-
-
-@pytest.mark.parametrize("backend", ["graph", "modules"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("backend", "micro_batches"), [("graph", 2), ("modules", 1)])
 def test_what_others_put_around_the_forward_is_entered_once_a_step(backend, micro_batches):
     """As accelerate puts autocast there: entered twice by planning inside it, it stayed on."""
     found, plain = [], mlp(6)
@@ -231,22 +148,10 @@ def test_what_others_put_around_the_forward_is_entered_once_a_step(backend, micr
     assert all(map(torch.equal, *found))
 
 
-def test_evaluation_mode_with_gradients(quiet):
-    model = Everything()
-    budgeted = plan(copy.deepcopy(model), images(), "70%", **SETTINGS)
-    model.eval()
-    budgeted.eval()
-    assert kept(model, budgeted, images())
-    assert "training" in budgeted.sn_memory.kinds[-1].unlike
-    before = len(budgeted.sn_memory.kinds)
-    with torch.no_grad():
-        small = images(2, 8)
-        assert torch.equal(budgeted(small), model(small))
-    assert len(budgeted.sn_memory.kinds) == before
-
-
 def test_where_nothing_wants_a_gradient_nothing_is_planned():
     budgeted = plan(mlp(3), rows(8), "100%", **SETTINGS)
+    with torch.no_grad():
+        assert torch.equal(budgeted(rows(4)), copy.deepcopy(budgeted)(rows(4)))
     budgeted.requires_grad_(False)
     assert budgeted(rows(4)).grad_fn is None
     assert len(budgeted.sn_memory.kinds) == 1
@@ -254,7 +159,7 @@ def test_where_nothing_wants_a_gradient_nothing_is_planned():
     assert len(budgeted.sn_memory.kinds) == 2
 
 
-def test_another_dropout_rate(quiet):
+def test_another_dropout_rate():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(6)))
     budgeted = plan(copy.deepcopy(model), rows(64), "85%", **SEARCHED)
     for it in (model, budgeted):
@@ -292,12 +197,10 @@ def test_what_cannot_be_traced_runs_modules_again(looking):
     expected, plain = stepped(model, rows(80))
     assert peak <= budgeted.sn_memory.budget_bytes < plain
     assert all(map(torch.equal, found, expected))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kept(model, budgeted, rows(80))
-        first = budgeted.sn_memory.inputs.running
-        # No larger than what was measured: nothing is measured.
-        assert kept(model, budgeted, rows(70))
+    assert kept(model, budgeted, rows(80))
+    first = budgeted.sn_memory.inputs.running
+    # No larger than what was measured: nothing is measured.
+    assert kept(model, budgeted, rows(70))
     assert budgeted.sn_memory.inputs.running is first
     budgeted.zero_grad()
     with pytest.warns(PlanWarning, match=r"\(84, 32\)"):
@@ -323,7 +226,7 @@ def test_the_safe_step_of_a_model_inside_another(looking):
         assert torch.equal(mine.grad, plain.grad)
 
 
-def test_torch_compiles_plans_for_new_inputs_too(quiet):
+def test_torch_compiles_plans_for_new_inputs_too():
     torch._dynamo.reset()
     model = mlp(4)
     settings = {"backend": "compile", "profile": False}
@@ -333,7 +236,7 @@ def test_torch_compiles_plans_for_new_inputs_too(quiet):
         assert budgeted.sn_memory.kinds[-1].how.startswith(how)
 
 
-def test_a_plan_that_was_passed_in_is_carried_over(quiet):
+def test_a_plan_that_was_passed_in_is_carried_over():
     model = mlp(6)
     made = plan(mlp(6), rows(64), "75%", **SEARCHED).sn_memory.plan
     budgeted = plan(copy.deepcopy(model), rows(64), "75%", planner=made, **SEARCHED)
@@ -357,10 +260,8 @@ def test_an_argument_that_cannot_be_compared():
     budgeted = plan(copy.deepcopy(model), rows(64), "80%", **SETTINGS)
     with pytest.warns(PlanWarning, match="neither a tensor nor hashable"):
         budgeted(rows(64), {"a"}).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        budgeted.zero_grad()
-        budgeted(rows(60), {"a", "b"}).sum().backward()
+    budgeted.zero_grad()
+    budgeted(rows(60), {"a", "b"}).sum().backward()
     model(rows(60), {"a"}).sum().backward()
     for mine, plain in zip(budgeted.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.grad, plain.grad)
@@ -383,14 +284,12 @@ def test_a_budget_that_cannot_be_kept(looking, traced):
 def test_strict(looking):
     _, budgeted = looking
     strict = plan(budgeted, rows(64), "100%", strict=True, **SETTINGS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        strict(rows(9)).sum().backward()
-        with pytest.raises(PlanError, match=r"x \(80, 32\).*cannot be traced.*\[sample, another\]"):
-            strict(rows(80))
-        own = plan(mlp(6), rows(64), "100%", strict=True, **SETTINGS)
-        with pytest.raises(BudgetError, match=r"\(512, 32\).*smallest peak found") as refusal:
-            own(rows(512))
+    strict(rows(9)).sum().backward()
+    with pytest.raises(PlanError, match=r"x \(80, 32\).*cannot be traced.*\[sample, another\]"):
+        strict(rows(80))
+    own = plan(mlp(6), rows(64), "100%", strict=True, **SETTINGS)
+    with pytest.raises(BudgetError, match=r"\(512, 32\).*smallest peak found") as refusal:
+        own(rows(512))
     assert refusal.value.peak_bytes > refusal.value.budget_bytes == own.sn_memory.budget_bytes
     by_modules = plan(mlp(6), rows(64), "90%", backend="modules", strict=True)
     by_modules(rows(66)).sum().backward()
@@ -398,7 +297,7 @@ def test_strict(looking):
         by_modules(rows(512))
 
 
-def test_larger_inputs_are_measured_again_by_modules(quiet):
+def test_larger_inputs_are_measured_again_by_modules():
     """Today's budget was kept on the sample alone."""
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", backend="modules")
@@ -413,9 +312,7 @@ def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     monkeypatch.setattr(unseen, "ALLOWED_S", -100.0)
     with pytest.warns(PlanWarning, match="a tenth of the time"):
         budgeted(rows(66)).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kept(model, budgeted, rows(65))
+    assert kept(model, budgeted, rows(65))
     # Not for good: when there is time again, it is planned.
     assert len(budgeted.sn_memory.kinds) == 1
     monkeypatch.undo()
@@ -423,7 +320,7 @@ def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     assert budgeted.sn_memory.kinds[-1].how == "planned at once"
 
 
-def test_many_kinds_are_not_kept_for_ever(monkeypatch, quiet):
+def test_many_kinds_are_not_kept_for_ever(monkeypatch):
     monkeypatch.setattr(planned, "KINDS", 4)
     budgeted = plan(mlp(2), rows(64), "100%", **SETTINGS)
     record = budgeted.sn_memory
@@ -447,7 +344,7 @@ class Weighted(nn.Module):
         return self.blocks(x) * torch.tensor([[1.0 + row] for row in range(len(x))])
 
 
-def test_what_other_kinds_hold_counts(quiet):
+def test_what_other_kinds_hold_counts():
     model, largest = Weighted(), rows(600)
     least = plan(copy.deepcopy(model), largest, "100%", **SETTINGS).sn_memory.plan.peak_bytes
     budgeted = plan(copy.deepcopy(model), largest, int(1.01 * least), **SETTINGS)
@@ -475,15 +372,6 @@ def test_blocks_on_the_host_are_those_of_one_kind():
         assert found.equal
         assert found.measured_peak_bytes <= budgeted.sn_memory.budget_bytes
     assert len(budgeted.sn_memory.kinds) == 3
-
-
-def test_copies_and_pickles_are_plain():
-    budgeted = plan(mlp(3), rows(8), "100%", **SETTINGS)
-    budgeted(rows(5)).sum().backward()
-    for made in (copy.deepcopy(budgeted), pickle.loads(pickle.dumps(budgeted))):
-        assert type(made) is nn.Sequential
-        assert "sn_memory" not in made.__dict__
-        made(rows(7)).sum().backward()
 
 
 @torch.library.custom_op("sn_memory_tests::laid_out_anew", mutates_args=())
@@ -545,9 +433,9 @@ class Annealed(nn.Module):
         return (self.inner(x) / (tau * self.inner.scale)).softmax(-1).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["graph", "modules"])
 @pytest.mark.parametrize(
-    ("where", "named"), [("argument", "the argument tau"), ("attribute", r"inner\.scale")]
+    ("where", "named", "backend"),
+    [("argument", "the argument tau", "graph"), ("attribute", r"inner\.scale", "modules")],
 )
 def test_a_number_that_changes_is_planned_for_three_times(where, named, backend):
     """Then one warning names it, and the safe plan is for all its values."""
@@ -665,8 +553,13 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(("checkpoint", backend) for backend in ("graph", "compile", "modules")),
+        *(("numpy", "graph"), ("half", "graph"), ("half", "compile"), ("numpy", "modules")),
+    ],
+)
 def test_inside_hooks_of_the_callers(name, backend):
     """A kind was traced under them: counted by a checkpoint, and packed without values."""
     torch._dynamo.reset()
@@ -701,8 +594,10 @@ def doubles(module, given, result):
     return result * 2 if isinstance(module, nn.GELU) else None
 
 
-@pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
-@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "backend"),
+    [(False, "graph"), (True, "graph"), (True, "modules"), (False, "compile")],
+)
 def test_hooks_of_all_modules_registered_after_planning(backend, counts):
     """As hooks of one module they are part of what a plan is for; those that note run each time."""
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import Everything, images, mlp
-from two_ranks import run_two_ranks
+from steps import grads, same
 
 from sn_memory.torch import plan, verify
 
@@ -85,8 +85,7 @@ def test_peak_and_accumulation(among_ranks):
     for it in (model, planned):
         for _ in range(2):
             it(sample).sum().backward()
-    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.grad, plain.grad)
+    assert same(grads(planned), grads(model))
 
 
 def test_gradients_of_inputs_come_as_ever(among_ranks):
@@ -98,69 +97,6 @@ def test_gradients_of_inputs_come_as_ever(among_ranks):
         it(sample).sum().backward()
         gradients.append(sample.grad)
     assert torch.equal(*gradients)
-
-
-RANK = """
-import json, sys, time, torch
-from small_models import mlp
-from sn_memory.torch import plan
-torch.set_num_threads(1)
-rank, store, overlap = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "overlap"
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = mlp(6)
-sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-if not overlap:
-    sys.modules[plan.__module__].exchanges_gradients = lambda: False
-planned = plan(model, sample, "80%", profile=False, planner="sqrt_n")
-sent = []
-def hook(state, bucket):
-    ready = sum(it.grad is not None for it in model.parameters())
-    sent.append(ready)
-    # No callback in Python, that Gloo's thread would have to let go of.
-    torch.distributed.all_reduce(bucket.buffer())
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer() / 2)
-    return future
-wrapped = torch.nn.parallel.DistributedDataParallel(planned, bucket_cap_mb=0.004)
-wrapped.register_comm_hook(None, hook)
-for _ in range(2):
-    sent.clear()
-    for it in model.parameters():
-        it.grad = None
-    wrapped(sample).square().sum().backward()
-    seen = list(sent)
-sums = [it.grad.double().sum().item() for it in model.parameters()]
-print(json.dumps({"sent": seen, "gradients": sums}))
-time.sleep(0.2)  # docs/ddp.md says why
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["overlap", "together"])
-def test_two_ranks_of_ddp(tmp_path, overlap):
-    first, second = run_two_ranks(RANK, tmp_path / "store", overlap)
-    assert first["gradients"] == second["gradients"]
-    expected = [torch.zeros(()) for _ in first["gradients"]]
-    torch.manual_seed(0)
-    model = mlp(6)
-    for rank in range(2):
-        sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-        for it in model.parameters():
-            it.grad = None
-        model(sample).square().sum().backward()
-        expected = [
-            total + it.grad.double().sum() / 2
-            for total, it in zip(expected, model.parameters(), strict=True)
-        ]
-    # Sums of up to 1024 float32 terms below 1e4, rounded once more by the mean over ranks.
-    for mine, plain in zip(first["gradients"], expected, strict=True):
-        assert abs(mine - plain.item()) <= 1024 * 1e4 * 2**-23
-    # A bucket is sent when its gradients are there: early as ranks plan, else when all are.
-    assert len(first["sent"]) > 1
-    if overlap == "overlap":
-        assert first["sent"][0] < len(first["gradients"])
 
 
 HOROVOD = """

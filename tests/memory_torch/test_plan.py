@@ -9,11 +9,12 @@ import weakref
 import pytest
 import torch
 from small_models import Everything, SeveralOutputs, images, mlp
+from steps import grads, same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_memory import BudgetError, Device, PlanError
-from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, trace, verify
+from sn_memory import BudgetError, PlanError
+from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, verify
 from sn_memory.torch.model.tracker import AllocationTracker
 
 # A planner that answers at once: what is tested is that plans are obeyed, not how good they are.
@@ -25,15 +26,13 @@ def step(model, *args, **kwargs):
     torch.manual_seed(7)
     out = model(*args, **kwargs)
     out.backward(torch.sin(torch.arange(out.numel()).float()).view_as(out).to(out.dtype))
-    gradients = [None if it.grad is None else it.grad.clone() for it in model.parameters()]
-    buffers = [it.clone() for it in model.buffers()]
-    return [out.detach(), *gradients, *buffers, torch.get_rng_state()]
-
-
-def same(left, right):
-    return all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(left, right, strict=True)
-    )
+    gradients = [None if it is None else it.clone() for it in grads(model)]
+    return [
+        out.detach(),
+        *gradients,
+        *(it.clone() for it in model.buffers()),
+        torch.get_rng_state(),
+    ]
 
 
 @pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
@@ -76,19 +75,6 @@ def test_the_smallest_budget():
         plan(mlp(7), sample, "100%", planner=refusal.value.plan, profile=False)
 
 
-def test_several_steps_of_training():
-    model, sample = Everything(), images()
-    planned = plan(copy.deepcopy(model), sample, "70%", **SETTINGS)
-    for it in (model, planned):
-        torch.manual_seed(3)
-        optimizer = torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            optimizer.zero_grad()
-            it(images()).square().mean().backward()
-            optimizer.step()
-    assert same(model.state_dict().values(), planned.state_dict().values())
-
-
 def test_it_is_the_model():
     model, sample = Everything(), images()
     planned = plan(model, sample, "70%", **SETTINGS)
@@ -100,41 +86,11 @@ def test_it_is_the_model():
     assert "sn_memory" not in model.__dict__
 
 
-def test_evaluation_is_plain():
-    model, sample = Everything(), images()
-    planned = plan(model, sample, "70%", **SETTINGS)
-    planned.eval()
-    assert torch.equal(planned(sample), copy.deepcopy(planned)(sample))
-    with torch.no_grad():
-        assert not planned(images(2)).requires_grad
-
-
-def test_other_inputs_run_by_a_plan_as_well():
-    planned = plan(mlp(3), torch.zeros(8, 32), "100%", **SETTINGS)
-    for _ in range(2):
-        assert planned(torch.zeros(5, 32)).grad_fn.name() == "_PlannedBackward"
-    assert [it.inputs for it in planned.sn_memory.kinds] == ["input (8, 32)", "input (5, 32)"]
-    both = plan(planned, torch.zeros(5, 32), "100%", **SETTINGS)
-    both = plan(both, torch.zeros(6, 32), "100%", **SETTINGS)
-    for batch in (5, 6, 8):
-        assert both(torch.zeros(batch, 32)).grad_fn.name() == "_PlannedBackward"
-
-
 def test_copies_and_pickles_are_plain():
     planned = plan(mlp(2), torch.zeros(8, 32), "100%", **SETTINGS)
     for made in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
         assert type(made) is nn.Sequential
         assert same(made.state_dict().values(), planned.state_dict().values())
-
-
-def test_hooks_of_parameters_fire_once():
-    model, sample = mlp(4), torch.randn(64, 32)
-    fired = []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: fired.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda it, name=name: fired.append(name))
-    plan(model, sample, "80%", **SETTINGS)(sample).sum().backward()
-    assert sorted(fired) == sorted(2 * [name for name, _ in model.named_parameters()])
 
 
 def test_gradients_are_handed_over_not_copied():
@@ -197,22 +153,6 @@ def test_steps_run_in_the_planned_order():
     assert [it for it in ran if it not in views] == wanted
 
 
-@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
-def test_outputs_of_all_kinds():
-    model, sample = SeveralOutputs(), {"x": torch.randn(4, 6), "offset": 1.5}
-    planned = plan(model, sample, "100%", **SETTINGS)
-    out, expected = planned(**sample), model(**sample)
-    assert torch.equal(out["logits"], expected["logits"])
-    assert torch.equal(out["count"], expected["count"])
-    assert out["rest"][1] == 7
-    assert not out["count"].requires_grad
-    found = verify(planned, sample)
-    assert found.equal, found.different
-    expected, out = model(x=sample["x"], offset=2.5), planned(x=sample["x"], offset=2.5)
-    assert torch.equal(out["logits"], expected["logits"])
-    assert "offset is 2.5, and was 1.5" in planned.sn_memory.kinds[-1].unlike
-
-
 def test_zeros_for_outputs_without_a_gradient_are_not_made():
     """Autograd would make them for every output, while the plan counts none."""
 
@@ -230,14 +170,6 @@ def test_zeros_for_outputs_without_a_gradient_are_not_made():
         found = verify(plan(Two(), sample, budget, **SETTINGS), sample)
         assert found.equal
         assert found.measured_peak_bytes == found.predicted_peak_bytes
-
-
-def test_an_output_the_loss_does_not_use():
-    model, sample = SeveralOutputs(), {"x": torch.randn(4, 6), "offset": 1.5}
-    planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
-    for it in (model, planned):
-        it(**sample)["logits"].sum().backward()
-    assert same((it.grad for it in model.parameters()), (it.grad for it in planned.parameters()))
 
 
 def test_gradients_of_inputs():
@@ -275,15 +207,6 @@ def test_frozen_parameters_are_part_of_the_plan():
     assert model[0][0].weight.grad is not None
 
 
-def test_a_rate_changed_between_steps():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
-    planned = plan(model, torch.ones(4, 32), "100%", **SETTINGS)
-    model[1].p = 0.0
-    out = planned(torch.ones(4, 32))
-    assert "modes and numbers" in planned.sn_memory.kinds[-1].unlike
-    assert torch.equal(out, model(torch.ones(4, 32)))
-
-
 # Whether the budget of a step in bfloat16 has room for one in float32 depends on what its kernels
 # take: without AVX-512 there is none.
 @pytest.mark.filterwarnings("ignore:a training step of Sequential finds gradients")
@@ -296,27 +219,6 @@ def test_autocast_is_replayed():
         assert same(step(planned, sample), expected)
     assert planned(sample).dtype == torch.float32
     assert planned.sn_memory.kinds[-1].unlike == "autocast is otherwise"
-
-
-@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
-def test_two_forwards_before_one_backward():
-    # Each parameter is used once per pass: more uses would be summed in another order.
-    model, sample = mlp(4), torch.randn(64, 32)
-    planned = plan(copy.deepcopy(model), sample, "80%", **SETTINGS)
-    for it in (model, planned):
-        (it(sample).sum() * 2 + it(sample * 2).square().sum()).backward()
-    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.grad, plain.grad)
-
-
-def test_a_gradient_that_lies_otherwise():
-    """`sum` hands its gradient over as one number, expanded."""
-    model, sample = mlp(3), torch.randn(8, 32)
-    planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
-    for it in (model, planned):
-        it(sample).sum().backward()
-    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.grad, plain.grad)
 
 
 @pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
@@ -347,29 +249,6 @@ def test_nothing_stays_behind():
         gc.enable()
 
 
-def test_the_optimizer_counts():
-    model, sample = mlp(2), torch.randn(4, 32)
-    bare = trace(model, sample, profile=False).graph
-    loaded = trace(model, sample, profile=False, optimizer=torch.optim.Adam).graph
-    weights = sum(it.nbytes for it in model.parameters())
-    assert loaded.base_bytes - bare.base_bytes == 2 * weights + 4 * 4
-
-
-FAST_LINK = Device("fast link", 1e9, 1e9, 1e12, 1e12, 0.0)
-
-
-def test_offloading_to_the_host():
-    model, sample = mlp(8), torch.randn(64, 32)
-    planned = plan(
-        model, sample, "75%", techniques=("keep", "offload"), device=FAST_LINK, profile=False
-    )
-    assert planned.sn_memory.plan.decided("offload")
-    for _ in range(2):
-        found = verify(planned, sample)
-        assert found.measured_peak_bytes == found.predicted_peak_bytes
-        assert found.equal, found.different
-
-
 def test_refusals():
     model, sample = mlp(2), torch.randn(4, 32)
     before = dict(model.__dict__)
@@ -384,20 +263,6 @@ def test_refusals():
     with pytest.raises(TraceError, match="hashable"):
         plan(SeveralOutputs(), {"x": torch.zeros(2, 6), "offset": {1}}, "100%", **SETTINGS)
     assert model.__dict__ == before
-
-
-def test_moved_parameters_are_told_apart():
-    model, sample = mlp(2), torch.randn(4, 32)
-    planned = plan(model, sample, "100%", **SETTINGS)
-    model.double()
-    with pytest.raises(ReplayError, match="Plan the model as"):
-        planned(sample)
-
-
-def test_the_report(tmp_path):
-    planned = plan(mlp(4), torch.randn(64, 32), "80%", **SETTINGS)
-    planned.sn_memory.report(tmp_path / "report.html")
-    assert "recompute" in (tmp_path / "report.html").read_text()
 
 
 class Dropping(nn.Module):

@@ -84,22 +84,15 @@ def test_timing_the_ops_of_an_lstm_leaves_the_process_alive():
 
 @pytest.mark.filterwarnings(ONEDNN_SAYS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("profile", [True, False])
-def test_planned_as_it_runs(name, profile):
-    model, sample = MODELS[name](), sample_of(name)
-    planned = plan(model, sample, "100%", profile=profile)
-    found = verify(planned, sample)
-    assert found.equal, found.different
-    assert found.measured_peak_bytes == found.predicted_peak_bytes
-
-
-@pytest.mark.filterwarnings(ONEDNN_SAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_estimated_as_it_runs(name):
+def test_planned_and_estimated_as_it_runs(name):
     model, sample = MODELS[name](), sample_of(name)
     with restore_step(model, sample):
         measured = run_step(model, model, ((sample,), {}), kernels=True).peak_bytes
     assert estimate(model, sample).step_bytes == measured
+    planned = plan(model, sample, "100%", profile=name in ("lstm", "gru", "tagger"))
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["layers", "tagger", "halves"])
@@ -122,10 +115,7 @@ def test_an_lstm_is_no_cheap_thing_to_run_again():
     assert flops["mkldnn_rnn_layer_backward"] == 2 * forward
 
 
-SHAPES = [
-    *((1, 1, 1, 1), (7, 5, 31, 256), (50, 33, 7, 3), (3, 64, 300, 3), (100, 10, 16, 16)),
-    *((50, 32, 64, 128), (2, 2, 250, 512), (101, 1, 256, 17)),
-]
+SHAPES = [(1, 1, 1, 1), (7, 5, 31, 256), (50, 33, 7, 3), (3, 64, 300, 3), (101, 1, 256, 17)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -6,18 +6,17 @@ Over 300 lines: one table of changes, and the models that read what changes.
 """
 
 import copy
-import threading
 
 import pytest
 import torch
 from small_models import mlp
+from steps import grads, rows, same
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from sn_memory.torch import PlanWarning, ReplayError, plan, verify
 
-SAMPLE = torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
+SAMPLE = rows(512)
 
 
 class Block(nn.Module):
@@ -52,12 +51,6 @@ def gradients(model, parameters=None, between=lambda model: None, run=None):
     loss = (run or model)(SAMPLE).square().mean()
     between(model)
     return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
-def same(got, expected):
-    return all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(got, expected, strict=True)
-    )
 
 
 @torch.no_grad()
@@ -154,7 +147,7 @@ def test_weights_frozen_in_between():
         loss = model(SAMPLE).square().mean()
         freeze(model)
         loss.backward()
-        results.append([it.grad for it in model.parameters()])
+        results.append(grads(model))
         assert not any(it.requires_grad for it in model[1].parameters())
     assert same(*results)
 
@@ -167,7 +160,7 @@ def test_an_input_frozen_in_between():
         loss = model(given).square().mean()
         given.requires_grad_(requires_grad=False)
         loss.backward()
-        results.append([it.grad for it in model.parameters()])
+        results.append(grads(model))
     assert same(*results)
 
 
@@ -187,74 +180,6 @@ def test_modes_rates_and_hooks_of_the_forward_pass():
         assert not any(it.training or it.into._forward_hooks for it in model)
         assert all(it.drop.p == 0.9 for it in model)
     assert same(*results)
-
-
-def test_threads_that_share_a_model():
-    """The forwards of modules are replaced for one pass: every thread failed."""
-    plain = mlp(5)
-    budgeted = by_modules(copy.deepcopy(plain), "75%")
-    wanted, found, errors = {}, {}, []
-    for place in range(3):
-        loss = plain((place + 1) * SAMPLE).square().mean()
-        wanted[place] = torch.autograd.grad(loss, list(plain.parameters()))
-
-    def work(place):
-        try:
-            for _ in range(10):
-                loss = budgeted((place + 1) * SAMPLE).square().mean()
-                found[place] = torch.autograd.grad(loss, list(budgeted.parameters()))
-                assert same(found[place], wanted[place])
-        except Exception as error:  # noqa: BLE001 - shown by the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(3)]
-    for it in threads:
-        it.start()
-    for it in threads:
-        it.join()
-    assert not errors
-    assert sorted(found) == [0, 1, 2]
-    assert not any("forward" in it.__dict__ for it in plain.modules())
-    assert not any("forward" in it.__dict__ for it in budgeted.modules())
-
-
-def test_inside_a_checkpoint_of_the_caller():
-    results = []
-    for model in (net(), by_modules(net())):
-
-        def run(x, model=model):
-            return checkpoint(model, x, use_reentrant=False)
-
-        results.append(gradients(model, run=run))
-    assert same(*results)
-
-
-class Momentum(nn.Module):
-    """As of a momentum encoder: moves parameters of its own before it runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.fast, self.slow = mlp(2), mlp(2).requires_grad_(requires_grad=False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-        return self.fast(x) + self.slow(x)
-
-
-def test_a_module_that_moves_its_parameters_runs_once():
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Momentum() for _ in range(3)))
-    planned = by_modules(copy.deepcopy(plain), "85%")
-    assert not {it.name for it in planned.sn_memory.plan.choices} & {"0", "1", "2"}
-    planned.load_state_dict(plain.state_dict())
-    for model in (plain, planned):
-        torch.manual_seed(1)
-        model(SAMPLE).square().mean().backward()
-    for one, other in zip(planned.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
 
 
 class Leaky(nn.Module):

@@ -1,7 +1,6 @@
 """Which calls are timed on made-up tensors, and what becomes of the times."""
 
 import logging
-import threading
 import warnings
 from dataclasses import replace
 
@@ -216,44 +215,15 @@ def test_legacy_precision_and_determinism_count():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": NaN}', "7", '{"a": "b"}'])
-def test_a_damaged_file_is_no_reason_not_to_plan(tmp_path, caplog, content):
+def test_a_damaged_file_is_no_reason_not_to_plan(tmp_path, caplog):
     model, sample = mlp(1), torch.zeros(3, 32)
     trace(model, sample, device=NOMINAL)
     (file,) = (tmp_path / "sn_memory").iterdir()
-    file.write_text(content, encoding="utf-8")
+    file.write_text('{"a": "b"}', encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         graph = trace(model, sample, device=NOMINAL).graph
     assert graph.seconds_sources == {"measured": len(graph.ops)}
     assert len(caplog.records) == 1
-
-
-def test_a_cache_that_cannot_be_is_no_reason_not_to_plan(monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
-    with caplog.at_level(logging.WARNING):
-        graph = trace(mlp(1), torch.zeros(3, 32), device=NOMINAL).graph
-    assert graph.seconds_sources == {"measured": len(graph.ops)}
-    assert len(caplog.records) == 1
-
-
-def test_two_at_once_keep_what_both_measured():
-    """The second reads before the first has written, and writes after it."""
-    first_measures, second_is_done = threading.Event(), threading.Event()
-
-    def slow():
-        first_measures.set()
-        second_is_done.wait(30)
-        return 1.0
-
-    thread = threading.Thread(target=cached_seconds, args=([("slow", slow)], CPU))
-    thread.start()
-    first_measures.wait(30)
-    cached_seconds([("quick", lambda: 2.0)], CPU)
-    second_is_done.set()
-    thread.join(30)
-    never = [("slow", lambda: None), ("quick", lambda: None)]
-    assert cached_seconds(never, CPU) == [1.0, 2.0]
 
 
 def test_a_device_is_measured_once_and_with_no_more_than_an_op_takes(monkeypatch):

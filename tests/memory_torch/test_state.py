@@ -9,6 +9,7 @@ import pytest
 import torch
 from late_lanes import OddLanes
 from small_models import most_scratch
+from steps import same
 from torch import nn
 
 from sn_memory import BudgetError, PlanError, check_plan
@@ -54,8 +55,11 @@ def batches(count, size=8):
     return [torch.randint(0, 32, (size, 16), generator=made) for _ in range(count)]
 
 
-# Updates where state rests, or of copies; see HostState.
+# Updates where state rests, or of copies, and when; see HostState.
 IN_PLACE = pytest.mark.parametrize("in_place", [True, False])
+WAYS = [("step", True), ("step", False), ("backward", True), ("backward", False)]
+EACH_WAY = pytest.mark.parametrize(("update", "in_place"), WAYS)
+TWO_WAYS = pytest.mark.parametrize(("update", "in_place"), WAYS[:1] + WAYS[3:])
 
 
 def pair(make="adamw", budget="50%", update="step", model=None, in_place=False, **settings):
@@ -88,30 +92,43 @@ def trained(model, optimizer, data, *, clip=None, scheduler=None, micro=1):
     return losses
 
 
-def same(mine, plain):
-    return all(map(torch.equal, mine.state_dict().values(), plain.state_dict().values()))
+def trains_alike(pair, data, *, schedulers=(None, None), **settings):
+    """Whether both models of a pair have the same losses and the same state after these batches."""
+    mine, plain, *optimizers = pair
+    losses = [
+        trained(*it, data, scheduler=scheduler, **settings)
+        for *it, scheduler in zip((mine, plain), optimizers, schedulers, strict=True)
+    ]
+    return losses[0] == losses[1] and alike(mine, plain)
 
 
-@IN_PLACE
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("make", OPTIMIZERS)
+def alike(mine, plain):
+    own, others = mine.state_dict(), plain.state_dict()
+    return own.keys() == others.keys() and same(map(own.get, others), others.values())
+
+
+# Each optimizer by one way, and AdamW by all.
+BITS = [(make, *WAYS[at % 4]) for at, make in enumerate(OPTIMIZERS)]
+BITS += [("adamw", *way) for way in WAYS[1:]] + [("momentum", "step", True)]
+
+
+@pytest.mark.parametrize(("make", "update", "in_place"), BITS)
 def test_bits_are_those_of_training_without(make, update, in_place):
     # In place a parameter itself moves later, as its state then costs nothing.
     tight = "30%" if update == "step" else "35%"
     budget = tight if in_place and make == "adamw" else "55%"
-    mine, plain, *optimizers = pair(make, budget, update, in_place=in_place)
-    data = batches(5)
-    assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
-    assert same(mine, plain)
+    mine, *others = pair(make, budget, update, in_place=in_place)
+    assert trains_alike((mine, *others), batches(5))
     places = set(mine.sn_memory.state.places.values())
     assert places > {"device"} or make == "adafactor" or (in_place and places & {"state", "host"})
     assert "host" in mine.sn_memory.state.places.values() or budget == "55%"
     check_plan(mine.sn_memory.trace.graph, mine.sn_memory.plan)
 
 
-@IN_PLACE
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("budget", ["100%", "70%", "45%"])
+@pytest.mark.parametrize(
+    ("budget", "update", "in_place"),
+    [("100%", *WAYS[1]), ("70%", *WAYS[3]), *(("45%", *it) for it in WAYS)],
+)
 def test_the_peak_is_as_predicted(budget, update, in_place):
     mine, _, optimizer, _ = pair("adamw", budget, update, in_place=in_place)
     state, numbers = mine.sn_memory.state, batches(1)[0]
@@ -147,11 +164,10 @@ def test_the_peak_is_as_predicted(budget, update, in_place):
         del known
 
 
-@IN_PLACE
-@pytest.mark.parametrize("probability", [0.0, 0.3])
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability, in_place):
-    made = []
+@EACH_WAY
+def test_any_order_of_copies_gives_the_same(monkeypatch, update, in_place):
+    """As late as they may, or at random."""
+    made, probability = [], 0.3 if in_place else 0.0
 
     def lanes(self):
         if not made:
@@ -162,37 +178,22 @@ def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability, in
     monkeypatch.setattr(HostState, "speeds", lambda self: (1e9, 2e9))
     for budget in ("75%", "35%" if in_place else "45%"):
         made.clear()
-        mine, plain, *optimizers = pair("adamw", budget, update, in_place=in_place)
-        data = batches(4)
-        assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
-        assert same(mine, plain)
+        assert trains_alike(pair("adamw", budget, update, in_place=in_place), batches(4))
         assert made[0].faults == []
         assert not made[0].under_way()
 
 
-@IN_PLACE
-@pytest.mark.parametrize("update", ["step", "backward"])
+@TWO_WAYS
 def test_a_scheduler_sets_the_rate(update, in_place):
-    mine, plain, *optimizers = pair("momentum", "50%", update, in_place=in_place)
-    schedulers = [torch.optim.lr_scheduler.StepLR(it, 2, 0.1) for it in optimizers]
-    data = batches(6)
-    losses = [
-        trained(model, optimizer, data, scheduler=scheduler)
-        for model, optimizer, scheduler in zip((mine, plain), optimizers, schedulers, strict=True)
-    ]
-    assert losses[0] == losses[1]
-    assert same(mine, plain)
+    both = pair("momentum", "50%", update, in_place=in_place)
+    schedulers = [torch.optim.lr_scheduler.StepLR(it, 2, 0.1) for it in both[2:]]
+    assert trains_alike(both, batches(6), schedulers=schedulers)
 
 
 @IN_PLACE
 def test_gradients_are_added_and_clipped_on_the_host(in_place):
-    mine, plain, *optimizers = pair("adamw", "50%", in_place=in_place)
-    data = batches(6)
-    losses = [
-        trained(*it, data, clip=0.1, micro=2) for it in zip((mine, plain), optimizers, strict=True)
-    ]
-    assert losses[0] == losses[1]
-    assert same(mine, plain)
+    both = pair("adamw", "50%", in_place=in_place)
+    assert trains_alike(both, batches(6), clip=0.1, micro=2)
 
 
 def test_a_loss_scaler():
@@ -204,7 +205,7 @@ def test_a_loss_scaler():
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert same(mine, plain)
+    assert alike(mine, plain)
 
 
 def test_what_needs_all_gradients_says_so_where_they_are_used_up():
@@ -227,10 +228,7 @@ def test_a_parameter_that_is_not_trained_may_lie_on_the_host():
     model = Net()
     for layer in model.layers[:2]:
         layer.requires_grad_(False)
-    mine, plain, *optimizers = pair("adamw", "65%", "backward", model)
-    data = batches(3)
-    assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
-    assert same(mine, plain)
+    assert trains_alike(pair("adamw", "65%", "backward", model), batches(3))
 
 
 def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients():
@@ -244,52 +242,47 @@ def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients():
     assert torch.equal(mine.norm.weight.grad, plain.norm.weight.grad)
 
 
-@IN_PLACE
-@pytest.mark.parametrize("update", ["step", "backward"])
+@TWO_WAYS
 def test_saved_here_and_loaded_there(tmp_path, update, in_place):
     """Both ways: what is on the host is loaded without a plan, and the reverse."""
-    mine, plain, *optimizers = pair("adamw", "45%", update, in_place=in_place)
+    both = mine, plain, *optimizers = pair("adamw", "45%", update, in_place=in_place)
     data = batches(8)
+
+    def hand_over(giver, taker, first, second):
+        torch.save((giver.state_dict(), first.state_dict()), tmp_path / "saved")
+        # What it trained on of its own is forgotten.
+        trained(taker, second, data[:2])
+        weights, state = torch.load(tmp_path / "saved")
+        taker.load_state_dict(weights)
+        second.load_state_dict(state)
+
     trained(mine, optimizers[0], data[:4])
-    torch.save((mine.state_dict(), optimizers[0].state_dict()), tmp_path / "saved")
-    trained(plain, optimizers[1], data[:2])
-    weights, state = torch.load(tmp_path / "saved")
-    plain.load_state_dict(weights)
-    optimizers[1].load_state_dict(state)
-    assert trained(mine, optimizers[0], data[4:]) == trained(plain, optimizers[1], data[4:])
-    torch.save((plain.state_dict(), optimizers[1].state_dict()), tmp_path / "saved")
-    trained(mine, optimizers[0], data[:1])
-    weights, state = torch.load(tmp_path / "saved")
-    mine.load_state_dict(weights)
-    optimizers[0].load_state_dict(state)
-    assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
-    assert same(mine, plain)
+    hand_over(mine, plain, *optimizers)
+    assert trains_alike(both, data[4:])
+    hand_over(plain, mine, *reversed(optimizers))
+    assert trains_alike(both, data)
     assert set(mine.sn_memory.state.places.values()) & {"state", "host"}
 
 
 def test_evaluation_reads_what_is_on_the_host():
-    mine, plain, *optimizers = pair("adamw", "45%")
-    trained(mine, optimizers[0], batches(2))
-    trained(plain, optimizers[1], batches(2))
+    both = mine, plain, *_ = pair("adamw", "45%")
+    assert trains_alike(both, batches(2))
     with torch.no_grad():
         assert torch.equal(mine(batches(1, 3)[0]), plain(batches(1, 3)[0]))
 
 
 @IN_PLACE
 def test_inputs_of_another_size(in_place):
-    mine, plain, *optimizers = pair("adamw", "60%", "backward", in_place=in_place)
-    data = [*batches(2), *batches(1, 5), *batches(1, 3), *batches(1)]
-    assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
-    assert same(mine, plain)
-    assert len(mine.sn_memory.kinds) == 3
+    both = pair("adamw", "60%", "backward", in_place=in_place)
+    assert trains_alike(both, [*batches(2), *batches(1, 5), *batches(1, 3), *batches(1)])
+    assert len(both[0].sn_memory.kinds) == 3
 
 
 class BrokenError(Exception):
     pass
 
 
-@IN_PLACE
-@pytest.mark.parametrize("update", ["step", "backward"])
+@EACH_WAY
 def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place):
     """Parameters are those before or after their own update; the next step is as ever."""
     mine, plain, *optimizers = pair(
@@ -335,9 +328,9 @@ def test_the_least_that_can_be_had_is_said():
 
 
 def test_where_all_fits_nothing_moves():
-    mine, plain, *optimizers = pair("adamw", "100%")
-    assert set(mine.sn_memory.state.places.values()) == {"device"}
-    assert trained(mine, optimizers[0], batches(2)) == trained(plain, optimizers[1], batches(2))
+    both = pair("adamw", "100%")
+    assert set(both[0].sn_memory.state.places.values()) == {"device"}
+    assert trains_alike(both, batches(2))
 
 
 def test_a_model_that_is_made_on_the_host(tmp_path):
@@ -355,8 +348,7 @@ def test_a_model_that_is_made_on_the_host(tmp_path):
     plain.load_state_dict(model.state_dict())
     optimizers = [OPTIMIZERS["adamw"](it.parameters()) for it in (model, plain)]
     mine = plan(model, batches(1)[0], "50%", optimizer=optimizers[0], state=held, **SETTINGS)
-    data = batches(3)
-    assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
+    assert trains_alike((mine, plain, *optimizers), batches(3))
     assert str(tmp_path) in repr(mine.sn_memory.state)
 
 
@@ -392,8 +384,7 @@ def test_buffers_of_a_model_made_on_the_host_are_made_as_well(tmp_path):
             net(sample).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    own = mine.state_dict()
-    assert all(torch.equal(own[name], value) for name, value in plain.state_dict().items())
+    assert alike(mine, plain)
 
 
 def mapped_bytes(folder):
@@ -515,16 +506,13 @@ def test_a_model_on_a_device_without_streams_is_refused():
 
 
 def test_parameters_that_share_memory_and_hooks_are_refused():
-    model = Net()
-    model.norm.bias = nn.Parameter(model.norm.weight.data)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(PlanError, match="share memory"):
-        plan(model, batches(1)[0], "50%", optimizer=optimizer, state="host", **SETTINGS)
-    model = Net()
-    model.norm.weight.register_post_accumulate_grad_hook(lambda it: None)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(PlanError, match="hook"):
-        plan(model, batches(1)[0], "50%", optimizer=optimizer, state="host", **SETTINGS)
+    sharing, hooked = Net(), Net()
+    sharing.norm.bias = nn.Parameter(sharing.norm.weight.data)
+    hooked.norm.weight.register_post_accumulate_grad_hook(lambda it: None)
+    for model, words in ((sharing, "share memory"), (hooked, "hook")):
+        given = {"optimizer": torch.optim.AdamW(model.parameters()), "state": "host"}
+        with pytest.raises(PlanError, match=words):
+            plan(model, batches(1)[0], "50%", **SETTINGS, **given)
 
 
 def test_a_model_that_cannot_be_traced_is_refused():

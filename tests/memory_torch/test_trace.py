@@ -124,12 +124,6 @@ def test_shared_weights_are_one_storage():
     assert [it.name for it in graph.storages if it.role == "parameter"] == ["0.weight"]
 
 
-def test_recurrent_layers_get_their_gradients():
-    captured = trace(nn.LSTM(4, 5), torch.zeros(3, 2, 4), profile=False).captured
-    assert len(captured.gradients) == 4
-    assert all(view is not None for _, view in captured.gradients)
-
-
 def test_times_are_measured_and_kept(tmp_path):
     model, sample = mlp(2), torch.zeros(3, 32)
     graph = trace(model, sample).graph
@@ -239,11 +233,6 @@ def test_refused_and_left_as_it_was(odd, says):
 def test_the_place_is_named():
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+"):
         trace(Odd(looks), torch.zeros(2, 4), profile=False)
-
-
-def test_sparse_gradients_are_refused():
-    with pytest.raises(TraceError, match="sparse"):
-        trace(nn.Embedding(5, 3, sparse=True), torch.zeros(2, dtype=torch.long), profile=False)
 
 
 class CallsBackward(nn.Module):

@@ -148,8 +148,10 @@ def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
     assert "(+2.0 %) as traced" in note
 
 
-@pytest.mark.parametrize("backend", ["graph", "modules"])
-@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+@pytest.mark.parametrize(
+    ("profile", "backend"),
+    [(torch.profiler.profile, "graph"), (torch.autograd.profiler.profile, "modules")],
+)
 def test_planned_while_the_caller_profiles(profile, backend):
     model, sample = mlp(3), torch.randn(16, 32)
     with profile(profile_memory=True) as seen:
@@ -170,9 +172,7 @@ class RaisesUnderFakes(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("of BF16 type"), AttributeError("size"), KeyError("no"), ValueError("a")]
-)
+@pytest.mark.parametrize("error", [RuntimeError("of BF16 type"), KeyError("no")])
 def test_any_failure_to_trace_leads_to_regions(error):
     model, sample = RaisesUnderFakes(error), torch.randn(64, 32)
     with pytest.warns(PlanWarning, match=f"{type(error).__name__} under fake tensors .*test_trial"):
@@ -209,12 +209,17 @@ def test_the_models_own_error_is_raised():
         plan(mlp(2), torch.randn(4, 31), "80%", **SETTINGS)
 
 
-@pytest.mark.parametrize("backend", ["auto", "graph", "compile", "modules"])
+OUT_OF_RANGE = (
+    nn.Sequential(nn.Embedding(10, 32), *mlp(4)), torch.full((64,), 99), "index out of range",
+)  # fmt: skip
+OF_ANOTHER_TYPE = (mlp(4), torch.randn(64, 32, dtype=torch.float64), "same dtype")
+
+
 @pytest.mark.parametrize(
-    ("model", "sample", "own"),
+    ("model", "sample", "own", "backend"),
     [
-        (nn.Sequential(nn.Embedding(10, 32), *mlp(4)), torch.full((64,), 99), "index out of range"),
-        (mlp(4), torch.randn(64, 32, dtype=torch.float64), "same dtype"),
+        *((*OUT_OF_RANGE, it) for it in ("auto", "compile", "modules")),
+        *((*OF_ANOTHER_TYPE, it) for it in ("auto", "graph")),
     ],
 )
 def test_a_sample_on_which_the_model_fails_is_refused_with_its_error(model, sample, own, backend):
