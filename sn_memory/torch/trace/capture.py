@@ -317,29 +317,21 @@ class _Capture:
         known = {id(fake) for fake in self.fakes.values()}
         for path, module in self.model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
                 where = f"{path}.{name}" if path else name
-                if tensor is not None and id(tensor) not in known:
-                    raise TraceError(
-                        f"the forward pass replaces {where} with a new tensor. Change it in place "
-                        "(copy_, mul_)."
-                    )
-                if tensor is not None and self.recorder.view(tensor).storage != self.memory.get(
-                    id(tensor)
-                ):
-                    raise TraceError(
-                        f"the forward pass sets .data of {where}, which a replay would not. Change "
-                        "it in place (copy_, mul_)."
-                    )
-                if id(tensor) in self.wanted and tensor.requires_grad != self.wanted[id(tensor)]:
-                    raise TraceError(
-                        f"the forward pass sets requires_grad of {where}. Set it before planning."
-                    )
-                if id(tensor) in self.wanted and tensor.grad is not None:
-                    raise TraceError(
-                        f"the forward pass calls backward, which adds to {where}.grad outside of "
-                        "the planned backward pass. Take torch.autograd.grad of what it needs "
-                        "there, or call backward after the forward pass."
-                    )
+                trains = self.wanted.get(id(tensor))
+                if id(tensor) not in known:
+                    why = f"replaces {where} with a new tensor. Change it in place (copy_, mul_)"
+                elif self.recorder.view(tensor).storage != self.memory.get(id(tensor)):
+                    why = f"sets .data of {where}, which a replay would not. Change it in place"
+                elif trains is not None and tensor.requires_grad != trains:
+                    why = f"sets requires_grad of {where}. Set it before planning"
+                elif trains is not None and tensor.grad is not None:
+                    why = f"calls backward, which adds to {where}.grad. Call it after the forward"
+                else:
+                    continue
+                raise TraceError(f"the forward pass {why}.")
 
     def check_inputs(self, inputs: set[int]) -> None:
         """Refuse a model that writes into what it is given."""
