@@ -6,6 +6,7 @@ Run as `train.py way=EXCHANGE CASE...`, with further exchanges and their cases b
 
 import sys
 import warnings
+from functools import cache
 
 import horovod.torch as hvd
 import torch
@@ -107,9 +108,14 @@ def order_differs(way=GATHER):
     assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "ranks differ"
 
 
+@cache
+def halves():
+    """Process sets of the even ranks and of the odd ones; Horovod makes none of the same twice."""
+    return [hvd.add_process_set(list(range(first, hvd.size(), 2))) for first in (0, 1)]
+
+
 def process_sets(way=GATHER):
-    even = hvd.add_process_set(list(range(0, hvd.size(), 2)))
-    odd = hvd.add_process_set(list(range(1, hvd.size(), 2)))
+    even, odd = halves()
     model, _ = train(way=way, process_set=even if hvd.rank() % 2 == 0 else odd)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     everyone = hvd.allgather(flat[None], name="sets")
