@@ -220,6 +220,7 @@ def test_few_bits_bias_no_gradient_of_a_norm(kind, bits):
         errors = torch.stack([each[number] - exact for each in found])
         # The mean's squares are a chi-square of many numbers: near one repeats-th of the errors'.
         ratio = float(errors.mean(0).square().sum() / errors.square().sum() * repeats**2)
-        assert 0.5 < ratio < 1.5
+        # Five deviations of the chi-square of 48 weights; of an input's many numbers it is narrow.
+        assert 0.5 < ratio < 1.5 if number == 0 else 0 < ratio < 2.1
         size = float((errors.square().sum() / repeats).sqrt() / exact.norm())
         assert size < (0.05 if number == 0 else 0.5) * (8 if bits == 2 else 1)
