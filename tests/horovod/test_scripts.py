@@ -24,6 +24,7 @@ STARTS = [
     (["buckets.py"], 2, UNFUSED),
     (["trust.py"], 2, {}),
     (["nodes.py"], 4, UNFUSED),
+    (["nodes_as_ever.py"], 4, UNFUSED),
     (["keras_train.py"], 2, {}),
     (["tensorflow_behave.py", "tensorflow_outcomes.py", "tensorflow_trust.py"], 2, {}),
     (["tensorflow_sized.py", "tensorflow_gathered.py", "tensorflow_tune.py"], 2, {}),

@@ -1,14 +1,9 @@
-"""One rank of nodes of two, as horovodrun -H HOST:2,HOST:2 makes them: `nodes.py [CASE...]`.
-
-The cases of `behave.py` and `buckets.py` that hold whatever way gradients travel run here as well.
-"""
+"""One rank of nodes of two, as horovodrun -H HOST:2,HOST:2 makes them: `nodes.py [CASE...]`."""
 
 import copy
 import logging
 from functools import partial
 
-import behave
-import buckets
 import cases
 import horovod.torch as hvd
 import torch
@@ -205,13 +200,6 @@ CASES = [
     without_a_hierarchy_all_is_as_on_one_node, unequal_nodes_exchange_as_without,
     a_run_goes_on_with_other_nodes, one_state_is_not_enough_for_other_nodes,
     a_rank_that_joins_is_refused,
-    # Whatever way gradients travel:
-    buckets.ranks_compute_in_different_orders, buckets.the_order_of_the_gradients_changes_no_bit,
-    buckets.a_step_that_broke_off_is_as_if_it_had_never_been,
-    buckets.what_gathers_goes_on_after_a_step_that_broke_off,
-    behave.mean_is_the_mean, behave.not_a_number_reaches_all, behave.sparse_travels_as_plain,
-    behave.double_travels_as_plain, behave.resume,
-    behave.gradients_of_two_passes_are_exchanged_once, behave.what_is_thrown_away_leaves_no_trace,
 ]  # fmt: skip
 
 if __name__ == "__main__":
