@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,28 +128,46 @@ def table(rows: list[dict[str, Any]]) -> str:
     return text_table(head, cells, ("", "", ".4f", ".4f", ".2f", ".2f"))
 
 
-def main() -> None:
-    """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+def parser_of(doc: str | None, results: Path, ways: Iterable[str]) -> argparse.ArgumentParser:
+    """The arguments of a bench that trains each way with each seed."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=results, help="rows go there")
     parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--budget", default="60%", help="of the planned ways")
-    args = parser.parse_args()
+    return parser
+
+
+def rows_by_seed(
+    script: str,
+    args: argparse.Namespace,
+    more: Callable[[str], dict[str, Any]] = lambda way: {},
+) -> list[dict[str, Any]]:
+    """Do the runs that are missing; all rows, which are kept after each.
+
+    more : of a way, what its job has beside way, seed and steps
+    """
     rows = load(args.json)
     for seed in [] if args.report else args.seeds:
         for way in args.ways:
-            job = {"way": way, "seed": seed, "steps": args.steps}
-            job |= {"budget": args.budget if WAYS[way].get("planned") else None}
+            job = {"way": way, "seed": seed, "steps": args.steps} | more(way)
             if measured(rows, job):
                 continue
             print(f"{way}, seed {seed}", file=sys.stderr, flush=True)
-            found = run_ranks(__file__, job, ranks=RANKS, timeout_s=3600)
-            rows.append(job | found[0] | about(__file__))
+            found = run_ranks(script, job, ranks=RANKS, timeout_s=3600)
+            rows.append(job | found[0] | about(script))
             save(args.json, rows)
-    print(table(rows))
+    return rows
+
+
+def main() -> None:
+    """Do the runs that are missing, then print the table."""
+    parser = parser_of(__doc__, RESULTS, WAYS)
+    parser.add_argument("--budget", default="60%", help="of the planned ways")
+    args = parser.parse_args()
+    budgets = {way: args.budget if WAYS[way].get("planned") else None for way in WAYS}
+    print(table(rows_by_seed(__file__, args, lambda way: {"budget": budgets[way]})))
 
 
 if __name__ == "__main__" and not as_rank(work):

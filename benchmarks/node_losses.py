@@ -10,20 +10,17 @@ run goes on.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_ranks import about, as_rank, measured, run_ranks
-from fsdp_shards import RANKS, Gpt2, train
+from ddp_ranks import as_rank
+from fsdp_shards import Gpt2, parser_of, rows_by_seed, train
 from torch.nn.parallel import DistributedDataParallel
-from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.text_table import text_table
@@ -73,24 +70,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    args = parser.parse_args()
-    rows = load(args.json)
-    for seed in [] if args.report else args.seeds:
-        for way in args.ways:
-            job = {"way": way, "seed": seed, "steps": args.steps}
-            if measured(rows, job):
-                continue
-            print(f"{way}, seed {seed}", file=sys.stderr, flush=True)
-            found = run_ranks(__file__, job, ranks=RANKS, timeout_s=3600)
-            rows.append(job | found[0] | about(__file__))
-            save(args.json, rows)
-    print(table(rows))
+    print(table(rows_by_seed(__file__, parser_of(__doc__, RESULTS, WAYS).parse_args())))
 
 
 if __name__ == "__main__" and not as_rank(work):
