@@ -44,7 +44,7 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], tupl
         lambda: torch.randn(4, 3, 224, 224),
         (4, "eighth"),
     ),
-    "gpt2": (partial(Gpt2, layers=4), lambda: torch.randint(50257, (2, 512)), (8, 4)),
+    "gpt2": (partial(Gpt2, layers=4), lambda: torch.randint(50257, (2, 512)), (8, 4, "eighth")),
 }
 EIGHTH = 8.1  # of the plain bytes; what escapes is not foreseen
 

@@ -342,7 +342,7 @@ def gradients_of_two_passes_are_exchanged_once():
 
     for one, other in zip(bits_of(skip=True), bits_of(skip=False), strict=True):
         assert torch.equal(one, other)
-        assert torch.equal(one, hvd.broadcast(one, 0))
+        assert torch.equal(one, hvd.broadcast(one, 0, name="one"))
 
 
 def ranks_that_exchange_again_alone_are_told():
