@@ -32,8 +32,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: host": (("torch/state", "torch/host"), 1737, 1300),
     "torch: compile": (("torch/compile",), 1198, 700),
     "torch: policy": (("torch/policy",), 1290, 750),
-    "torch: regions": (("torch/regions",), 2281, 900),
-    "torch: modules": (("torch/modules",), 1028, 550),
+    "torch: regions": (("torch/regions",), 2296, 900),
+    "torch: modules": (("torch/modules",), 1034, 550),
     "torch: activations": (("torch/activations",), 2467, 1200),
     "tensorflow": (("tensorflow",), 6039, 4200),
 }

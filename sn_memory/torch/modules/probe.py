@@ -57,7 +57,7 @@ class _Running:
     seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
     weights: list[tuple[torch.Tensor, int]]
-    own: set[int]
+    input_memories: set[int]
     counted: dict[int, Any] = field(default_factory=dict)
 
 
@@ -92,8 +92,8 @@ class Probe:
         self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
             piece.untyped_storage()._cdata
-            for whole in (*model.parameters(), *model.buffers())
-            for piece in pieces(whole)
+            for tensor in (*model.parameters(), *model.buffers())
+            for piece in pieces(tensor)
         }
         args, kwargs = arguments
         entered = [(tensor, version_of(tensor)) for tensor in tensors(arguments)]
@@ -113,25 +113,25 @@ class Probe:
             with recorded_reads(model) as reads:
                 self._run(lambda: model(*args, **kwargs))
             self.reads = reads()
-            self.changes_inputs = any(version_of(it) != version for it, version in entered)
+            self.changes_inputs = any(version_of(tensor) != version for tensor, version in entered)
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
             self.sets: set[tuple[int, str]] = set()
-            for place, (module, before, kept) in enumerate(attributes):
+            for place, (module, before, snapshot) in enumerate(attributes):
                 now = module.__dict__
                 names = {
                     name
                     for name in before.keys() | now.keys()
                     if name not in before or name not in now or now[name] is not before[name]
                 }
-                names.update(kept.changed())
+                names.update(snapshot.changed())
                 if names:
                     self._mark(module)
                 # What a hook holds is an attribute of no module.
                 self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
-            for module, given, seen in self._given:
-                if fingerprint(given) != seen:
+            for module, objects, seen in self._given:
+                if fingerprint(objects) != seen:
                     self._mark(module)
             self._given.clear()
         self.written = written.weights()
@@ -152,25 +152,26 @@ class Probe:
                 self._saved(tensor)
                 return tensor if keep else None
 
-            own = Generators(it for module in self.model.modules() for _, it in kept_by(module))
-            drawn, python, looks = self._drawn(), outside_states(), _Looks(self._mark_early)
+            held = (value for module in self.model.modules() for _, value in kept_by(module))
+            generators = Generators(held)
+            drawn, python, value_reads = self._drawn(), outside_states(), _Looks(self._mark_early)
             try:
                 hooks = saved_tensors_hooks(saved, _needed)
-                with torch.enable_grad(), self._watched(), hooks, looks:
+                with torch.enable_grad(), self._watched(), hooks, value_reads:
                     forward()
             except _Differentiates:
                 continue
             # What Python draws has no op that looks at it.
-            in_python = own.changed() or python != outside_states()
+            in_python = generators.changed() or python != outside_states()
             by_ops = not all(map(torch.equal, drawn, self._drawn()))
-            self.by_chance = in_python or (by_ops and looks.looked)
+            self.by_chance = in_python or (by_ops and value_reads.looked)
             return
 
     @property
     def saved_bytes(self) -> int:
         """What the whole model saves for the backward pass, inputs of its own included."""
-        whole = self.behaviour.get(self.model, Behaviour())
-        return whole.saved_bytes + whole.saved_input_bytes
+        total = self.behaviour.get(self.model, Behaviour())
+        return total.saved_bytes + total.saved_input_bytes
 
     def _drawn(self) -> list[torch.Tensor]:
         """Return the states of torch's random number generators, of the host and the device."""
@@ -181,10 +182,10 @@ class Probe:
         for module, does in other.behaviour.items():
             mine = astuple(self.behaviour.get(module, Behaviour()))
             self.behaviour[module] = Behaviour(*map(max, mine, astuple(does)))
-        self.changed += [it for it in other.changed if it not in self.changed]
+        self.changed += [item for item in other.changed if item not in self.changed]
         self.changes_inputs |= other.changes_inputs
-        known = {id(it) for it in self.written}
-        self.written = [*self.written, *(it for it in other.written if id(it) not in known)]
+        known = {id(item) for item in self.written}
+        self.written = [*self.written, *(item for item in other.written if id(item) not in known)]
         self.sets |= other.sets
         self.reads = joined(self.reads, other.reads)
 
@@ -207,45 +208,48 @@ class Probe:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        ours = list(self.model.modules())
+        modules = list(self.model.modules())
 
         def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            given = (args, kwargs)
-            plain = [tensor for tensor in tensors(given) if not is_batched(tensor)]
-            if len(plain) < len(tensors(given)):
+            arguments = (args, kwargs)
+            plain = [tensor for tensor in tensors(arguments) if not is_batched(tensor)]
+            if len(plain) < len(tensors(arguments)):
                 self._mark(module)
-            inputs = [(it, version_of(it)) for it in plain]
+            inputs = [(tensor, version_of(tensor)) for tensor in plain]
             weights = [(param, version_of(param)) for param in module.parameters()]
-            own = {piece.untyped_storage()._cdata for whole in plain for piece in pieces(whole)}
+            parts = (piece for tensor in plain for piece in pieces(tensor))
+            memories = {piece.untyped_storage()._cdata for piece in parts}
             rng_state, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
             began = time.perf_counter()
-            self._running.append(_Running(module, began, rng_state, seen, inputs, weights, own))
+            self._running.append(
+                _Running(module, began, rng_state, seen, inputs, weights, memories)
+            )
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
-            found = self.behaviour.setdefault(module, Behaviour())
-            found.seconds += time.perf_counter() - run.began
+            behaviour = self.behaviour.setdefault(module, Behaviour())
+            behaviour.seconds += time.perf_counter() - run.began
             memories = {
                 piece.untyped_storage()._cdata: piece
-                for whole, _ in run.inputs
-                for piece in pieces(whole)
+                for tensor, _ in run.inputs
+                for piece in pieces(tensor)
             }
-            found.given_bytes += sum(
+            behaviour.given_bytes += sum(
                 memory.untyped_storage().nbytes()
                 for key, memory in memories.items()
                 if key not in self._resident
             )
-            given = _beside_tensors(args, kwargs)
+            objects = _beside_tensors(args, kwargs)
             # Parameters that it writes to, as a momentum encoder does, a second run would move on.
             read = (*run.inputs, *run.weights)
-            changed = any(version_of(it) != version for it, version in read)
-            if changed or outside_states() != run.rng_state or fingerprint(given) != run.seen:
-                found.unrepeatable = True
+            changed = any(version_of(tensor) != version for tensor, version in read)
+            if changed or outside_states() != run.rng_state or fingerprint(objects) != run.seen:
+                behaviour.unrepeatable = True
             elif run.seen:
-                self._given.append((module, given, run.seen))
+                self._given.append((module, objects, run.seen))
 
         hooks = []
-        for module in ours:
+        for module in modules:
             # Outside of the module's own hooks, which are part of what it does.
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave, with_kwargs=True))
@@ -272,11 +276,11 @@ class Probe:
             if key in self._resident or (known and known() is not None):
                 continue
             run.counted[key] = weakref.ref(memory)
-            found = self.behaviour.setdefault(run.module, Behaviour())
-            if key in run.own:
-                found.saved_input_bytes += size
+            behaviour = self.behaviour.setdefault(run.module, Behaviour())
+            if key in run.input_memories:
+                behaviour.saved_input_bytes += size
             else:
-                found.saved_bytes += size
+                behaviour.saved_bytes += size
 
 
 def _beside_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -286,8 +290,9 @@ def _beside_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     # FSDP2 puts gathered parameters in the place of the shards, and leaves a root's there.
-    split = any(param is not None and is_elsewhere(param) for param in module._parameters.values())
-    yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
+    params = module._parameters.values()
+    sharded = any(param is not None and is_elsewhere(param) for param in params)
+    yield from (entry for entry in kept_by(module) if not (sharded and entry[0] == "_parameters"))
 
 
 _RRELU = (torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_)
@@ -333,7 +338,7 @@ class _Differentiates(Exception):  # noqa: N818 - says that the pass has a backw
     """What was saved is needed in the pass itself."""
 
 
-def _needed(kept: torch.Tensor | None) -> torch.Tensor:
-    if kept is None:
+def _needed(saved: torch.Tensor | None) -> torch.Tensor:
+    if saved is None:
         raise _Differentiates
-    return kept
+    return saved

@@ -55,11 +55,11 @@ def rerunning(
     try:
         yield
     finally:
-        for module, own in before.items():
-            if own is None:
+        for module, original in before.items():
+            if original is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = own
+                module.__dict__["forward"] = original
 
 
 def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -90,34 +90,34 @@ def _checkpointed(
         state = RunState(unit.name, module, (args, kwargs), unit.changed, sharded=sharded)
         for tensor in tensors((args, kwargs)):
             state.expect_unchanged(tensor, "an input")
-        wanted = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
+        requires_grad = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
         # Tensors made in inference mode, which autograd cannot save. Attention asks whether its
         # query is its key, and computes otherwise if so, while a caller's hooks give back a copy of
         # each tensor saved: one that is given twice is saved once, and kept as those by name are.
         by_name = {id(value) for value in kwargs.values()}
-        apart = {at: arg for at, arg in enumerate(args) if _is_inference(arg) or id(arg) in by_name}
-        first_place = {id(it): at for at, it in reversed([*enumerate(args)])}
+        direct = {i: arg for i, arg in enumerate(args) if _is_inference(arg) or id(arg) in by_name}
+        first_place = {id(arg): place for place, arg in reversed([*enumerate(args)])}
         same_as = [first_place[id(arg)] for arg in args]
         first = True
 
-        def once_more(*args: Any) -> Any:
+        def run_forward(*args: Any) -> Any:
             nonlocal first
-            args = tuple(apart.get(at, arg) for at, arg in enumerate(args))
+            args = tuple(direct.get(place, arg) for place, arg in enumerate(args))
             if first:
                 first = False
-                result = forward(*(args[at] for at in same_as), **kwargs)
+                result = forward(*(args[place] for place in same_as), **kwargs)
                 state.end()
                 return result
             with state.again():
                 # Before they are handed out: one that is made anew here is one tensor, too.
-                args = tuple(map(_wanted, args, wanted))
-                return forward(*(args[at] for at in same_as), **kwargs)
+                args = tuple(map(_with_requires_grad, args, requires_grad))
+                return forward(*(args[place] for place in same_as), **kwargs)
 
         return checkpoint(
-            once_more,
+            run_forward,
             *(
-                arg if at not in apart and same_as[at] == at else None
-                for at, arg in enumerate(args)
+                arg if place not in direct and same_as[place] == place else None
+                for place, arg in enumerate(args)
             ),
             use_reentrant=False,
             preserve_rng_state=False,  # the state does, where any is drawn
@@ -131,10 +131,10 @@ def _is_inference(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_inference()
 
 
-def _wanted(value: Any, wanted: bool) -> Any:
+def _with_requires_grad(value: Any, requires_grad: bool) -> Any:
     """Return an argument that requires a gradient if it did."""
-    if isinstance(value, torch.Tensor) and value.requires_grad != wanted:
-        return value.detach().requires_grad_(wanted)
+    if isinstance(value, torch.Tensor) and value.requires_grad != requires_grad:
+        return value.detach().requires_grad_(requires_grad)
     return value
 
 

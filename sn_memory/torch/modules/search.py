@@ -80,11 +80,11 @@ class Search:
             plan, again = self._plan(budget)
             # What is promised was seen: a course in which the choice holds more than the budget is
             # one that choices are measured on.
-            others = [course for course in self.all_courses if course not in self.courses]
-            found = {other: self._measured_on(other, again).peak_bytes for other in others}
-            largest = max(found, key=lambda it: found[it], default=None)
-            if largest is None or found[largest] <= plan.budget_bytes:
-                return replace(plan, peak_bytes=max(plan.peak_bytes, *found.values(), 0)), again
+            unmeasured = [course for course in self.all_courses if course not in self.courses]
+            peaks = {course: self._measured_on(course, again).peak_bytes for course in unmeasured}
+            largest = max(peaks, key=lambda course: peaks[course], default=None)
+            if largest is None or peaks[largest] <= plan.budget_bytes:
+                return replace(plan, peak_bytes=max(plan.peak_bytes, *peaks.values(), 0)), again
             self.courses.append(largest)
 
     def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
@@ -101,7 +101,7 @@ class Search:
             baseline_bytes=baseline.peak_bytes,
             how="run again module by module",
         )
-        made = measured_plan(
+        plan = measured_plan(
             units,
             again,
             best,
@@ -110,7 +110,7 @@ class Search:
             baseline_seconds=baseline.seconds,
             courses=len(self.all_courses),
         )
-        return made, again
+        return plan, again
 
     def safe(self, budget_bytes: int) -> tuple[MeasuredPlan, list[Unit]]:
         """Return the first cut, of those that promise least, that keeps the budget.
@@ -121,38 +121,38 @@ class Search:
         best: tuple[list[Unit], Measured] | None = None
         for units in self.safe_cuts():
             try:
-                units, found = self.without_overwritten(units)
+                units, step = self.without_overwritten(units)
             except torch.OutOfMemoryError:
                 continue
-            if best is None or found.peak_bytes < best[1].peak_bytes:
-                best = (units, found)
-            if found.peak_bytes <= budget_bytes:
+            if best is None or step.peak_bytes < best[1].peak_bytes:
+                best = (units, step)
+            if step.peak_bytes <= budget_bytes:
                 break
         if best is None:
             raise torch.OutOfMemoryError(
                 "a step of the model does not fit into memory, whichever modules run again"
             )
-        units, found = best
-        again = self.as_room_allows(units, budget_bytes - found.peak_bytes)
+        units, step = best
+        again = self.as_room_allows(units, budget_bytes - step.peak_bytes)
         if len(again) < len(units):
             try:
                 kept = self.measured(again)
             except torch.OutOfMemoryError:
-                kept = found
-            if kept.peak_bytes <= budget_bytes and kept is not found:
-                found = kept
+                kept = step
+            if kept.peak_bytes <= budget_bytes and kept is not step:
+                step = kept
             else:
                 again = units
-        made = measured_plan(
+        plan = measured_plan(
             units,
             again,
-            found,
+            step,
             Measured({}, 0, "", 0.0),  # its own step is the only one there is
             budget_bytes=budget_bytes,
-            baseline_seconds=max(0.0, found.seconds - sum(it.seconds for it in again)),
+            baseline_seconds=max(0.0, step.seconds - sum(unit.seconds for unit in again)),
             courses=len(self.all_courses),
         )
-        return made, again
+        return plan, again
 
     def safe_cuts(self) -> list[list[Unit]]:
         """Return the cuts at all depths, that with the smallest expected peak first."""
@@ -186,7 +186,8 @@ class Search:
     def unrepeatable(self, module: torch.nn.Module) -> bool:
         """Whether running a module again would do otherwise than the first time."""
         return any(
-            self.behaviour[it].unrepeatable for it in module.modules() if it in self.behaviour
+            self.behaviour[inner].unrepeatable
+            for inner in self.behaviour.keys() & {*module.modules()}
         )
 
     def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
@@ -196,12 +197,12 @@ class Search:
             return best
         seen: set[tuple[str, ...]] = set()
         for depth in range(1, _DEPTH + 1):
-            units, found = self.without_overwritten(list(self.units(depth)))
+            units, step = self.without_overwritten(list(self.units(depth)))
             names = tuple(unit.name for unit in units)
             if units and names not in seen:
                 seen.add(names)
-                if found.peak_bytes < best[1].peak_bytes:
-                    best = (units, found)
+                if step.peak_bytes < best[1].peak_bytes:
+                    best = (units, step)
         return best
 
     def without_overwritten(self, units: list[Unit]) -> tuple[list[Unit], Measured]:
@@ -229,13 +230,13 @@ class Search:
         for module in dict.fromkeys(below(self.model, depth)):
             does, inside = self.behaviour[module], set(module.modules())
             if does.saved_bytes:
-                changed = tuple(it for it in self.changed if it[0] in inside)
+                changed = tuple(buffer for buffer in self.changed if buffer[0] in inside)
                 yield Unit(**vars(does), name=paths[module], changed=changed)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
         """Return the step of the largest peak, of the courses, with units run again."""
-        found = [self._measured_on(course, again) for course in self.courses]
-        return max(found, key=lambda it: it.peak_bytes)
+        steps = [self._measured_on(course, again) for course in self.courses]
+        return max(steps, key=lambda step: step.peak_bytes)
 
     def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
         """Run a step of the sample with units run again; put everything back."""
@@ -261,12 +262,12 @@ class Search:
             self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
         ):
             seed(self.model, course)
-            found = run_step(
+            step = run_step(
                 forward,
                 self.model,
                 self.arguments,
                 kernels=device_of(self.model).type == "cpu",
             )
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
-        peak, seconds = most(self.model, [found.peak_bytes + self.resident_bytes, found.seconds])
-        return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)
+        peak, seconds = most(self.model, [step.peak_bytes + self.resident_bytes, step.seconds])
+        return replace(step, results={}, peak_bytes=int(peak), seconds=seconds)

@@ -52,21 +52,21 @@ class RunState:
             *(value.device for value in inputs if is_apart(value.device)),
         }
         self._random = {device: rng_state(device) for device in devices}
-        self._held = [_Held(it, sharded) for it in module.modules()]
+        self._held = [_Held(inner, sharded) for inner in module.modules()]
         self._compares = changed is None
         if changed is None:
-            changed = [(it.module, name) for it in self._held for name in it.module._buffers]
+            changed = [(held.module, name) for held in self._held for name in held.module._buffers]
         self._copies = [
-            (it, name, buffer, buffer.clone())
-            for it, name in changed
-            if (buffer := it._buffers[name]) is not None
+            (owner, name, buffer, buffer.clone())
+            for owner, name in changed
+            if (buffer := owner._buffers[name]) is not None
         ]
         copied = {id(buffer) for _, _, buffer, _ in self._copies}
         self._versions: list[tuple[torch.Tensor, int, str]] = []
         for held in self._held:
-            for what, it in held.read():
-                if id(it) not in copied:
-                    self.expect_unchanged(it, what)
+            for what, tensor in held.read():
+                if id(tensor) not in copied:
+                    self.expect_unchanged(tensor, what)
 
     def expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
         """Let it be an error if a tensor is changed in place before the second run."""
@@ -130,29 +130,28 @@ class _Held:
     def __init__(self, module: torch.nn.Module, sharded: bool) -> None:
         self.module, self.sharded = module, sharded
         self.attributes, self.slots = self._now()
-        self.wanted = {id(param): param.requires_grad for param in self._parameters()}
+        self.requires_grad = {id(param): param.requires_grad for param in self._parameters()}
 
     def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        own = self.module.__dict__
-        # The forward that stands in for the module's own is whoever runs it to see to.
-        others = {name: it for name, it in own.items() if name not in OF_TORCH | {"forward"}}
-        left_alone = {"_parameters"} if self.sharded else set()
-        return others, {name: dict(own[name]) for name in _SLOTS if name not in left_alone}
+        current, ignored = self.module.__dict__, OF_TORCH | {"forward"}
+        # Whoever replaces a forward keeps it in force.
+        attributes = {name: value for name, value in current.items() if name not in ignored}
+        slots = (name for name in _SLOTS if not (self.sharded and name == "_parameters"))
+        return attributes, {name: dict(current[name]) for name in slots}
 
     def _parameters(self) -> list[torch.Tensor]:
-        held = self.slots.get("_parameters", {}).values()
-        return [it for it in held if it is not None]
+        return [param for param in self.slots.get("_parameters", {}).values() if param is not None]
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that the module itself has."""
         kinds = {"parameter": "_parameters", "buffer": "_buffers"}
         for what, slot in kinds.items():
-            for name, it in self.slots.get(slot, {}).items():
-                if it is not None:
-                    yield f"{what} {name}", it
-        for name, it in self.attributes.items():
-            if isinstance(it, torch.Tensor):
-                yield f"attribute {name}", it
+            for name, tensor in self.slots.get(slot, {}).items():
+                if tensor is not None:
+                    yield f"{what} {name}", tensor
+        for name, tensor in self.attributes.items():
+            if isinstance(tensor, torch.Tensor):
+                yield f"attribute {name}", tensor
 
     def forget_changed(self) -> None:
         """Leave out what is another now: who runs it again would set it again."""
@@ -167,24 +166,25 @@ class _Held:
 
     def put(self) -> None:
         """Let the module hold it again."""
-        own = self.module.__dict__
-        for name, it in self.attributes.items():
-            if own.get(name) is not it:
-                own[name] = it
+        attributes = self.module.__dict__
+        for name, value in self.attributes.items():
+            if attributes.get(name) is not value:
+                attributes[name] = value
         replaced = False
         for name, before in self.slots.items():
-            if not _same(before, own[name]):
-                own[name].clear()
-                own[name].update(before)
+            if not _same(before, attributes[name]):
+                attributes[name].clear()
+                attributes[name].update(before)
                 replaced = True
-        for name, it in self.slots.get("_parameters", {}).items():
-            if it is not None and it.requires_grad != self.wanted[id(it)]:
-                own["_parameters"][name] = it.detach().requires_grad_(self.wanted[id(it)])
+        for name, param in self.slots.get("_parameters", {}).items():
+            required = None if param is None else self.requires_grad[id(param)]
+            if param is not None and param.requires_grad != required:
+                attributes["_parameters"][name] = param.detach().requires_grad_(required)
                 replaced = True
         if replaced and isinstance(self.module, torch.nn.RNNBase):
             # It keeps a list of its own, which functional_call writes to.
             names = self.module._flat_weights_names
-            own["_flat_weights"] = [getattr(self.module, name, None) for name in names]
+            attributes["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
 
 def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:
@@ -194,4 +194,4 @@ def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(other[name] is it for name, it in one.items())
+    return one.keys() == other.keys() and all(other[name] is value for name, value in one.items())

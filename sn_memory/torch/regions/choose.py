@@ -57,11 +57,11 @@ class Choices:
         self.ladders = ladders
         most = max(map(len, ladders), default=1)
         # Short ladders are filled up with their last plan.
-        rows = [[ladder[min(at, len(ladder) - 1)] for at in range(most)] for ladder in ladders]
+        rows = [[ladder[min(i, len(ladder) - 1)] for i in range(most)] for ladder in ladders]
 
         def table(name: str, kind: type) -> npt.NDArray[np.generic]:
-            found = [[getattr(plan, name) for plan in row] for row in rows]
-            return np.array(found, dtype=kind).reshape(len(ladders), most)
+            values = [[getattr(plan, name) for plan in row] for row in rows]
+            return np.array(values, dtype=kind).reshape(len(ladders), most)
 
         self.kept: Ints = table("kept_bytes", np.int64)  # type: ignore[assignment]
         self.in_forward: Ints = table("forward_bytes", np.int64)  # type: ignore[assignment]
@@ -71,15 +71,15 @@ class Choices:
 
     def peaks(self, choice: Ints) -> Ints:
         """Return the bytes held at each moment."""
-        line, many = self.timeline, len(self.outside)
+        timeline, count = self.timeline, len(self.outside)
         kept = self.kept[self.calls, choice]
-        change = np.zeros(many + 2, dtype=np.int64)
-        np.add.at(change, line.forward + 1, kept)
-        np.subtract.at(change, line.backward, kept)
-        peaks = self.outside + np.cumsum(change)[:many]
-        peaks[line.forward] += self.in_forward[self.calls, choice]
-        ran = line.backward < many
-        peaks[line.backward[ran]] += self.in_backward[self.calls, choice][ran]
+        change = np.zeros(count + 2, dtype=np.int64)
+        np.add.at(change, timeline.forward + 1, kept)
+        np.subtract.at(change, timeline.backward, kept)
+        peaks = self.outside + np.cumsum(change)[:count]
+        peaks[timeline.forward] += self.in_forward[self.calls, choice]
+        ran = timeline.backward < count
+        peaks[timeline.backward[ran]] += self.in_backward[self.calls, choice][ran]
         return peaks
 
     def peak(self, choice: Ints) -> int:
@@ -87,11 +87,11 @@ class Choices:
 
     def copied(self) -> Choices:
         """Return what can be changed without a change to this."""
-        made = copy(self)
-        made.outside = self.outside.copy()
+        other = copy(self)
+        other.outside = self.outside.copy()
         for name in ("kept", "in_forward", "in_backward", "extra"):
-            setattr(made, name, getattr(self, name).copy())
-        return made
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def set_plans(self, call: int, plans: Sequence[RegionPlan]) -> None:
         """Offer a call other plans, as many as there are columns."""
@@ -109,8 +109,8 @@ class Choices:
         """Let all that is still to come from a call on be so much larger."""
         for table in (self.kept, self.in_forward, self.in_backward):
             table[since:] = table[since:] * factor
-        line = self.timeline
-        now = int(line.forward[since - 1]) if since else 0
+        timeline = self.timeline
+        now = int(timeline.forward[since - 1]) if since else 0
         # What is there from the beginning stays as it is.
         first = self.outside[0]
         self.outside[now:] = first + (self.outside[now:] - first) * factor
@@ -124,12 +124,13 @@ class Choices:
 
     def adds(self, moment: int) -> Ints:
         """Return what each plan of each call adds at a moment."""
-        line = self.timeline
-        waits = (line.forward < moment) & (moment < line.backward)
-        found = np.where(waits[:, None], self.kept, 0)
-        for local, table in ((line.forward, self.in_forward), (line.backward, self.in_backward)):
-            found = np.where((local == moment)[:, None], table, found)
-        return found
+        timeline = self.timeline
+        waits = (timeline.forward < moment) & (moment < timeline.backward)
+        added = np.where(waits[:, None], self.kept, 0)
+        passes = (timeline.forward, self.in_forward), (timeline.backward, self.in_backward)
+        for moments, table in passes:
+            added = np.where((moments == moment)[:, None], table, added)
+        return added
 
     def solve(self, budget_bytes: int) -> Ints:
         """Return the fastest choice found that keeps a budget; else that of the smallest peak."""
@@ -141,28 +142,29 @@ class Choices:
         if self.peak(fastest) <= budget_bytes:
             return fastest
         starts = [fastest, *self._priced(budget_bytes)]
-        found = [self.leaner(start, budget_bytes) for start in starts]
-        within = [it for it in found if self.peak(it) <= budget_bytes]
+        choices = [self.leaner(start, budget_bytes) for start in starts]
+        within = [candidate for candidate in choices if self.peak(candidate) <= budget_bytes]
         if not within:
             # Whatever it costs: of these the smallest is what an error names.
-            found += [self.leaner(start, 0, free=True) for start in (fastest, self._kept_least())]
-            return min(found, key=lambda it: self._excess(it, budget_bytes))
-        return min((self._faster(it, budget_bytes) for it in within), key=self.seconds)
+            choices += [self.leaner(start, 0, free=True) for start in (fastest, self._kept_least())]
+            return min(choices, key=lambda candidate: self._excess(candidate, budget_bytes))
+        faster = (self._faster(candidate, budget_bytes) for candidate in within)
+        return min(faster, key=self.seconds)
 
     def _priced(self, budget_bytes: int) -> list[Ints]:
         """Return choices at a price for each byte kept: about the lowest that keeps the budget."""
         low, high = 0.0, 1.0
-        found: list[Ints] = []
+        choices: list[Ints] = []
         for _ in range(_PRICES):
             price = (low * high) ** 0.5 if low else high / 1e3
             choice = np.argmin(self.extra + price * self.kept, axis=1)
             if self.peak(choice) <= budget_bytes:
-                found, high = [choice], price
+                choices, high = [choice], price
             else:
                 low = price
-                if not found:
-                    found = [choice]
-        return found
+                if not choices:
+                    choices = [choice]
+        return choices
 
     def _kept_least(self) -> Ints:
         return np.argmin(self.kept, axis=1).astype(np.int64)
@@ -176,8 +178,8 @@ class Choices:
         it may be more than it takes.
         free : seconds do not count; since : only calls from this one on take other plans
         """
-        choice, left = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
-        left[:since] = True
+        choice, rejected = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
+        rejected[:since] = True
         stuck = np.zeros(len(self.outside), dtype=bool)
         best, least = choice.copy(), self._excess(choice, budget_bytes)
         while True:
@@ -194,13 +196,13 @@ class Choices:
             )
             cost = self.extra - self.extra[self.calls, choice][:, None]
             price = np.where(free, 1.0, np.maximum(cost, _NOTHING_S))
-            worth = np.where((gain > 0) & ~left, gain / price, 0.0)
+            worth = np.where((gain > 0) & ~rejected, gain / price, 0.0)
             call, plan = np.unravel_index(int(worth.argmax()), worth.shape)
             if worth[call, plan] <= 0:
                 stuck[moment] = True
                 continue
             # A plan that was left is not taken again, or two moments could take turns for ever.
-            left[call, choice[call]] = True
+            rejected[call, choice[call]] = True
             choice[call] = plan
 
     def _excess(self, choice: Ints, budget_bytes: int) -> list[int]:
@@ -215,10 +217,10 @@ class Choices:
         while better and tried < _ATTEMPTS:
             better = False
             saved = self.extra[self.calls, choice][:, None] - self.extra
-            for at in np.argsort(-saved, axis=None):
-                call, plan = divmod(int(at), saved.shape[1])
+            for place in np.argsort(-saved, axis=None):
+                call, plan = divmod(int(place), saved.shape[1])
                 now = self.extra[call, choice[call]]
-                if saved.flat[at] <= 0 or tried >= _ATTEMPTS:
+                if saved.flat[place] <= 0 or tried >= _ATTEMPTS:
                     break
                 if self.extra[call, plan] >= now:
                     continue
@@ -233,7 +235,7 @@ class Choices:
     def floor(self) -> int:
         """Return bytes that no choice of these plans goes below."""
         moments = range(len(self.outside))
-        least = (int(self.outside[at] + self.adds(at).min(axis=1).sum()) for at in moments)
+        least = (int(self.outside[i] + self.adds(i).min(axis=1).sum()) for i in moments)
         return max(least, default=0)
 
     def bound(self, budget_bytes: int) -> float:
@@ -241,24 +243,25 @@ class Choices:
         fastest = np.zeros(len(self.ladders), dtype=np.int64)
         peaks = self.peaks(fastest)
         highest = np.argsort(-peaks)[:_BOUNDED]
-        over = [(int(at), int(peaks[at]) - budget_bytes) for at in highest]
-        return max((self._least(at, excess) for at, excess in over if excess > 0), default=0.0)
+        over = [(int(moment), int(peaks[moment]) - budget_bytes) for moment in highest]
+        least = (self._least(moment, excess) for moment, excess in over if excess > 0)
+        return max(least, default=0.0)
 
     def _least(self, moment: int, excess: int) -> float:
         """Return the fewest seconds that give so many bytes back at a moment, by parts of plans."""
         steps: list[tuple[float, int]] = []
         for row, extra in zip(self.adds(moment), self.extra, strict=True):
-            gave, spent = 0, 0.0
+            freed, spent = 0, 0.0
             gains, costs = row[0] - row, extra
             # Along the convex hull: each step the best exchange that is left.
             while True:
-                more = (gains > gave) & (costs >= spent)
+                more = (gains > freed) & (costs >= spent)
                 if not more.any():
                     break
-                price = np.where(more, (costs - spent) / np.maximum(gains - gave, 1), np.inf)
+                price = np.where(more, (costs - spent) / np.maximum(gains - freed, 1), np.inf)
                 best = int(price.argmin())
-                steps.append((float(price[best]), int(gains[best]) - gave))
-                gave, spent = int(gains[best]), float(costs[best])
+                steps.append((float(price[best]), int(gains[best]) - freed))
+                freed, spent = int(gains[best]), float(costs[best])
         seconds = 0.0
         for price_s, gain in sorted(steps):
             taken = min(gain, excess)

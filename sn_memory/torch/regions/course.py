@@ -49,21 +49,21 @@ class Chosen:
 
     def outside_bytes(self, kind: TracedCall) -> int:
         """Return what is held outside of regions more after such a call than before it."""
-        line = self.choices.timeline
-        levels = line.outside[line.forward]
-        more = np.diff(levels, append=levels[-1:])
-        found = [int(more[at]) for at, (_, it) in enumerate(self.calls) if it is kind]
-        return max(0, *found) if found else kind.given_bytes
+        timeline = self.choices.timeline
+        levels = timeline.outside[timeline.forward]
+        increase = np.diff(levels, append=levels[-1:])
+        increases = [int(increase[i]) for i, (_, call) in enumerate(self.calls) if call is kind]
+        return max(0, *increases) if increases else kind.given_bytes
 
     def extended(self, more: Sequence[tuple[int, str, TracedCall]]) -> Chosen:
         """Return what is chosen for a step with more calls: each after so many of these."""
-        line, order = _with_calls(
+        timeline, order = _with_calls(
             self.choices.timeline,
             [(after, self.outside_bytes(kind)) for after, _, kind in more],
         )
-        every = [*self.calls, *((path, kind) for _, path, kind in more)]
-        calls = [every[at] for at in order]
-        choices = Choices(line, [kind.plans for _, kind in calls])
+        all_calls = [*self.calls, *((path, kind) for _, path, kind in more)]
+        calls = [all_calls[index] for index in order]
+        choices = Choices(timeline, [kind.plans for _, kind in calls])
         return Chosen(calls, choices, choices.solve(self.room_bytes), self.room_bytes)
 
 
@@ -88,20 +88,20 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
         last = ("backward", anchor)
         end = tags.index(last) if anchor >= 0 and last in tags else len(tags) - 1
         level = outside[begin - 1] if begin else outside[0]
-        outside[begin:end] = [it + extra for it in outside[begin:end]]
+        outside[begin:end] = [level + extra for level in outside[begin:end]]
         back = outside[end] + extra
         outside[end:end] = [back, back]
         tags[end:end] = [("backward", known + number), None]
         outside[begin:begin] = [level, level]
         tags[begin:begin] = [None, ("forward", known + number)]
-    place = {tag: at for at, tag in enumerate(tags) if tag is not None}
+    place = {tag: index for index, tag in enumerate(tags) if tag is not None}
     order = sorted(range(known + len(more)), key=lambda call: place["forward", call])
-    many = len(outside)
+    count = len(outside)
     return (
         Timeline(
             np.array(outside, dtype=np.int64),
             np.array([place["forward", call] for call in order], dtype=np.int64),
-            np.array([place.get(("backward", call), many) for call in order], dtype=np.int64),
+            np.array([place.get(("backward", call), count) for call in order], dtype=np.int64),
         ),
         order,
     )
@@ -172,14 +172,15 @@ class Course:
         """Count with another kind than was expected; what comes is as much larger as what came."""
         choices = self._own()
         assert self._choice is not None
-        wanted = choices.kept[at, self._choice[at]] * kind.given_bytes
-        many, wide = len(kind.plans), choices.kept.shape[1]
-        places = [*range(many)] if many <= wide else [*np.linspace(0, many - 1, wide).astype(int)]
-        self._columns[at] = [int(places[min(it, len(places) - 1)]) for it in range(wide)]
-        choices.set_plans(at, [kind.plans[it] for it in self._columns[at]])
+        wanted_bytes = choices.kept[at, self._choice[at]] * kind.given_bytes
+        count, wide = len(kind.plans), choices.kept.shape[1]
+        fits = count <= wide
+        places = [*range(count)] if fits else [*np.linspace(0, count - 1, wide).astype(int)]
+        self._columns[at] = [int(places[min(column, len(places) - 1)]) for column in range(wide)]
+        choices.set_plans(at, [kind.plans[column] for column in self._columns[at]])
         size = max(1, expected.given_bytes)
-        like = [it for it in range(wide) if choices.kept[at, it] * size <= wanted]
-        self._choice[at] = like[0] if like else wide - 1
+        alike = [i for i in range(wide) if choices.kept[at, i] * size <= wanted_bytes]
+        self._choice[at] = alike[0] if alike else wide - 1
         scale = self._given / self._expected
         choices.scale(at + 1, scale / self._scale)
         self._scale = scale
@@ -189,21 +190,21 @@ class Course:
         assert chosen is not None
         assert self._choice is not None
         self.more.append((self._at, path, kind))
-        line = choices.timeline
-        now = int(line.forward[self._at - 1]) + 1 if self._at else 0
+        timeline = choices.timeline
+        now = int(timeline.forward[self._at - 1]) + 1 if self._at else 0
         choices.hold(now, chosen.outside_bytes(kind))
         peaks = choices.peaks(self._choice)
-        rest = int(peaks[now:].max(initial=0))
+        later = int(peaks[now:].max(initial=0))
         level = int(peaks[now]) if now < len(peaks) else 0
-        found = kind.leanest
-        for at, plan in enumerate(kind.plans):
-            if max(rest + plan.kept_bytes, level + max(plan.sizes)) <= chosen.room_bytes:
-                found = at
+        taken = kind.leanest
+        for index, plan in enumerate(kind.plans):
+            if max(later + plan.kept_bytes, level + max(plan.sizes)) <= chosen.room_bytes:
+                taken = index
                 break
-        self.leaner |= found > 0
-        choices.hold(now, kind.plans[found].kept_bytes)
+        self.leaner |= taken > 0
+        choices.hold(now, kind.plans[taken].kept_bytes)
         self._keep_budget(self._at)
-        return found
+        return taken
 
     def _keep_budget(self, since: int) -> None:
         """Let the calls from one on take leaner plans if the budget would not be kept."""

@@ -49,8 +49,8 @@ _REFUSALS = 8
 
 
 @dataclass
-class Found:
-    """What passes of a model found.
+class Survey:
+    """What passes of a model found: its regions.
 
     regions : by path
     refused : per path that is no region, why
@@ -89,7 +89,7 @@ class Finder:
         self._model, self._layouts = model, layouts
         self._arriving, self._shared = arriving, shared
         self._profile, self._device = profile, device
-        self.found = Found()
+        self.survey = Survey()
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
         # Per structure, and how gradients come or the path of the only one.
         self._alike: dict[tuple[Hashable, str | tuple[Any, ...]], Alike] = {}
@@ -100,9 +100,9 @@ class Finder:
         self._borders: list[tuple[str, torch.Tensor, int]] = []
         self._before: dict[torch.nn.Module, Any] = {}
 
-    def look(self, arguments: Arguments) -> Found:
+    def look(self, arguments: Arguments) -> Survey:
         """Run the model; regions that were found by earlier passes stay."""
-        self.found.calls.clear()
+        self.survey.calls.clear()
         self._borders.clear()
         args, kwargs = arguments
         with torch.enable_grad(), self._offered():
@@ -111,21 +111,21 @@ class Finder:
             if version_of(shadow) != version:
                 self._drop(path, "a tensor at its border is changed in place after its call")
         self._borders.clear()
-        often = Counter(path for path, _ in self.found.calls)
-        for path, kind in [*self.found.calls]:
+        often = Counter(path for path, _ in self.survey.calls)
+        for path, kind in [*self.survey.calls]:
             if often[path] > 1 and overwritten(kind.traced.captured):
                 self._drop(path, "it writes over a buffer that it reads, and is called again")
-        return self.found
+        return self.survey
 
     def _drop(self, path: str, why: str) -> None:
-        if path in self.found.regions:
-            del self.found.regions[path]
-        self.found.refused.setdefault(path, why)
-        self.found.calls = [call for call in self.found.calls if call[0] != path]
+        if path in self.survey.regions:
+            del self.survey.regions[path]
+        self.survey.refused.setdefault(path, why)
+        self.survey.calls = [call for call in self.survey.calls if call[0] != path]
 
     def siblings(self) -> None:
         """Let modules that no pass called be regions if those that are alike are."""
-        called = {*self.found.regions, *self.found.refused}
+        called = {*self.survey.regions, *self.survey.refused}
         inside = tuple(f"{path}." for path in called)
         # How their gradients would come is not known: as those of the first that is alike.
         first: dict[Hashable, tuple[Alike, Arriving]] = {}
@@ -135,7 +135,7 @@ class Finder:
         for module, path in self._paths.items():
             known = first.get(structure(module)) if path not in called else None
             if path and known is not None and not path.startswith(inside):
-                self.found.regions[path] = Region(path, *known)
+                self.survey.regions[path] = Region(path, *known)
 
     @contextmanager
     def _offered(self) -> Iterator[None]:
@@ -153,32 +153,32 @@ class Finder:
             module.__dict__["forward"] = self._offering(module)
 
     def _take_away(self) -> None:
-        for module, own in self._before.items():
+        for module, forward in self._before.items():
             module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
     def _offering(self, module: torch.nn.Module) -> Callable[..., Any]:
         path = self._paths[module]
-        own = self._before[module] or type(module).forward.__get__(module)
+        original = self._before[module] or type(module).forward.__get__(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside or as_written() or not wants_gradient(module, (args, kwargs)):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             # A trace must see the modules as they are.
             self._take_away()
             try:
-                kind = self._kind(path, module, (args, kwargs))
+                traced = self._kind(path, module, (args, kwargs))
             finally:
                 self._put()
-            if kind is None:
-                return own(*args, **kwargs)
-            self.found.calls.append((path, kind))
+            if traced is None:
+                return original(*args, **kwargs)
+            self.survey.calls.append((path, traced))
             self._inside = True
             try:
                 # Nothing goes back through this pass.
                 with saved_tensors_hooks(lambda _: None, _no_backward):
-                    returned = own(*args, **kwargs)
+                    returned = original(*args, **kwargs)
             finally:
                 self._inside = False
             self._at_border(path, (args, kwargs, returned))
@@ -194,23 +194,23 @@ class Finder:
                 shadow.data = shadow.new_empty(0)
                 self._borders.append((path, shadow, version_of(tensor)))
 
-    def _kind(self, path: str, module: torch.nn.Module, given: Arguments) -> TracedCall | None:
-        if path in self.found.refused:
+    def _kind(self, path: str, module: torch.nn.Module, arguments: Arguments) -> TracedCall | None:
+        if path in self.survey.refused:
             return None
-        region = self.found.regions.get(path)
+        region = self.survey.regions.get(path)
         key = structure(module)
         if region is None:
             arriving = self._arriving.get(path, {})
-            sharing = key, tuple(sorted(arriving.items()))
-            region = Region(path, self._alike.setdefault(sharing, Alike()), arriving)
-        signature, _, _ = region.lookup(module, given)
+            shared_key = key, tuple(sorted(arriving.items()))
+            region = Region(path, self._alike.setdefault(shared_key, Alike()), arriving)
+        signature, _, _ = region.lookup(module, arguments)
         if signature is None:
             self._refuse(path, "an argument is neither a tensor nor hashable. Pass tensors.")
             return None
         if signature in region.alike.kinds:
             known = region.alike.kinds[signature]
             if known is not None:
-                self.found.regions[path] = region
+                self.survey.regions[path] = region
             return known
         refusals = self._why.get(key, [])
         if len(refusals) >= _REFUSALS or (refusals and not next(module.children(), None)):
@@ -219,7 +219,7 @@ class Finder:
         try:
             traced = self._traced(
                 module,
-                given,
+                arguments,
                 layouts=self._layouts,
                 profile=self._profile,
                 device=self._device,
@@ -241,20 +241,20 @@ class Finder:
             priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all"),
             priced(graph, smallest(graph), ""),
         ]
-        kind = TracedCall(traced, call_layout(given), useful(plans), given_bytes(given))
-        region.add(module, given, signature, kind)
-        self.found.regions[path] = region
+        kind = TracedCall(traced, call_layout(arguments), useful(plans), given_bytes(arguments))
+        region.add(module, arguments, signature, kind)
+        self.survey.regions[path] = region
         return kind
 
-    def _traced(self, module: torch.nn.Module, given: Arguments, **settings: Any) -> Trace:
+    def _traced(self, module: torch.nn.Module, arguments: Arguments, **settings: Any) -> Trace:
         """Trace a call; refuse one that reads what lies in other modules, as a hook may."""
         with recorded_reads(self._model) as reads:
-            traced = traced_call(module, given, **settings)
-        own = {*module.modules()}
-        for other, names in zip(self._model.modules(), reads(), strict=True):
+            traced = traced_call(module, arguments, **settings)
+        inside = {*module.modules()}
+        for module_read, names in zip(self._model.modules(), reads(), strict=True):
             foreign = names - {"training"}
-            if other not in own and foreign:
-                path = self._paths[other] or "the model"
+            if module_read not in inside and foreign:
+                path = self._paths[module_read] or "the model"
                 raise TraceError(
                     f"it reads {', '.join(sorted(foreign)[:3])} of {path}, which is no part of it "
                     "and may change from step to step. Pass it as an argument."
@@ -263,16 +263,16 @@ class Finder:
 
     def _refuse(self, path: str, why: str) -> None:
         # A module that is a region for one call and refused for another is refused.
-        if path not in self.found.regions:
-            self.found.refused.setdefault(path, why)
+        if path not in self.survey.regions:
+            self.survey.refused.setdefault(path, why)
 
 
 def _own_tensors(module: torch.nn.Module) -> bool:
     """Whether modules have tensors that are neither parameters nor buffers."""
     return any(
         isinstance(leaf, torch.Tensor)
-        for it in module.modules()
-        for name, value in it.__dict__.items()
+        for submodule in module.modules()
+        for name, value in submodule.__dict__.items()
         if name not in OF_TORCH
         for leaf in tree_leaves(value)
     )
@@ -282,30 +282,30 @@ def _no_backward(_: Any) -> Any:
     raise TraceError("the forward pass differentiates itself through a region")
 
 
-def breaks(found: Found, saved: Callable[[str], int], whole: str) -> tuple[Break, ...]:
+def breaks(survey: Survey, saved: Callable[[str], int], model_reason: str) -> tuple[Break, ...]:
     """Return what is no region and holds some, or is a leaf that was refused; the largest first.
 
     saved : returns what a module saves for the backward pass, by its path
     whole : why the model itself cannot be traced
     """
-    why = ({"": whole} if whole else {}) | found.refused
-    seen: dict[str, Break] = {}
+    why = ({"": model_reason} if model_reason else {}) | survey.refused
+    by_reason: dict[str, Break] = {}
     for path, text in why.items():
-        inside = [it for it in why if it != path and _within(it, path)]
+        inside = [inner for inner in why if inner != path and _within(inner, path)]
         # The innermost that was refused for a reason is where the break is.
-        if any(why[it] == text for it in inside):
+        if any(why[inner] == text for inner in inside):
             continue
-        direct = [it for it in (*found.regions, *inside) if _within(it, path)]
-        outermost = [it for it in direct if not any(_within(it, other) for other in direct)]
-        kept = max(0, saved(path) - sum(map(saved, outermost)))
-        before = seen.get(text)
-        if before is None:
-            seen[text] = Break(path, text, kept)
+        direct = [inner for inner in (*survey.regions, *inside) if _within(inner, path)]
+        outermost = [one for one in direct if not any(_within(one, other) for other in direct)]
+        kept_bytes = max(0, saved(path) - sum(map(saved, outermost)))
+        known = by_reason.get(text)
+        if known is None:
+            by_reason[text] = Break(path, text, kept_bytes)
         else:
-            seen[text] = Break(before.module, text, before.kept_bytes + kept)
+            by_reason[text] = Break(known.module, text, known.kept_bytes + kept_bytes)
     # What keeps nothing costs nothing.
-    costly = [it for it in seen.values() if it.kept_bytes or not it.module]
-    return tuple(sorted(costly, key=lambda it: -it.kept_bytes))
+    costly = [one for one in by_reason.values() if one.kept_bytes or not one.module]
+    return tuple(sorted(costly, key=lambda one: -one.kept_bytes))
 
 
 def _within(path: str, other: str) -> bool:
@@ -365,17 +365,17 @@ class StepObserver:
         seen = {*waiting}
         while waiting:
             node: Any = waiting.pop()
-            follow = [edge for edge in node.next_functions if edge[0] is not None]
-            edges.update(follow)
-            new = {edge[0] for edge in follow} - seen
+            inputs = [edge for edge in node.next_functions if edge[0] is not None]
+            edges.update(inputs)
+            new = {edge[0] for edge in inputs} - seen
             seen |= new
             waiting += new
         for call, last in self._last.items():
-            own = Counter(edge for edge in last.next_functions if edge[0] is not None)
+            edge_counts = Counter(edge for edge in last.next_functions if edge[0] is not None)
             # One that keeps a parameter is no input.
             if any(
-                edges[edge] > many and not hasattr(edge[0], "variable")
-                for edge, many in own.items()
+                edges[edge] > count and not hasattr(edge[0], "variable")
+                for edge, count in edge_counts.items()
             ):
                 self.shared.add(self.calls[call][0])
         self._last.clear()
@@ -383,15 +383,15 @@ class StepObserver:
     def _begins_back(self, call: int, gradients: Sequence[torch.Tensor | None]) -> None:
         if call in self._backward:
             return
-        self._backward[call] = at = self._enter()
+        self._backward[call] = moment = self._enter()
         # The region counts them itself, and takes those as they are that lie as was traced.
         planned = self.calls[call][1].traced.captured.output_gradients
-        self._outside[at] -= sum(
-            it.nbytes
-            for it in gradients
-            if it is not None
-            and it.untyped_storage().nbytes() == it.nbytes
-            and any(view.shows(it) for view in planned)
+        self._outside[moment] -= sum(
+            gradient.nbytes
+            for gradient in gradients
+            if gradient is not None
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+            and any(view.shows(gradient) for view in planned)
         )
 
     def _ended_back(self, call: int) -> None:
@@ -423,11 +423,11 @@ class StepObserver:
     def timeline(self) -> Timeline:
         """Return the moments of the step that has ended."""
         outside = [*self._outside, max(0, self._most - self._waiting_bytes)]
-        many = len(outside)
+        count = len(outside)
         return Timeline(
             np.array(outside, dtype=np.int64),
             np.array(self._forward, dtype=np.int64),
-            np.array([self._backward.get(at, many) for at in range(len(self.calls))], np.int64),
+            np.array([self._backward.get(i, count) for i in range(len(self.calls))], np.int64),
             # Of the last moment what was there before it: it is counted beside new ones then.
             np.array([*self._gradients, *self._gradients[-1:]], dtype=np.int64),
         )

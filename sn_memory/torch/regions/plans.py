@@ -60,13 +60,14 @@ def as_part(traced: Trace) -> Trace:
     Results may be let go once they are handed out, and made again for the backward pass.
     """
     captured, graph = traced.captured, traced.graph
-    given = captured.recording.given
-    numbers = {view.storage for view in captured.outputs if isinstance(view, View)} - set(given)
-    handed = {name for name, number in traced.named.storage_of.items() if number in numbers}
+    inputs = captured.recording.given
+    returned = {view.storage for view in captured.outputs if isinstance(view, View)} - set(inputs)
+    handed = {name for name, number in traced.named.storage_of.items() if number in returned}
     # A gradient may lie where an output does, and stays then.
-    handed -= {it.name for it in graph.storages if it.role == "gradient"}
+    handed -= {storage.name for storage in graph.storages if storage.role == "gradient"}
     storages = [
-        replace(it, keep=False, held=False) if it.name in handed else it for it in graph.storages
+        replace(storage, keep=False, held=False) if storage.name in handed else storage
+        for storage in graph.storages
     ]
     ops = [replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops]
     part = Graph(storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator)
@@ -78,32 +79,32 @@ def frontier(graph: Graph, searched: Searched) -> list[RegionPlan]:
 
     searched : plans a graph within bytes, or raises BudgetError
     """
-    whole = policy("liveness")(graph, budget_bytes=None)
-    found = [priced(graph, whole, "keeps all")]
-    found += _searched(graph, searched, found[0])
-    return useful(found)
+    everything = policy("liveness")(graph, budget_bytes=None)
+    plans = [priced(graph, everything, "keeps all")]
+    plans += _searched(graph, searched, plans[0])
+    return useful(plans)
 
 
 def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[RegionPlan]:
     if not keeps.kept_bytes:
         return
-    base, whole = graph.base_bytes, unplanned_bytes(graph)
-    beside = base + _gradient_bytes(graph)
+    base, unplanned = graph.base_bytes, unplanned_bytes(graph)
+    held_anyway = base + _gradient_bytes(graph)
     refused_at = keeps.kept_bytes + 1
     for part, shares in ((1.0, _KEPT), *_LOWER):
-        room = base + int(part * (whole - base))
+        room = base + int(part * (unplanned - base))
         for share in shares:
-            kept = int(share * keeps.kept_bytes)
-            scratch = room - beside - kept
+            kept_bytes = int(share * keeps.kept_bytes)
+            scratch = room - held_anyway - kept_bytes
             # With no scratch it asks for nothing; and no less can be had with less room.
-            if scratch <= 0 or kept >= refused_at:
+            if scratch <= 0 or kept_bytes >= refused_at:
                 continue
             try:
                 plan = searched(with_scratch_between(graph, scratch), room)
             except BudgetError as error:
                 if error.plan is None:
                     continue
-                refused_at, plan = kept, error.plan
+                refused_at, plan = kept_bytes, error.plan
             yield priced(graph, without_between(plan), "")
 
 
@@ -127,7 +128,7 @@ def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
 
 def without_between(plan: Plan) -> Plan:
     """Return a plan without that op."""
-    actions = tuple(it for it in plan.actions if (it.kind, it.target) != ("run", BETWEEN))
+    actions = tuple(step for step in plan.actions if (step.kind, step.target) != ("run", BETWEEN))
     return replace(plan, actions=actions)
 
 
@@ -138,31 +139,32 @@ def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
     loss = plan.actions.index(("run", LOSS, 0))
     plan = replace(plan, peak_bytes=carried.peak_bytes, seconds=carried.seconds)
     extra_s = max(0.0, carried.seconds - baseline_seconds(graph))
-    again = carried.reruns
+    reruns = carried.reruns
     return RegionPlan(
         plan,
         _kept_bytes(graph, plan, loss),
         max(0, int(live[:loss].max(initial=base)) - base),
         max(0, int(live[loss:].max(initial=base)) - base),
         extra_s,
-        name or (f"{again} ops run again" if again else "keeps all"),
+        name or (f"{reruns} ops run again" if reruns else "keeps all"),
     )
 
 
 def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
     """Bytes that a plan holds when its outputs are handed out, without their gradients."""
-    names = [it.name for it in graph.storages]
+    names = [storage.name for storage in graph.storages]
     size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
-    made = {op.name: op.outputs for op in graph.ops}
+    outputs = {op.name: op.outputs for op in graph.ops}
     held: set[str] = set()
-    for at, (kind, target, _) in enumerate(plan.actions):
-        if kind == "run" and at > loss:
+    for step, (kind, target, _) in enumerate(plan.actions):
+        if kind == "run" and step > loss:
             break
-        if kind == "run" and at < loss:
-            held.update(made[target])
+        if kind == "run" and step < loss:
+            held.update(outputs[target])
         elif kind == "free":
             held.discard(target)
-    return sum(size[it] for it in held - {it.name for it in graph.storages if it.resident})
+    resident = {storage.name for storage in graph.storages if storage.resident}
+    return sum(size[name] for name in held - resident)
 
 
 def inner_bytes(graph: Graph) -> int:
@@ -171,25 +173,27 @@ def inner_bytes(graph: Graph) -> int:
     kept = _kept_bytes(graph, plan, plan.actions.index(("run", LOSS, 0)))
     sizes = dict(zip(graph.storages, graph.arrays.bytes.tolist(), strict=True))
     handed = {*graph.ops[graph.op_index[LOSS]].inputs}
-    back = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
-    used = {name for op in back for name in op.inputs}
-    out = sum(size for it, size in sizes.items() if it.name in handed & used and not it.resident)
-    return kept - out
+    backward = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
+    read = {name for op in backward for name in op.inputs}
+    names = handed & read - {storage.name for storage in graph.storages if storage.resident}
+    handed_bytes = sum(size for storage, size in sizes.items() if storage.name in names)
+    return kept - handed_bytes
 
 
 def _gradient_bytes(graph: Graph) -> int:
     names = {*graph.ops[graph.op_index[LOSS]].outputs}
     sizes = graph.arrays.bytes.tolist()
-    return sum(size for it, size in zip(graph.storages, sizes, strict=True) if it.name in names)
+    pairs = zip(graph.storages, sizes, strict=True)
+    return sum(size for storage, size in pairs if storage.name in names)
 
 
 def useful(plans: list[RegionPlan]) -> list[RegionPlan]:
     """Return the plans that are better than each other in something, the fastest first."""
-    kept: list[RegionPlan] = []
-    for plan in sorted(plans, key=lambda it: (it.extra_s, *it.sizes)):
+    best: list[RegionPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.extra_s, *plan.sizes)):
         if not any(
-            all(mine <= own for mine, own in zip(other.sizes, plan.sizes, strict=True))
-            for other in kept
+            all(mine <= its for mine, its in zip(other.sizes, plan.sizes, strict=True))
+            for other in best
         ):
-            kept.append(plan)
-    return kept
+            best.append(plan)
+    return best

@@ -110,7 +110,7 @@ class Region:
         self.arriving: Arriving = dict(arriving or {})
         self._guards = GuardCache(alike.guards)
 
-    def lookup(self, module: torch.nn.Module, given: Arguments) -> Lookup:
+    def lookup(self, module: torch.nn.Module, arguments: Arguments) -> Lookup:
         """Return the kind of a call, and the tensors that the module has."""
         shared = self.alike.guards
         if (
@@ -118,17 +118,21 @@ class Region:
             or self._guards.value_guards != shared.value_guards
         ):
             self._guards = GuardCache(shared)
-        return self._guards.lookup(module, given, self.alike.kinds)
+        return self._guards.lookup(module, arguments, self.alike.kinds)
 
     def add(
-        self, module: torch.nn.Module, given: Arguments, signature: InputSignature, kind: TracedCall
+        self,
+        module: torch.nn.Module,
+        arguments: Arguments,
+        signature: InputSignature,
+        kind: TracedCall,
     ) -> InputSignature:
         """Keep what was traced for a call; return the signature it is for."""
         captured = kind.traced.captured
         shared = self.alike.guards
-        found = shared.add(signature, module, given, captured.reads, captured.looked)
-        self.keep(found, kind)
-        return found
+        added = shared.add(signature, module, arguments, captured.reads, captured.looked)
+        self.keep(added, kind)
+        return added
 
     def keep(self, signature: InputSignature, kind: TracedCall | None) -> None:
         kinds = self.alike.kinds
@@ -142,31 +146,31 @@ def structure(module: torch.nn.Module) -> Hashable:
 
     def forms(named: Any) -> tuple[Hashable, ...]:
         return tuple(
-            (name, tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad)
-            for name, it in named
+            (name, tuple(t.size()), t.stride(), t.dtype, t.device, t.requires_grad)
+            for name, t in named
         )
 
-    classes = tuple(type(it) for it in module.modules())
+    classes = tuple(map(type, module.modules()))
     return classes, forms(module.named_parameters()), forms(module.named_buffers())
 
 
-def leaves(given: Arguments) -> Given:
+def leaves(arguments: Arguments) -> Given:
     """Return arguments whose tensors are leaves; one that is given twice stays one."""
-    made: dict[int, torch.Tensor] = {}
+    by_id: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_leaf:
             return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return made[id(tensor)]
+        if id(tensor) not in by_id:
+            by_id[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return by_id[id(tensor)]
 
-    return Given(*tree_map_only(torch.Tensor, leaf, given))
+    return Given(*tree_map_only(torch.Tensor, leaf, arguments))
 
 
 def traced_call(
     module: torch.nn.Module,
-    given: Arguments,
+    arguments: Arguments,
     *,
     layouts: Layouts | None,
     profile: bool,
@@ -175,14 +179,14 @@ def traced_call(
     shares_inputs: bool = False,
 ) -> Trace:
     """Trace a call of a module as a part of a step; raises TraceError where it is no region."""
-    unseen = changeable(*given)
+    unseen = changeable(*arguments)
     if unseen:
         raise TraceError(
             f"an argument is a {', '.join(unseen)}: what it holds could change from call to call. "
             "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
             "generating, use_cache=False leaves it out."
         )
-    made = leaves(given)
+    inputs = leaves(arguments)
     settings: dict[str, Any] = {
         "profile": profile,
         "device": device,
@@ -192,33 +196,33 @@ def traced_call(
         "shares_inputs": shares_inputs,
     }
     with _disable_current_modes(), outside_saved_tensors_hooks(), torch.enable_grad():
-        found = trace(module, made, **settings)
-        if not all(found.captured.ends):
+        traced = trace(module, inputs, **settings)
+        if not all(traced.captured.ends):
             # What it returns is no loss to those that go on with it.
-            ends = (True,) * len(found.captured.ends)
-            found = trace(module, made, ends=ends, **settings)
+            ends = (True,) * len(traced.captured.ends)
+            traced = trace(module, inputs, ends=ends, **settings)
         if arriving:
-            sizes = [view.size for view in found.captured.output_gradients]
+            sizes = [view.size for view in traced.captured.output_gradients]
             strides = [
-                _strides(size, arriving[at]) if at in arriving else None
-                for at, size in enumerate(sizes)
+                _strides(size, arriving[place]) if place in arriving else None
+                for place, size in enumerate(sizes)
             ]
             ends = (True,) * len(sizes)
-            found = trace(module, made, ends=ends, arriving=strides, **settings)
-    _check_border(found)
-    return as_part(found)
+            traced = trace(module, inputs, ends=ends, arriving=strides, **settings)
+    _check_border(traced)
+    return as_part(traced)
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the order of a tensor's dimensions in memory; None if it has gaps."""
-    order = sorted(range(tensor.dim()), key=lambda at: -tensor.stride(at))
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     return tuple(order) if _strides(tensor.size(), order) == tensor.stride() else None
 
 
 def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     strides, step = [0] * len(size), 1
-    for at in reversed(order):
-        strides[at], step = step, step * max(1, size[at])
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(1, size[dim])
     return tuple(strides)
 
 
@@ -228,15 +232,15 @@ def _check_border(traced: Trace) -> None:
     autograd follows in-place changes of views by their base, which lies on the other side.
     """
     captured = traced.captured
-    out = [view for view in captured.outputs if isinstance(view, View)]
-    shared = {view.storage for view in out} & set(captured.recording.given)
-    if shared or len({view.storage for view in out}) < len(out):
+    views = [view for view in captured.outputs if isinstance(view, View)]
+    shared = {view.storage for view in views} & set(captured.recording.given)
+    if shared or len({view.storage for view in views}) < len(views):
         raise TraceError(
             "it returns a view of what it is given, or two of one memory, which a region cannot "
             "hand out. Return a copy."
         )
-    flat = [*captured.outputs]
-    if any(not isinstance(it, View) and torch.is_tensor(it) for it in flat):
+    outputs = [*captured.outputs]
+    if any(not isinstance(output, View) and torch.is_tensor(output) for output in outputs):
         raise TraceError("it returns a tensor that no recorded call made.")
 
 
@@ -262,40 +266,40 @@ def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list
 
     others : calls of the same modules; size : bytes that it is given
     """
-    found = [priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all")]
-    for other in sorted(others, key=lambda it: abs(it.given_bytes - size))[:1]:
+    plans = [priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all")]
+    for other in sorted(others, key=lambda call: abs(call.given_bytes - size))[:1]:
         for plan in other.plans:
             try:
-                found.append(priced(graph, plan.plan, plan.name))
+                plans.append(priced(graph, plan.plan, plan.name))
             # Other ops: it is of another course of the module.
             except PlanError:
                 break
-    if len(found) == 1:
-        found.append(priced(graph, smallest(graph), ""))
-    return useful(found)
+    if len(plans) == 1:
+        plans.append(priced(graph, smallest(graph), ""))
+    return useful(plans)
 
 
-def given_bytes(given: Arguments) -> int:
+def given_bytes(arguments: Arguments) -> int:
     """Bytes of the tensors among arguments."""
-    return sum({id(it): it.nbytes for it in tensors(given)}.values())
+    return sum({id(tensor): tensor.nbytes for tensor in tensors(arguments)}.values())
 
 
-def call_layout(given: Arguments) -> CallLayout:
+def call_layout(arguments: Arguments) -> CallLayout:
     """Return how arguments were written."""
-    return len(given[0]), tuple(given[1])
+    return len(arguments[0]), tuple(arguments[1])
 
 
-def wants_gradient(module: torch.nn.Module, given: Arguments) -> bool:
+def wants_gradient(module: torch.nn.Module, arguments: Arguments) -> bool:
     """Whether a call has a backward pass."""
-    given_tensors = tensors(given)
-    trained = any(it.requires_grad for it in module.parameters())
-    return bool(given_tensors) and (trained or any(it.requires_grad for it in given_tensors))
+    inputs = tensors(arguments)
+    trained = any(tensor.requires_grad for tensor in module.parameters())
+    return bool(inputs) and (trained or any(tensor.requires_grad for tensor in inputs))
 
 
 def outputs_of(returned: Any) -> list[torch.Tensor]:
     """Return the tensors with a history in what a region returned."""
     flat = tree_flatten(returned)[0]
-    return [it for it in flat if isinstance(it, torch.Tensor) and it.grad_fn is not None]
+    return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def as_written() -> bool:

@@ -33,7 +33,7 @@ from ..trace.op_seconds import scratch_of_steps
 from ..trace.record import Layouts
 from .choose import Choices, Timeline
 from .course import Chosen
-from .find import Finder, Found, StepObserver, breaks
+from .find import Finder, StepObserver, Survey, breaks
 from .plans import inner_bytes
 from .region import Arriving, Planner, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
@@ -84,54 +84,52 @@ class RegionOptions:
 class Run(NamedTuple):
     """A step to look at: what the model is given, and a seed for what it draws; None for any."""
 
-    given: Arguments
+    arguments: Arguments
     seed: int | None
 
 
-def region_step(model: torch.nn.Module, given: Arguments, options: RegionOptions) -> RegionStep:
+def region_step(model: torch.nn.Module, arguments: Arguments, options: RegionOptions) -> RegionStep:
     """Plan a model by regions; it is left as it was.
 
     Raises TraceError if no part of it is a region.
     Raises BudgetError if no choice keeps the budget on each of the samples, unless `safely`.
     """
-    return _Search(model, given, options).step()
+    return _Search(model, arguments, options).step()
 
 
 class _Search:
-    def __init__(self, model: torch.nn.Module, given: Arguments, options: RegionOptions) -> None:
-        self.model, self.given, self.options = model, given, options
+    def __init__(
+        self, model: torch.nn.Module, arguments: Arguments, options: RegionOptions
+    ) -> None:
+        self.model, self.arguments, self.options = model, arguments, options
         if not options.why:
-            self.options = replace(options, why=_refusal(model, given))
-        self.probe = Probe(model, given)
+            self.options = replace(options, why=_refusal(model, arguments))
+        self.probe = Probe(model, arguments)
         # Per sample its courses, the one that keeps most first; the largest of each leads.
-        self.courses = [[Run(each, None)] for each in (given, *options.alike)]
+        self.courses = [[Run(each, None)] for each in (arguments, *options.alike)]
 
     def step(self) -> RegionStep:
-        found, calls = self._found()
-        self._plan_kinds(found, calls)
-        step = self._step_of(found, None)
+        survey, calls = self._surveyed()
+        self._plan_kinds(survey, calls)
+        step = self._step_of(survey, None)
         baseline = self._baseline()
         self.seconds = baseline.seconds if baseline else 0.0
         report_progress("trial", 0, 1)
         # The sample that needs most where nothing runs again is chosen for, and all are measured.
         peak, observer, leanest = max(
-            (self._most(step, courses[0]) for courses in self.courses), key=lambda it: it[0]
+            (self._most(step, courses[0]) for courses in self.courses), key=lambda most: most[0]
         )
-        line = observer.timeline()
+        timeline = observer.timeline()
         if baseline is None:
             baseline = replace(leanest, peak_bytes=peak + self.options.resident_bytes)
             self.seconds = leanest.seconds
         budget = parse_bytes(self.options.budget, whole=baseline.peak_bytes)
-        text = breaks(
-            found,
-            self._saved,
-            self.options.why,
-        )
+        found_breaks = breaks(survey, self._saved, self.options.why)
         base = RegionsPlan(
-            (), budget, 0, 0, baseline.peak_bytes, 0.0, self.seconds, 0.0, "", text,
+            (), budget, 0, 0, baseline.peak_bytes, 0.0, self.seconds, 0.0, "", found_breaks,
             courses=sum(map(len, self.courses)),
         )  # fmt: skip
-        chosen = _Choosing(self, step, observer.calls, line, base).measured(budget)
+        chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
         # Steps that are measured say nothing.
         chosen.said = set()
         return chosen
@@ -152,80 +150,84 @@ class _Search:
         does = self.probe.behaviour.get(self.model.get_submodule(path), Behaviour())
         return does.saved_bytes + does.saved_input_bytes
 
-    def _found(self) -> tuple[Found, Sequence[tuple[str, TracedCall, int]]]:
+    def _surveyed(self) -> tuple[Survey, Sequence[tuple[str, TracedCall, int]]]:
         """Return the regions, and the calls of a step; order the courses.
 
         They are traced anew until results lie, and gradients come, as was traced.
         """
-        seen: Layouts = {}
+        layouts: Layouts = {}
         arriving: dict[str, Arriving] = {}
-        shared: set[Hashable] = set()
+        sharing: set[Hashable] = set()
         for _ in range(_ROUNDS):
             report_progress("trace", 0, 1)
             finder = Finder(
                 self.model,
-                seen,
+                layouts,
                 arriving,
-                shared,
+                sharing,
                 profile=self.options.profile,
                 device=self.options.device,
             )
-            with self._restored(self.given):
-                found = finder.look(self.given)
-            if not found.regions:
+            with self._restored(self.arguments):
+                survey = finder.look(self.arguments)
+            if not survey.regions:
                 raise TraceError(
                     "no part of the model can be traced whole: "
-                    f"{next(iter(found.refused.values()), 'it has no modules inside')}"
+                    f"{next(iter(survey.refused.values()), 'it has no modules inside')}"
                 )
             # What will run as it was written hands on gradients as written, too.
-            _leave_small(found, found.calls)
-            new: Layouts = {}
-            run = Run(self.given, None)
-            observer, _ = self._observed(self._step_of(found, new), run, counted=False)
-            known = len(seen), len(shared)
-            seen |= new
-            came = {path: it.arriving for path, it in found.regions.items() if it.arriving}
-            shared |= {structure(self.model.get_submodule(path)) for path in observer.shared}
-            if came == arriving and known == (len(seen), len(shared)):
+            _leave_small(survey, survey.calls)
+            new_layouts: Layouts = {}
+            run = Run(self.arguments, None)
+            observer, _ = self._observed(self._step_of(survey, new_layouts), run, counted=False)
+            known_before = len(layouts), len(sharing)
+            layouts |= new_layouts
+            regions = survey.regions.items()
+            now_arriving = {path: region.arriving for path, region in regions if region.arriving}
+            sharing |= {structure(self.model.get_submodule(path)) for path in observer.shared}
+            if now_arriving == arriving and known_before == (len(layouts), len(sharing)):
                 break
-            arriving = came
-        for path, region in found.regions.items():
-            region.alike.shares_inputs = structure(self.model.get_submodule(path)) in shared
+            arriving = now_arriving
+        for path, region in survey.regions.items():
+            region.alike.shares_inputs = structure(self.model.get_submodule(path)) in sharing
         if self.probe.by_chance:
             self.courses = [
-                self._courses(finder, first.given, range(_COURSES)) for first, *_ in self.courses
+                self._courses(finder, first.arguments, range(_COURSES))
+                for first, *_ in self.courses
             ]
             finder.siblings()
         else:
             for first, *_ in self.courses[1:]:
-                self._courses(finder, first.given, [None])
-        step = self._step_of(found, {})
+                self._courses(finder, first.arguments, [None])
+        step = self._step_of(survey, {})
         observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.courses]
-        return found, [call for observer in observed for call in observer.calls]
+        return survey, [call for observer in observed for call in observer.calls]
 
-    def _courses(self, finder: Finder, given: Arguments, seeds: Sequence[int | None]) -> list[Run]:
+    def _courses(
+        self, finder: Finder, arguments: Arguments, seeds: Sequence[int | None]
+    ) -> list[Run]:
         """Find what a sample's courses call; return them, the one that keeps most first."""
-        kept: dict[int | None, int] = {}
+        kept_bytes: dict[int | None, int] = {}
         for course in seeds:
-            with self._restored(given):
+            with self._restored(arguments):
                 seed(self.model, course)
-                kept[course] = finder.look(given).kept_bytes
-            if len(kept) == _ALIKE and len({*kept.values()}) == 1:
+                kept_bytes[course] = finder.look(arguments).kept_bytes
+            if len(kept_bytes) == _ALIKE and len({*kept_bytes.values()}) == 1:
                 break
-        order = sorted(kept, key=kept.__getitem__, reverse=True)
-        many = len(order) if len({*kept.values()}) > 1 else 1
-        return [Run(given, course) for course in order[:many]]
+        order = sorted(kept_bytes, key=kept_bytes.__getitem__, reverse=True)
+        count = len(order) if len({*kept_bytes.values()}) > 1 else 1
+        return [Run(arguments, course) for course in order[:count]]
 
-    def _restored(self, given: Arguments) -> Any:
+    def _restored(self, arguments: Arguments) -> Any:
         probe = self.probe
         return restore_step(
-            self.model, given, inputs_too=probe.changes_inputs, written=probe.written
+            self.model, arguments, inputs_too=probe.changes_inputs, written=probe.written
         )
 
-    def _step_of(self, found: Found, layouts: Layouts | None) -> RegionStep:
+    def _step_of(self, survey: Survey, layouts: Layouts | None) -> RegionStep:
         step = RegionStep(
             self.model,
-            dict(found.regions),
+            dict(survey.regions),
             self.probe.reads,
             self.probe.sets,
             self.options.resident_bytes,
@@ -245,12 +247,12 @@ class _Search:
         device = device_of(self.model)
         scratch = scratch_of_steps(device, profile=self.options.profile)
         try:
-            with self._restored(run.given):
+            with self._restored(run.arguments):
                 seed(self.model, run.seed)
-                found = run_step(
+                measured = run_step(
                     around(self.model, step.run),
                     self.model,
-                    run.given,
+                    run.arguments,
                     known=step.known,
                     count=counted,
                     heard=observer.heard,
@@ -258,36 +260,36 @@ class _Search:
                 )
         finally:
             step.observer = None
-        return observer, replace(found, results={})
+        return observer, replace(measured, results={})
 
     def _baseline(self) -> Measured | None:
         """Return the model's own step; None where it may not fit."""
-        held = sum(it.nbytes for it in self.model.parameters())
+        parameter_bytes = sum(param.nbytes for param in self.model.parameters())
         # Parameters, their gradients, and what is saved: a little less than the peak.
-        need = 2 * held + self.probe.saved_bytes
-        if self.options.safely or not enough_memory(need, device_of(self.model)):
+        needed_bytes = 2 * parameter_bytes + self.probe.saved_bytes
+        if self.options.safely or not enough_memory(needed_bytes, device_of(self.model)):
             return None
-        found = [self.run(self.model, run) for run in self.measured]
-        return max(found, key=lambda it: it.peak_bytes)
+        steps = [self.run(self.model, run) for run in self.measured]
+        return max(steps, key=lambda step: step.peak_bytes)
 
     def run(self, forward: Callable[..., Any], run: Run) -> Measured:
         """Run and measure a step; put everything back."""
-        with self._restored(run.given):
+        with self._restored(run.arguments):
             seed(self.model, run.seed)
-            found = run_step(
+            measured = run_step(
                 forward,
                 self.model,
-                run.given,
+                run.arguments,
                 kernels=device_of(self.model).type == "cpu",
             )
-        peak = found.peak_bytes + self.options.resident_bytes
-        return replace(found, results={}, peak_bytes=peak)
+        peak = measured.peak_bytes + self.options.resident_bytes
+        return replace(measured, results={}, peak_bytes=peak)
 
-    def _plan_kinds(self, found: Found, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
+    def _plan_kinds(self, survey: Survey, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
         """Make the plans of what was traced; what is not worth it runs as it was written."""
-        _leave_small(found, [(path, kind) for path, kind, _ in calls])
-        alike = {id(region.alike): region.alike for region in found.regions.values()}
-        groups = [it.traced for it in alike.values()]
+        _leave_small(survey, [(path, kind) for path, kind, _ in calls])
+        shared = {id(region.alike): region.alike for region in survey.regions.values()}
+        groups = [alike.traced for alike in shared.values()]
         limit_s = self.options.time_limit_s / len(groups) / _SEARCHES
 
         def searched(graph: Graph, budget_bytes: int) -> Plan:
@@ -295,11 +297,11 @@ class _Search:
             return self.options.searched(graph, budget_bytes, min(limit_s, enough_s))
 
         planner = Planner(searched)
-        for at, kinds in enumerate(groups):
-            report_progress("search", at, len(groups))
+        for index, kinds in enumerate(groups):
+            report_progress("search", index, len(groups))
             # The largest is searched for, and what is like it takes its plans.
             planned: list[TracedCall] = []
-            for kind in sorted(kinds, key=lambda it: -it.given_bytes):
+            for kind in sorted(kinds, key=lambda kind: -kind.given_bytes):
                 graph = kind.traced.graph
                 plans = plans_at_once(graph, planned, kind.given_bytes) if planned else []
                 if len(plans) < _FEW:
@@ -308,27 +310,27 @@ class _Search:
                 planned.append(kind)
 
 
-def _leave_small(found: Found, calls: Sequence[tuple[str, TracedCall]]) -> None:
+def _leave_small(survey: Survey, calls: Sequence[tuple[str, TracedCall]]) -> None:
     """Let modules whose calls keep next to nothing run as they were written."""
-    alike = {id(region.alike): region.alike for region in found.regions.values()}
-    kept = dict.fromkeys(alike, 0)
+    shared = {id(region.alike): region.alike for region in survey.regions.values()}
+    kept_bytes = dict.fromkeys(shared, 0)
     for path, kind in calls:
-        kept[id(found.regions[path].alike)] += inner_bytes(kind.traced.graph)
-    for key, it in alike.items():
-        if kept[key] <= _WORTH * sum(kept.values()):
-            it.kinds = dict.fromkeys(it.kinds)
-    for path, region in [*found.regions.items()]:
+        kept_bytes[id(survey.regions[path].alike)] += inner_bytes(kind.traced.graph)
+    for key, group in shared.items():
+        if kept_bytes[key] <= _WORTH * sum(kept_bytes.values()):
+            group.kinds = dict.fromkeys(group.kinds)
+    for path, region in [*survey.regions.items()]:
         if not region.alike.traced:
-            del found.regions[path]
-    if not found.regions:
+            del survey.regions[path]
+    if not survey.regions:
         raise TraceError("its regions keep next to nothing for the backward pass")
 
 
-def _refusal(model: torch.nn.Module, given: Arguments) -> str:
+def _refusal(model: torch.nn.Module, arguments: Arguments) -> str:
     """Return why a model cannot be traced whole; nothing if it can."""
     try:
         with restore_rng_state():
-            traced_call(model, given, layouts=None, profile=False, device=None)
+            traced_call(model, arguments, layouts=None, profile=False, device=None)
     except TraceError as error:
         return str(error)
     return ""
@@ -342,13 +344,13 @@ class _Choosing:
         search: _Search,
         step: RegionStep,
         calls: Sequence[tuple[str, TracedCall, int]],
-        line: Timeline,
+        timeline: Timeline,
         plan: RegionsPlan,
     ) -> None:
         self.search, self.step, self.calls, self.plan = search, step, calls, plan
         resident = search.options.resident_bytes
-        self.line = replace(line, outside=line.outside + resident)
-        self.choices = Choices(self.line, [kind.plans for _, kind, _ in calls])
+        self.timeline = replace(timeline, outside=timeline.outside + resident)
+        self.choices = Choices(self.timeline, [kind.plans for _, kind, _ in calls])
 
     def chosen(self, room_bytes: int) -> RegionStep:
         """Return a step that follows the choice for so many bytes."""
@@ -365,20 +367,20 @@ class _Choosing:
     def _beside(self, step: RegionStep, held_bytes: int) -> RegionStep:
         """Return a step for gradients that are there: new ones are added to them and go."""
         assert step.chosen is not None
-        assert self.line.gradients is not None
-        outside = self.line.outside - self.line.gradients + held_bytes
+        assert self.timeline.gradients is not None
+        outside = self.timeline.outside - self.timeline.gradients + held_bytes
         other = copy(self)
-        other.line = replace(self.line, outside=outside)
-        other.choices = Choices(other.line, self.choices.ladders)
-        made = other.chosen(step.chosen.room_bytes)
-        made.plan = replace(made.plan, budget_bytes=step.plan.budget_bytes)
-        made.said = step.said
-        return made
+        other.timeline = replace(self.timeline, outside=outside)
+        other.choices = Choices(other.timeline, self.choices.ladders)
+        adjusted = other.chosen(step.chosen.room_bytes)
+        adjusted.plan = replace(adjusted.plan, budget_bytes=step.plan.budget_bytes)
+        adjusted.said = step.said
+        return adjusted
 
     def measured(self, budget_bytes: int) -> RegionStep:
         """Return the fastest step that was measured to keep the budget."""
         best: RegionStep | None = None
-        room, over = budget_bytes, 0
+        room, excess = budget_bytes, 0
         runs = self.search.measured
         seen: set[bytes] = set()
         for attempt in range(_ROUNDS):
@@ -386,38 +388,38 @@ class _Choosing:
             assert step.chosen is not None
             choice = step.chosen.choice
             if choice.tobytes() in seen:
-                if over <= 0 or not room:
+                if excess <= 0 or not room:
                     break
                 room = 0
                 continue
             seen.add(choice.tobytes())
             step.plan = replace(step.plan, budget_bytes=budget_bytes)
-            found = max(
-                (self.search.run(around(self.search.model, step.run), it) for it in runs),
-                key=lambda it: it.peak_bytes,
+            largest = max(
+                (self.search.run(around(self.search.model, step.run), run) for run in runs),
+                key=lambda step: step.peak_bytes,
             )
-            over = found.peak_bytes - budget_bytes
+            excess = largest.peak_bytes - budget_bytes
             step.plan = replace(
                 step.plan,
-                peak_bytes=found.peak_bytes,
-                peak_op=found.peak_op,
+                peak_bytes=largest.peak_bytes,
+                peak_op=largest.peak_op,
                 leaner_steps=0,
                 over_steps=0,
             )
             better = best is None or (
                 step.plan.seconds < best.plan.seconds
-                if over <= 0 and best.plan.peak_bytes <= budget_bytes
+                if excess <= 0 and best.plan.peak_bytes <= budget_bytes
                 else step.plan.peak_bytes < best.plan.peak_bytes
             )
             if better:
                 best = step
-            if over <= 0 and (-over < _UNUSED * budget_bytes or not choice.any()):
+            if excess <= 0 and (-excess < _UNUSED * budget_bytes or not choice.any()):
                 break
             # What kernels take beside is about the same for the next: so much may be simulated.
             # Where more is simulated than fits, by whatever choice, the others are to give way.
             predicted = step.plan.predicted_peak_bytes
-            room = (predicted if over <= 0 else min(room, predicted)) - over
-            if over > 0 and (room < 0 or attempt == _ROUNDS - 2):
+            room = (predicted if excess <= 0 else min(room, predicted)) - excess
+            if excess > 0 and (room < 0 or attempt == _ROUNDS - 2):
                 room = 0  # all that can be given back, so that an error names the least
         assert best is not None
         if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
@@ -444,21 +446,21 @@ class _Choosing:
         )
 
     def _plan(self, chosen: Chosen) -> RegionsPlan:
-        seconds, line = self.plan.baseline_seconds, self.line
+        seconds, timeline = self.plan.baseline_seconds, self.timeline
         # When the backward pass begins all calls wait.
-        turn = min(int(line.forward.max(initial=0)) + 1, len(line.outside) - 1)
+        turn = min(int(timeline.forward.max(initial=0)) + 1, len(timeline.outside) - 1)
         peak = chosen.choices.peak(chosen.choice)
         rows = zip(chosen.calls, chosen.plans, chosen.choice, strict=True)
         return replace(
             self.plan,
             choices=tuple(
-                Choice(path, "recompute" if at else "keep", plan.kept_bytes, plan.extra_s)
-                for (path, _), plan, at in rows
+                Choice(path, "recompute" if index else "keep", plan.kept_bytes, plan.extra_s)
+                for (path, _), plan, index in rows
             ),
             budget_bytes=chosen.room_bytes,
             peak_bytes=peak,
             predicted_peak_bytes=peak,
             seconds=seconds + chosen.choices.seconds(chosen.choice),
             lower_bound_seconds=seconds + chosen.choices.bound(chosen.room_bytes),
-            outside_bytes=int(line.outside[turn]),
+            outside_bytes=int(timeline.outside[turn]),
         )

@@ -110,20 +110,21 @@ class RegionsPlan:
         return tuple(dict.fromkeys(names))
 
     def __repr__(self) -> str:
-        of = "" if self.courses == 1 else f", the peak is that of the largest of {self.courses}"
-        again = [choice for choice in self.choices if choice.technique == "recompute"]
+        count = self.courses
+        largest = "" if count == 1 else f", the peak is that of the largest of {count}"
+        rerun = [choice for choice in self.choices if choice.technique == "recompute"]
         kept = sum(choice.saved_bytes for choice in self.choices)
         lines = [
-            f"Plan of {len(self.choices)} calls of regions{of}",
+            f"Plan of {len(self.choices)} calls of regions{largest}",
             peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
-            f"{len(again)} calls run something again, all keep {show_bytes(kept)}; "
+            f"{len(rerun)} calls run something again, all keep {show_bytes(kept)}; "
             f"{show_bytes(self.outside_bytes)} are held outside of regions",
             f"{seconds_line(self.baseline_seconds, self.seconds)}, {100 * self.gap:.1f} % above "
             "the bound for these calls",
         ]
         lines += [
-            f"break in {it.module or 'the model'} ({show_bytes(it.kept_bytes)} kept): {it.why}"
-            for it in self.breaks[:_SHOWN]
+            f"break in {b.module or 'the model'} ({show_bytes(b.kept_bytes)} kept): {b.why}"
+            for b in self.breaks[:_SHOWN]
         ]
         if len(self.breaks) > _SHOWN:
             lines.append(f"and {len(self.breaks) - _SHOWN} more breaks")
@@ -182,7 +183,7 @@ class RegionStep(Step):
     @property
     def known(self) -> list[torch.Tensor]:  # type: ignore[override]
         """Tensors that traces hold and that belong to nobody."""
-        kinds = {id(it): it for region in self.regions.values() for it in region.alike.traced}
+        kinds = {id(kind): kind for region in self.regions.values() for kind in region.alike.traced}
         return [
             tensor
             for kind in kinds.values()
@@ -231,25 +232,25 @@ class RegionStep(Step):
         course: Course,
         forwards: Callable[[], _Forwards],
     ) -> Callable[..., Any]:
-        own, thread = module.forward, threading.get_ident()
+        original, thread = module.forward, threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Another thread has the module too, and a pass of its own.
             if threading.get_ident() != thread or as_written():
-                return own(*args, **kwargs)
-            found = self._kind(region, module, (args, kwargs), forwards)
-            if not isinstance(found, tuple):
-                course.leaner |= found is not None
-                return (own if found is None else found)(*args, **kwargs)
-            kind, call = found
-            at = course.plan(region.path, kind)
+                return original(*args, **kwargs)
+            traced = self._kind(region, module, (args, kwargs), forwards)
+            if not isinstance(traced, tuple):
+                course.leaner |= traced is not None
+                return (original if traced is None else traced)(*args, **kwargs)
+            kind, call = traced
+            plan = course.plan(region.path, kind)
             args, kwargs = as_sampled(module, kind.call, (args, kwargs))
-            replay = kind.replay(at)
+            replay = kind.replay(plan)
             # Unless a trial notes it, what a kernel lays out otherwise is put right.
             replay.layouts = {} if self.layouts is None else self.layouts
             if self.observer is None:
                 return replay.run(module, args, kwargs, call)
-            number = self.observer.begins(region.path, kind, at)
+            number = self.observer.begins(region.path, kind, plan)
             returned = replay.run(module, args, kwargs, call)
             self.observer.ended(number, outputs_of(returned), len(replay.program.backward))
             return returned
@@ -260,20 +261,20 @@ class RegionStep(Step):
         self,
         region: Region,
         module: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         forwards: Callable[[], _Forwards],
     ) -> tuple[TracedCall, Call] | Callable[..., Any] | None:
         """Return what was traced for a call; else what runs it; None where it runs as written."""
-        if not wants_gradient(module, given):
+        if not wants_gradient(module, arguments):
             return None
-        signature, parameters, buffers = region.lookup(module, given)
+        signature, parameters, buffers = region.lookup(module, arguments)
         if signature is None:
             return None
         kinds = region.alike.kinds
         if signature not in kinds:
             # A trace must see the modules as they are.
             with forwards().away():
-                self._meet(region, module, given, signature)
+                self._meet(region, module, arguments, signature)
                 if signature not in kinds:
                     return run_again(region.path, module)
         kind = kinds[signature]
@@ -285,7 +286,7 @@ class RegionStep(Step):
         self,
         region: Region,
         module: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         signature: InputSignature,
     ) -> None:
         """Trace a call that is met for the first time."""
@@ -298,18 +299,18 @@ class RegionStep(Step):
             with while_training():
                 traced = traced_call(
                     module,
-                    given,
+                    arguments,
                     layouts=others[0].traced.layouts,
                     profile=False,
                     device=device,
                     arriving=region.arriving,
                     shares_inputs=region.alike.shares_inputs,
                 )
-            size = given_bytes(given)
+            size = given_bytes(arguments)
             kind = TracedCall(
-                traced, call_layout(given), plans_at_once(traced.graph, others, size), size
+                traced, call_layout(arguments), plans_at_once(traced.graph, others, size), size
             )
-            region.add(module, given, signature, kind)
+            region.add(module, arguments, signature, kind)
         # Whatever it is, the call runs again as a whole.
         except Exception:  # noqa: BLE001
             region.alike.refused.add(signature)
@@ -329,10 +330,10 @@ class _Forwards:
             module.__dict__["forward"] = forward
 
     def __exit__(self, *error: object) -> None:
-        for module, own in self._own.items():
+        for module, forward in self._own.items():
             module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
     @contextmanager
     def away(self) -> Iterator[None]:
