@@ -36,7 +36,7 @@ from .trace.op_seconds import while_training
 def fitting(
     model: torch.nn.Module,
     step: Step,
-    given: Arguments,
+    arguments: Arguments,
     parameters: Sequence[torch.nn.Parameter],
 ) -> Step:
     """Return the step to run in place of one that was planned: another where gradients are there.
@@ -52,7 +52,7 @@ def fitting(
     if record.state is None and any(
         param.is_leaf and param.grad is not None for param in parameters
     ):
-        step = _with_gradients(model, record, step, given)
+        step = _with_gradients(model, record, step, arguments)
     inputs = record.inputs
     if "several" not in inputs.warned:
         waiting = {step: step.waiting for step in inputs.every if step.waiting}
@@ -98,7 +98,7 @@ def _several(
 
 
 def _with_gradients(
-    model: torch.nn.Module, record: PlanRecord, step: Step, given: Arguments
+    model: torch.nn.Module, record: PlanRecord, step: Step, arguments: Arguments
 ) -> Step:
     """Return the step for gradients that are there; plan it if the budget has no room for them."""
     inputs = record.inputs
@@ -122,7 +122,7 @@ def _with_gradients(
                 # Gradients are there while it is measured, so they are not made a second time: what
                 # is measured is a step that finds none, which holds each new gradient beside its
                 # own to the end, and thus no less.
-                replanned = planning.by_modules(plain, given, safely=True, earlier_bytes=held)
+                replanned = planning.by_modules(plain, arguments, safely=True, earlier_bytes=held)
         need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     else:
         if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
@@ -131,7 +131,7 @@ def _with_gradients(
             planning = planning.at_once(budget_bytes, speeds)
         # Modes that the caller has on would see, and might change, what is traced.
         with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
-            replanned, least = _planned_with(planning, budget_bytes, step, plain, given)
+            replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
         need = replanned.plan.peak_bytes
     if need > budget_bytes:
         smallest = f" The smallest peak found is {show_bytes(least.peak_bytes)}." if least else ""
@@ -157,7 +157,7 @@ def _planned_with(
     budget_bytes: int,
     step: Step,
     plain: torch.nn.Module,
-    given: Arguments,
+    arguments: Arguments,
 ) -> tuple[Step, BudgetError | None]:
     """Return a step with gradients in place, and the error where the budget cannot be kept.
 
@@ -172,7 +172,7 @@ def _planned_with(
         if budget == "":
             continue
         try:
-            return step.replan(replace(anew, budget=budget), plain, given), least
+            return step.replan(replace(anew, budget=budget), plain, arguments), least
         except BudgetError as error:
             # That of the bytes asked for; the second attempt is at the percentage.
             least = least or error
@@ -180,4 +180,4 @@ def _planned_with(
     if least.plan is None:
         return step, least
     smallest = replace(anew, planner=least.plan, budget=least.peak_bytes)
-    return step.replan(smallest, plain, given), least
+    return step.replan(smallest, plain, arguments), least

@@ -44,7 +44,7 @@ _BY_PARTS = ("modules", "regions")
 
 
 def step_for(
-    model: torch.nn.Module, record: PlanRecord, kind: InputSignature | None, given: Arguments
+    model: torch.nn.Module, record: PlanRecord, kind: InputSignature | None, arguments: Arguments
 ) -> Step | None:
     """Return what runs for an input that came for the first time.
 
@@ -59,14 +59,14 @@ def step_for(
     if not record.latest.runs_here:
         return record.latest
     plain = inner_model(model)
-    like = kind or record.guards.signature_of(plain, given, loosely=True)
+    like = kind or record.guards.signature_of(plain, arguments, loosely=True)
     assert like is not None
-    held = (*tensors(given), *plain.parameters())
+    held = (*tensors(arguments), *plain.parameters())
     if not like.wants_gradients or any(
         tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held
     ):
         return None
-    return _UnseenArguments(plain, record, kind, like, given).step()
+    return _UnseenArguments(plain, record, kind, like, arguments).step()
 
 
 class _UnseenArguments(UnseenInput[Step]):
@@ -86,7 +86,7 @@ class _UnseenArguments(UnseenInput[Step]):
         record: PlanRecord,
         kind: InputSignature | None,
         like: InputSignature,
-        given: Arguments,
+        arguments: Arguments,
     ) -> None:
         on_host = record.state is not None
         # With state on the host there is nothing but a plan of ops. A model that was planned by
@@ -97,7 +97,7 @@ class _UnseenArguments(UnseenInput[Step]):
         )
         self.plain, self.record, self.kind, self.like = plain, record, kind, like
         self.inputs = record.inputs
-        self.given = given
+        self.arguments = arguments
         if not record.strict:
             self.demand = "state on the host"
         # Whether a warning said already that modules run again, and why.
@@ -105,7 +105,7 @@ class _UnseenArguments(UnseenInput[Step]):
 
     def is_for(self, step: Step) -> None:
         """Note what a step takes from modules and from what the input holds: its kind then."""
-        self.like = guarded(self.record.guards, self.like, self.plain, self.given, step)
+        self.like = guarded(self.record.guards, self.like, self.plain, self.arguments, step)
         self.kind = self.kind and self.like
 
     def refusal(self) -> str:
@@ -179,8 +179,8 @@ class _UnseenArguments(UnseenInput[Step]):
         if seen:
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
-            seen = planning.layouts_seen(seen, self.plain, apart(self.given))
-        step = planning.by_graph(self.plain, self.given, seen, self.plan_of_trace)
+            seen = planning.layouts_seen(seen, self.plain, apart(self.arguments))
+        step = planning.by_graph(self.plain, self.arguments, seen, self.plan_of_trace)
         # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
         step.layouts = {}
         return step
@@ -190,11 +190,11 @@ class _UnseenArguments(UnseenInput[Step]):
         settings = (kept.step.setting for kept in self.inputs.kept.values())
         known = dict.fromkeys(setting for setting in settings if setting is not None)
         try:
-            step = planning.by_compiler(self.plain, self.given, tuple(known))
+            step = planning.by_compiler(self.plain, self.arguments, tuple(known))
         except BudgetError as error:
             self.how, self.over = AT_ONCE, error
             smallest = replace(planning, budget=error.peak_bytes)
-            return smallest.by_compiler(self.plain, self.given)
+            return smallest.by_compiler(self.plain, self.arguments)
         self.how = NOTHING_AGAIN
         if setting := step.setting:
             self.how = f"{CARRIED_OVER} another input" if setting in known else AT_ONCE
@@ -203,7 +203,7 @@ class _UnseenArguments(UnseenInput[Step]):
     def plan_of_trace(self, traced: Trace) -> Plan:
         # Constants of other kinds lie in the same memory while this one runs.
         own = traced.captured.recording.constants.values()
-        others = self.inputs.constants_bytes(beside=own)
+        others = self.inputs.constants_bytes(excluding=own)
         return self.plan_of(traced.graph, self.budget_bytes - others)
 
     def plan_of(self, graph: Graph, budget_bytes: int) -> Plan:
@@ -278,15 +278,15 @@ class _UnseenArguments(UnseenInput[Step]):
         """Return a choice of parts that was measured on this input."""
         if self.record.backend == "regions":
             planning = self.record.planning().at_once(self.budget_bytes, None)
-            given = apart(self.given)
+            arguments = apart(self.arguments)
             try:
                 # Modes that the caller has on would see, and might change, what is traced.
                 with _disable_current_modes(), restore_rng_state(), while_training():
-                    return planning.by_regions(self.plain, given, "", safely=True)
+                    return planning.by_regions(self.plain, arguments, "", safely=True)
             except TraceError as error:
                 self.log.info("%s has no plan by regions: %s", self.name, self.first_line(error))
         return self.record.planning().by_modules(
-            self.plain, self.given, safely=True, held_bytes=self.inputs.constants_bytes()
+            self.plain, self.arguments, safely=True, held_bytes=self.inputs.constants_bytes()
         )
 
     def remember(self, step: Step) -> None:
@@ -310,7 +310,7 @@ class _UnseenArguments(UnseenInput[Step]):
             if kind in inputs.kept:
                 # The step for gradients that are there goes with the one it was made from.
                 inputs.later.pop(inputs.kept[kind].step, None)
-            call = len(self.given[0]), tuple(self.given[1])
+            call = len(self.arguments[0]), tuple(self.arguments[1])
             inputs.kept[kind] = KeptStep(step, call, planned_kind, inputs.count)
             inputs.make_room(kind, self.budget_bytes)
         return step

@@ -79,7 +79,7 @@ class StepCache:
         if kind is None or kind in self.kept:
             return kind
         free = kind.without(self.free)
-        accepts = (it for like in (kind, free) for it in self.kept if it.accepts(like))
+        accepts = (step for like in (kind, free) for step in self.kept if step.accepts(like))
         return next(accepts, free)
 
     def step(self, kind: InputSignature | None) -> Step | None:
@@ -106,22 +106,24 @@ class StepCache:
     @property
     def every(self) -> list[Step]:
         """All steps, those for gradients that are there among them."""
-        return [*dict.fromkeys((*(it.step for it in self.kept.values()), *self.later.values()))]
+        return [*dict.fromkeys((*(kept.step for kept in self.kept.values()), *self.later.values()))]
 
-    def constants_bytes(self, *, beside: Iterable[torch.Tensor] = ()) -> int:
+    def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
         """Bytes of what steps hold beside the model's tensors, each storage once.
 
         beside : tensors that do not count
         """
-        known = {_key(it) for it in beside}
-        held = {_key(it): it for step in self.every for it in step.known}
-        return sum(it.untyped_storage().nbytes() for key, it in held.items() if key not in known)
+        known = {_key(tensor) for tensor in excluding}
+        held = {_key(tensor): tensor for step in self.every for tensor in step.known}
+        return sum(
+            tensor.untyped_storage().nbytes() for key, tensor in held.items() if key not in known
+        )
 
     def make_room(self, newest: InputSignature, budget_bytes: int) -> None:
         """Let kinds go that were not used for longest: too many, or too much is held for them."""
         while True:
             # The kinds that `plan` was given have no `used`: they stay.
-            online = {it: kept.used for it, kept in self.kept.items() if kept.used is not None}
+            online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
             if len(online) <= 1 or (
                 len(online) <= KINDS and not self._is_held_too_much(budget_bytes)
             ):
@@ -133,8 +135,8 @@ class StepCache:
         """Whether what is held for other kinds takes one that keeps the budget above it."""
         return any(
             step.plan.peak_bytes <= budget_bytes
-            and step.plan.peak_bytes + self.constants_bytes(beside=step.known) > budget_bytes
-            for step in (it.step for it in self.kept.values())
+            and step.plan.peak_bytes + self.constants_bytes(excluding=step.known) > budget_bytes
+            for step in (kept.step for kept in self.kept.values())
         )
 
 
@@ -190,12 +192,12 @@ class PlanRecord(PlannedRecord[Trace]):
     @property
     def steps(self) -> dict[InputSignature, Step]:
         """What runs in place of the forward pass, per kind of input."""
-        return {kind: it.step for kind, it in self.inputs.kept.items()}
+        return {kind: kept.step for kind, kept in self.inputs.kept.items()}
 
     @property
     def told(self) -> dict[InputSignature, PlannedKind]:  # type: ignore[override]
         """Per kind of input, how it was planned; see `kinds`."""
-        return {kind: it.told for kind, it in self.inputs.kept.items()}
+        return {kind: kept.told for kind, kept in self.inputs.kept.items()}
 
     def planning(self) -> PlanOptions:
         """Return how to plan for inputs to come, with what training has shown."""

@@ -133,14 +133,14 @@ class PlanOptions:
             from_sqrt_n=False,
         )
 
-    def planned_step(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
+    def planned_step(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Plan the plain model for an input; as `plan` tells."""
         if self.backend == "auto" and self.was_compiled:
-            return self.made_compiled(model, given)
+            return self.made_compiled(model, arguments)
         name = "graph" if self.backend == "auto" else self.backend
         try:
             with restore_rng_state():
-                return self.in_trial(self.by_backend(name, model, given), model, given)
+                return self.in_trial(self.by_backend(name, model, arguments), model, arguments)
         # Nothing that another back end would mend.
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
@@ -148,7 +148,7 @@ class PlanOptions:
             error: Exception = failure
             if isinstance(error, SetsStateError) and name == "graph" and self.may_run_first:
                 try:
-                    return self.made_after_first(model, given)
+                    return self.made_after_first(model, arguments)
                 except (BudgetError, SampleError, torch.OutOfMemoryError):
                     raise
                 except TraceError as second:
@@ -161,9 +161,11 @@ class PlanOptions:
                 raise error from failure
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
-        return self.made_by_parts(model, given, why)
+        return self.made_by_parts(model, arguments, why)
 
-    def made_by_parts(self, model: torch.nn.Module, given: Arguments, why: str) -> PlanningResult:
+    def made_by_parts(
+        self, model: torch.nn.Module, arguments: Arguments, why: str
+    ) -> PlanningResult:
         """Plan a model that cannot be traced whole: by regions, or where there are none, modules.
 
         why : it cannot be
@@ -175,12 +177,12 @@ class PlanOptions:
         over: BudgetError | None = None
         try:
             with restore_rng_state():
-                made = self.in_trial(self.by_regions(model, given, why), model, given)
+                result = self.in_trial(self.by_regions(model, arguments, why), model, arguments)
             warn(
                 f"{name} is planned by regions, with what lies between them as it is written, "
                 f"because {why}",
             )
-            return made
+            return result
         except RegionsBudgetError as error:
             over = error
             # Modules run what lies between regions again as well. Where that is most, they may
@@ -196,7 +198,7 @@ class PlanOptions:
             regions = f"it has no plan by regions: {first_line(error)}"
             log.info("%s: %s", name, regions)
         try:
-            step = self.by_modules(model, given)
+            step = self.by_modules(model, arguments)
         except BudgetError as error:
             if over is not None and over.peak_bytes <= error.peak_bytes:
                 raise over from None
@@ -208,19 +210,19 @@ class PlanOptions:
             if "allocate memory" in str(error):  # the CPU's allocator has no class for it
                 raise
             # Most of all a sample that the model does not take.
-            raise fails_on_sample(name, *given, error) from error
+            raise fails_on_sample(name, *arguments, error) from error
         warn(
             f"{name} is planned by modules, which saves less than a plan of its ops, because {why} "
             f"By regions: {regions}",
         )
-        return self.in_trial(step, model, given)
+        return self.in_trial(step, model, arguments)
 
     @property
     def may_run_first(self) -> bool:
         """Whether a first forward pass may set what it keeps: a trial compares then."""
         return self.trial and self.state is None and not self.after_first
 
-    def made_after_first(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
+    def made_after_first(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Plan by graph what steps do after the first, which sets what it keeps.
 
         Classes of transformers write into their configuration then, or install hooks. The trial
@@ -228,7 +230,7 @@ class PlanOptions:
         """
         later = replace(self, after_first=True)
         with restore_rng_state():
-            result = later.in_trial(later.by_graph(model, given), model, given)
+            result = later.in_trial(later.by_graph(model, arguments), model, arguments)
         if not result.trial.compared:
             raise TraceError(
                 "the forward pass sets attributes in its first run, and no trial could compare "
@@ -236,37 +238,41 @@ class PlanOptions:
             )
         return replace(result, after_first=True)
 
-    def made_compiled(self, model: torch.nn.Module, given: Arguments) -> PlanningResult:
+    def made_compiled(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
         try:
             with restore_rng_state():
-                return self.in_trial(self.by_compiler(model, given), model, given)
+                return self.in_trial(self.by_compiler(model, arguments), model, arguments)
         except (BudgetError, TraceError) as error:
             warn(
                 f"{type(model).__name__} was compiled and is planned without torch.compile, which "
                 f"is slower, because there is no plan of its compiled step: {error}",
             )
-        return replace(self, was_compiled=False).planned_step(model, given)
+        return replace(self, was_compiled=False).planned_step(model, arguments)
 
     def by_backend(
-        self, name: str, model: torch.nn.Module, given: Arguments, layouts: Layouts | None = None
+        self,
+        name: str,
+        model: torch.nn.Module,
+        arguments: Arguments,
+        layouts: Layouts | None = None,
     ) -> Step:
         """Return a step of a back end; layouts : how kernels lay results out, where not traced."""
         if name == "graph":
-            return self.by_graph(model, given, layouts)
+            return self.by_graph(model, arguments, layouts)
         if name == "regions":
-            return self.by_regions(model, given)
-        return (self.by_compiler if name == "compile" else self.by_modules)(model, given)
+            return self.by_regions(model, arguments)
+        return (self.by_compiler if name == "compile" else self.by_modules)(model, arguments)
 
     def by_graph(
         self,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         layouts: Layouts | None = None,
         planned: Callable[[Trace], Plan] | None = None,
     ) -> Step:
         """Return a step that replays the recorded calls."""
-        unseen = changeable(*given)
+        unseen = changeable(*arguments)
         if unseen:
             raise TraceError(
                 f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
@@ -275,25 +281,27 @@ class PlanOptions:
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
             traced = trace(
                 model,
-                Given(*given),
+                Given(*arguments),
                 device=self.device,
                 optimizer=self.optimizer,
                 overlap=self.overlap,
                 accumulate=self.accumulate,
             )
             return EstimateOnlyStep(traced, (planned or self.planned_trace)(traced), self.device)
-        return self.replay(model, given, layouts or {}, planned or self.planned_trace, self.profile)
+        return self.replay(
+            model, arguments, layouts or {}, planned or self.planned_trace, self.profile
+        )
 
     def by_compiler(
         self,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         known: tuple[tuple[float, str], ...] = (),
     ) -> Step:
         """Return a step that torch.compile made; `known`: what kept the budget for other inputs."""
         from .compile.backend import CompiledStep, Settings
 
-        check_memory(model, given, "compiling a model runs parts of it")
+        check_memory(model, arguments, "compiling a model runs parts of it")
         # A plan that was carried over is not kept for later processes.
         key = repr((self.techniques, self.time_limit_s, self.profile, settings.deterministic))
         measuring = Settings(
@@ -308,17 +316,17 @@ class PlanOptions:
         )
         with outside_saved_tensors_hooks():
             try:
-                return CompiledStep(model, *given, measuring)
+                return CompiledStep(model, *arguments, measuring)
             except TraceError:
                 if self.trial:
                     # Where the model itself fails on the sample, that is what to say.
-                    runs_on(model, given)
+                    runs_on(model, arguments)
                 raise
 
     def by_modules(
         self,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         *,
         safely: bool = False,
         held_bytes: int = 0,
@@ -332,12 +340,15 @@ class PlanOptions:
         from .modules.backend import ModuleStep
         from .modules.probe import Probe
 
-        check_memory(model, given, "planning by modules runs the model")
+        check_memory(model, arguments, "planning by modules runs the model")
         if self.alike:
             # Of samples of the same shapes the one that saves most.
-            given = max((given, *self.alike), key=lambda it: Probe(model, it).saved_bytes)
+            arguments = max(
+                (arguments, *self.alike),
+                key=lambda each_input: Probe(model, each_input).saved_bytes,
+            )
         # As leaves: where they come from is no part of the step that is measured.
-        args, kwargs = apart(given)
+        args, kwargs = apart(arguments)
         step = ModuleStep(
             *(model, args, kwargs, self.budget),
             resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
@@ -353,7 +364,7 @@ class PlanOptions:
         return step
 
     def by_regions(
-        self, model: torch.nn.Module, given: Arguments, why: str = "", *, safely: bool = False
+        self, model: torch.nn.Module, arguments: Arguments, why: str = "", *, safely: bool = False
     ) -> Step:
         """Return a step in which the parts of a model that trace whole are planned together.
 
@@ -361,7 +372,7 @@ class PlanOptions:
         """
         from .regions.search import RegionOptions, region_step
 
-        check_memory(model, given, "planning by regions runs the model")
+        check_memory(model, arguments, "planning by regions runs the model")
         if is_sharded(model):
             raise TraceError("parameters are sharded, and regions compute with whole ones")
         held = resident_bytes(model, self.optimizer)
@@ -381,7 +392,7 @@ class PlanOptions:
             safely=safely,
             alike=self.alike,
         )
-        return region_step(model, given, options)
+        return region_step(model, arguments, options)
 
     def planned(self, graph: Graph, budget: float | str | None = None) -> Plan:
         """Return a plan of a graph, within this budget or another."""
@@ -443,7 +454,7 @@ class PlanOptions:
     def replay(
         self,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         layouts: Layouts,
         planned: Callable[[Trace], Plan],
         profile: bool,
@@ -453,13 +464,13 @@ class PlanOptions:
             # A plan that was passed in may be of either order.
             # Gradients made as early as torch makes them may take more than the budget.
             with suppress(BudgetError, PlanError):
-                return self._replay(model, given, layouts, planned, profile)
-        return replace(self, overlap=False)._replay(model, given, layouts, planned, profile)
+                return self._replay(model, arguments, layouts, planned, profile)
+        return replace(self, overlap=False)._replay(model, arguments, layouts, planned, profile)
 
     def _replay(
         self,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         layouts: Layouts,
         planned: Callable[[Trace], Plan],
         profile: bool,
@@ -469,7 +480,7 @@ class PlanOptions:
         def traced_now() -> Trace:
             return trace(
                 model,
-                Given(*given),
+                Given(*arguments),
                 profile=profile,
                 device=self.device,
                 # Its state is part of the plan then, and not resident.
@@ -484,7 +495,7 @@ class PlanOptions:
             )
 
         if self.after_first:
-            with after_first(model, given):
+            with after_first(model, arguments):
                 traced = traced_now()
         else:
             traced = traced_now()
@@ -497,15 +508,17 @@ class PlanOptions:
         plan = planned(traced)
         return Replay(traced, plan)
 
-    def layouts_seen(self, first: Layouts, model: torch.nn.Module, given: Arguments) -> Layouts:
+    def layouts_seen(self, first: Layouts, model: torch.nn.Module, arguments: Arguments) -> Layouts:
         """Return how kernels lay results out on an input, beside what a first trial noted."""
 
         def smallest_with(known: Layouts) -> Step:
-            return self.replay(model, given, known, lambda traced: smallest(traced.graph), False)
+            return self.replay(
+                model, arguments, known, lambda traced: smallest(traced.graph), False
+            )
 
-        return layouts_seen(first, model, given, smallest_with)
+        return layouts_seen(first, model, arguments, smallest_with)
 
-    def in_trial(self, step: Step, model: torch.nn.Module, given: Arguments) -> PlanningResult:
+    def in_trial(self, step: Step, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
         if device_of(model).type == "cpu" and step.runs_here:
             # malloc may still hold what tracing freed, near the limit of this process.
@@ -516,13 +529,13 @@ class PlanOptions:
             step = self.state.dry_run(
                 step,
                 model,
-                given,
-                lambda seen: self.replay(model, given, seen, self.planned_trace, self.profile),
+                arguments,
+                lambda seen: self.replay(model, arguments, seen, self.planned_trace, self.profile),
             )
             remark = "with its state on the host the planned step ran alone"
             return PlanningResult(step, Trial(False, {}, remark=remark), step is not before)
         if self.trial and step.runs_here and not step.rounds_alike:
-            runs_on(model, given)
+            runs_on(model, arguments)
         if not (self.trial and step.runs_here and step.rounds_alike):
             remark = "planned while training, or compiled, or planned for another device"
             return PlanningResult(step, Trial(False, {}, remark=remark))
@@ -539,13 +552,13 @@ class PlanOptions:
             need = step.plan.baseline_peak_bytes
             # Beside an optimizer's state and earlier gradients the step itself is not all of it.
             counted = self.profile and self.optimizer is None and not self.accumulate
-            return tried(step, model, given, plain_bytes=need, counted=counted)
+            return tried(step, model, arguments, plain_bytes=need, counted=counted)
 
         result = trial_of_step()
         otherwise = bool(result.layouts)
         if otherwise:
-            seen = self.layouts_seen(result.layouts, model, given)
-            step = self.replay(model, given, seen, self.planned_trace, self.profile)
+            seen = self.layouts_seen(result.layouts, model, arguments)
+            step = self.replay(model, arguments, seen, self.planned_trace, self.profile)
             result = trial_of_step()
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
@@ -568,7 +581,11 @@ def _apart(plain_bytes: int, baseline_bytes: int) -> str:
 
 
 def guarded(
-    guards: GuardCache, kind: InputSignature, model: torch.nn.Module, given: Arguments, step: Step
+    guards: GuardCache,
+    kind: InputSignature,
+    model: torch.nn.Module,
+    arguments: Arguments,
+    step: Step,
 ) -> InputSignature:
     """Return the kind that a step is for, by what its forward pass read as it was planned."""
     reads = step.reads
@@ -576,8 +593,8 @@ def guarded(
         # torch.compile follows a forward without running it: a step without values is recorded.
         with recorded_reads(model) as seen:
             try:
-                fake_step(model, given)
+                fake_step(model, arguments)
                 reads = seen()
             except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
                 reads = every_read(model)
-    return guards.add(kind, model, given, reads, step.looked)
+    return guards.add(kind, model, arguments, reads, step.looked)

@@ -36,7 +36,11 @@ class Planner(Protocol):
     """Who plans a model for an input; see `PlanOptions`."""
 
     def by_backend(
-        self, name: str, model: torch.nn.Module, given: Arguments, layouts: Layouts | None = None
+        self,
+        name: str,
+        model: torch.nn.Module,
+        arguments: Arguments,
+        layouts: Layouts | None = None,
     ) -> Step:
         """Plan by a back end; layouts : how kernels lay results out, where not as traced."""
 
@@ -104,11 +108,11 @@ class Step(Protocol):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the forward pass; the rest of the plan happens in the backward pass."""
 
-    def replan(self, planner: Planner, model: torch.nn.Module, given: Arguments) -> Step:
+    def replan(self, planner: Planner, model: torch.nn.Module, arguments: Arguments) -> Step:
         """Plan by the same back end once more; what a trial of this one saw holds for that too."""
         # Kernels lay results out as a trial saw, whatever the plan.
         seen = None if self.trace is None else self.trace.layouts
-        return planner.by_backend(self.backend, model, given, seen)
+        return planner.by_backend(self.backend, model, arguments, seen)
 
     def release(self) -> None:
         """Let go of memory on the host that no pass uses; it is taken again if the step runs."""
@@ -141,7 +145,7 @@ class EstimateOnlyStep(Step):
             "with the model there, and without device."
         )
 
-    def replan(self, planner: Planner, model: torch.nn.Module, given: Arguments) -> Step:
+    def replan(self, planner: Planner, model: torch.nn.Module, arguments: Arguments) -> Step:
         """Refuse: no step of it can run."""
-        step: Step = self.run(model, *given)
+        step: Step = self.run(model, *arguments)
         return step

@@ -210,9 +210,9 @@ class CompressedActivations:
         self.refresh()
         watch = self._watch if self.controller.due(self._step) else None
         self._step += 1
-        there = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
+        resident = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
         self.current = Pass(
-            self.compressor, storages_of(there), watch, self._attention, first=self._step == 1
+            self.compressor, storages_of(resident), watch, self._attention, first=self._step == 1
         )
         self.current.__enter__()
 
@@ -273,71 +273,72 @@ class CompressedActivations:
         every = packing_of(first.timed, rates)
         freed = every.plain_bytes - every.held_bytes
         self.price = every.seconds / freed if freed > 0 else 0.0
-        found = {
+        candidates = {
             name: (self._forward_s[name], self._inputs[name])
             for name in self._inputs
             if name not in first.decided and not isinstance(self.model.get_submodule(name), _NORMS)
         }
-        found |= first.attended
+        candidates |= first.attended
         kept = {
-            place: packing_of([it for it in first.timed if place in it.within], rates)
-            for place in found
+            place: packing_of([saved for saved in first.timed if place in saved.within], rates)
+            for place in candidates
         }
         again = {
             place: Cost(
                 (kept[place].plain_bytes if settings.deterministic else seconds)
-                + rates.get("", 0.0) * sum(it.nbytes for it in inputs if it.packed),
+                + rates.get("", 0.0) * sum(x.nbytes for x in inputs if x.packed),
                 kept[place].plain_bytes,
                 self._least(inputs),
             )
-            for place, (seconds, inputs) in found.items()
+            for place, (seconds, inputs) in candidates.items()
         }
-        for place in [it for it in found if it in self._inputs and self._has_parts(it)]:
+        seen = candidates.keys() & self._inputs.keys()
+        for place in [path for path in candidates if path in seen and self._has_parts(path)]:
             # What its parts save is all there at once when they run again. Bytes do not tell what
             # its products take.
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
         saving = self._cheaper(kept, again, every.plain_bytes)
-        freed = sum(kept[it].held_bytes - again[it].held_bytes for it in saving)
+        freed = sum(kept[path].held_bytes - again[path].held_bytes for path in saving)
         held = every.held_bytes - freed
         self._choose_images(first, max(held, self.controller.budget_bytes or 0))
-        for place in (it for it in found if it in saving):
-            if not any(it == place or _is_within(it, place) for it in self.by_images):
-                self._let_rerun(place, kept[place].plain_bytes, found[place][1], first)
+        for place in (path for path in candidates if path in saving):
+            if not any(path == place or _is_within(path, place) for path in self.by_images):
+                self._let_rerun(place, kept[place].plain_bytes, candidates[place][1], first)
         self._inputs = {}
 
     def _choose_images(self, first: Pass, least_bytes: float) -> None:
         """Let layers take some images at a time whose gradients take more bytes than all else."""
         for module in list(self.model.modules()):
-            found = runs_of(module, self._layers, least_bytes) if is_sequential(module) else []
-            runs = [run for layers in found if (run := self._run_of(layers, first)) is not None]
+            chains = runs_of(module, self._layers, least_bytes) if is_sequential(module) else []
+            runs = [run for layers in chains if (run := self._run_of(layers, first)) is not None]
             if runs:
                 self._put_forward(module, self._sequential, {run.layers[0]: run for run in runs})
         self._layers = {}
 
     def _run_of(self, layers: list[torch.nn.Module], first: Pass) -> Run | None:
         """Return a run of these layers, if some images at a time need less than all."""
-        seen = [it for layer in layers if (it := self._layers[layer]) is not None]
+        seen = [step for layer in layers if (step := self._layers[layer]) is not None]
         names, x = [self._names[layer] for layer in layers], seen[0].x
-        saved = [it for it in first.timed if not it.within.isdisjoint(names)]
+        saved = [tensor for tensor in first.timed if not tensor.within.isdisjoint(names)]
         # From rounded values ReLUs and poolings would decide otherwise: a tenth of a gradient.
-        given = replace(self._inputs[names[0]][0], packed=False)
-        growth = max(max(it.x.numel(), it.y.numel()) for it in seen) / x.numel()
-        plain_bytes = sum(it.plain_bytes for it in saved)
+        first_input = replace(self._inputs[names[0]][0], packed=False)
+        growth = max(max(step.x.numel(), step.y.numel()) for step in seen) / x.numel()
+        plain_bytes = sum(tensor.plain_bytes for tensor in saved)
         plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # which those after it may save, too
         run = Run(layers, names, x.dim(), growth, plain_bytes / x.numel())
         # Gradients of the run's own input and output are there whole.
         ends = x.nbytes + seen[-1].y.nbytes
         if (
             len(run.parts(x)) == 1
-            or ends >= max(it.gradients_bytes for it in seen)
-            or self._least([given]) > sum(it.held_bytes for it in saved)
+            or ends >= max(step.gradients_bytes for step in seen)
+            or self._least([first_input]) > sum(tensor.held_bytes for tensor in saved)
         ):
             return None
         self.by_images += names
         for name in names:
             self.controller.forget(name)
-        first.foresee({f"{names[0]}/{RUN}/0": given})
+        first.foresee({f"{names[0]}/{RUN}/0": first_input})
         return run
 
     def _sequential(
@@ -384,7 +385,7 @@ class CompressedActivations:
         module = self.model.get_submodule(place)
         self._put_forward(module, self._again, plain)
         places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
-        keys = (f"{place or 'model'}/input{each}/0" for each in places)
+        keys = (f"{place or 'model'}/input{index}/0" for index in places)
         first.foresee(dict(zip(keys, inputs, strict=True)))
 
     def _cheaper(
@@ -404,10 +405,11 @@ class CompressedActivations:
             # The innermost first; what is around takes their place if it saves more than they do.
             for place in reversed(again):
                 gain = kept[place].saved_by(again[place], price)
-                inside = {it for it in saving if _is_within(it, place)}
-                if gain > sum(saving[it] for it in inside):
-                    saving = {it: saving[it] for it in saving if it not in inside} | {place: gain}
-            freed = sum(kept[it].held_bytes - again[it].held_bytes for it in saving)
+                inside = {path for path in saving if _is_within(path, place)}
+                if gain > sum(saving[path] for path in inside):
+                    outside = {path: saving[path] for path in saving if path not in inside}
+                    saving = outside | {place: gain}
+            freed = sum(kept[path].held_bytes - again[path].held_bytes for path in saving)
             if price >= dearest or budget is None or self.controller.held_at(4) - freed <= budget:
                 return saving
             price *= 2
@@ -419,12 +421,12 @@ class CompressedActivations:
         """Bytes of inputs that are kept compressed, or as they are."""
         bits = self.controller.nonlinear_bits
         return sum(
-            compressed_bytes(it.elements, bits) + it.row_bytes
-            if it.packed
+            compressed_bytes(tensor.elements, bits) + tensor.row_bytes
+            if tensor.packed
             else 0
-            if it.left_alone or it.memory.exact
-            else it.memory.nbytes
-            for it in inputs
+            if tensor.left_alone or tensor.memory.exact
+            else tensor.memory.nbytes
+            for tensor in inputs
         )
 
     def _again(
@@ -544,7 +546,7 @@ class CompressedActivations:
             for name, compressed, exact in zip(names, gradients(), plain, strict=True):
                 if compressed is not None and exact is not None:
                     errors[name].append(compressed - exact)
-        stacked = {name: torch.stack(each) for name, each in errors.items() if each}
+        stacked = {name: torch.stack(own) for name, own in errors.items() if own}
         by_weight = {id(p): name for name, p in names.items()}
         for key, weight in self._weights.items():
             name = by_weight.get(id(weight))

@@ -24,8 +24,8 @@ def _pack(  # type: ignore[no-untyped-def]
     FRACTION: tl.constexpr = 16 if BITS < 8 else 15  # groups.fraction_of
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # Of a run: how many groups it has, which one it is, where in it the group begins.
-    each = (run + 255) // 256
-    number, start = row // each, row % each * 256
+    groups_per_run = (run + 255) // 256
+    number, start = row // groups_per_run, row % groups_per_run * 256
     at = (number * run + start)[:, None] + tl.arange(0, 256)[None, :]
     valid = (start[:, None] + tl.arange(0, 256)[None, :] < run) & (row[:, None] < groups)
     x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
@@ -90,8 +90,8 @@ def _unpack(  # type: ignore[no-untyped-def]
 ):
     PER: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    each = (run + 255) // 256
-    number, start = row // each, row % each * 256
+    groups_per_run = (run + 255) // 256
+    number, start = row // groups_per_run, row % groups_per_run * 256
     place = start[:, None] + tl.arange(0, 256)[None, :]
     valid = (place < run) & (row[:, None] < groups)
     byte = (number * ((run + PER - 1) // PER))[:, None] + place // PER

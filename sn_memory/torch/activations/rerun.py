@@ -135,7 +135,7 @@ def layer_of(
         return None
     if not y.requires_grad or len(x) != len(y) or x.dim() != (axes or x.dim()):
         return None
-    empty = [it.detach().new_empty(()).expand(it.shape) for it in (x, y)]
+    empty = [tensor.detach().new_empty(()).expand(tensor.shape) for tensor in (x, y)]
     return Layer(empty[0], empty[1], saved(y))
 
 
@@ -148,7 +148,7 @@ def runs_of(
     products does not take long, and often makes the output smaller.
     """
     runs: list[list[nn.Module]] = [[]]
-    large = {it for it, layer in seen.items() if layer and layer.gradients_bytes > least_bytes}
+    large = {name for name, layer in seen.items() if layer and layer.gradients_bytes > least_bytes}
     for module in layers:
         if seen.get(module) is None or (type(module) in _CONVOLUTIONS and module not in large):
             runs.append([])
@@ -183,13 +183,13 @@ class Run:
             _is_batch(x)
             and x.dim() == self.dim
             and len(self.parts(x)) > 1
-            and any(it.requires_grad for it in (x, *self.weights()))
+            and any(tensor.requires_grad for tensor in (x, *self.weights()))
             and all(map(_is_plain, self.layers))
         )
 
     def weights(self) -> list[torch.Tensor]:
         """Return the parameters, each once."""
-        return list(dict.fromkeys(it for layer in self.layers for it in layer.parameters()))
+        return list(dict.fromkeys(weight for layer in self.layers for weight in layer.parameters()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the layers, none of which has hooks but ours."""
@@ -230,33 +230,36 @@ class _ByImages(torch.autograd.Function):
         # Gradients of gradients need all as parts of the graph; several at once cannot be put
         # into one tensor.
         again = torch.is_grad_enabled()
-        whole = again or is_batched(gradient)
+        at_once = again or is_batched(gradient)
         sums: list[Any] = [None] * len(wanted)
         with ExitStack() as stack:
             for layer in ctx.layers:
                 stack.enter_context(layer)
             leaves = _put_leaves(run, wanted[1:], linked=again)
-            for part in [slice(None)] if whole else run.parts(x):
+            for part in [slice(None)] if at_once else run.parts(x):
                 with torch.enable_grad(), _casting(ctx.casting):
                     piece = _leaf(x[part], wanted[0], linked=again)
                     y = run.forward(piece)
-                inputs = [it for it, want in zip([piece, *leaves], wanted, strict=True) if want]
-                found = iter(torch.autograd.grad(y, inputs, gradient[part], create_graph=again))
+                pairs = zip([piece, *leaves], wanted, strict=True)
+                inputs = [tensor for tensor, want in pairs if want]
+                gradients = iter(torch.autograd.grad(y, inputs, gradient[part], create_graph=again))
                 for slot in (slot for slot, want in enumerate(wanted) if want):
-                    each = next(found)
-                    if whole:
-                        sums[slot] = each
+                    part_gradient = next(gradients)
+                    if at_once:
+                        sums[slot] = part_gradient
                     elif slot == 0:
                         sums[0] = torch.empty_like(x) if sums[0] is None else sums[0]
-                        sums[0][part] = each
+                        sums[0][part] = part_gradient
                     else:
                         # Sums of halves would be rounded with each part.
-                        wide = each.float() if each.element_size() < 4 else each
+                        narrow = part_gradient.element_size() < 4
+                        wide = part_gradient.float() if narrow else part_gradient
                         sums[slot] = wide if sums[slot] is None else sums[slot].add_(wide)
-                del piece, y, inputs, found
-            dtypes = [it.dtype for it in (x, *leaves)]
-        given = (it if it is None else it.to(as_) for it, as_ in zip(sums, dtypes, strict=True))
-        return None, *given
+                del piece, y, inputs, gradients
+            dtypes = [tensor.dtype for tensor in (x, *leaves)]
+        pairs = zip(sums, dtypes, strict=True)
+        cast = (total if total is None else total.to(dtype) for total, dtype in pairs)
+        return None, *cast
 
 
 def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
@@ -270,10 +273,11 @@ def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
 def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch.Tensor]:
     """Let layers that were restored have leaves in the places of their weights; return these."""
     weights = run.weights()
-    leaves = {it: _leaf(it, want, linked=linked) for it, want in zip(weights, wanted, strict=True)}
+    pairs = zip(weights, wanted, strict=True)
+    leaves = {weight: _leaf(weight, want, linked=linked) for weight, want in pairs}
     for layer in run.layers:
         held = vars(layer)["_parameters"]
-        held |= {name: leaves[it] for name, it in held.items() if it is not None}
+        held |= {name: leaves[weight] for name, weight in held.items() if weight is not None}
     return list(leaves.values())
 
 

@@ -112,9 +112,9 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
     """
     if call.name not in ("relu", "relu_"):
         return None
-    given = call.given("input", "inplace")
-    x: Any = given.get("input")
-    inplace = call.name == "relu_" or bool(given.get("inplace"))
+    args = call.given("input", "inplace")
+    x: Any = args.get("input")
+    inplace = call.name == "relu_" or bool(args.get("inplace"))
     # Of other types of tensors, autograd functions know nothing.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     if not plain or not (x.requires_grad and torch.is_grad_enabled()):
@@ -130,9 +130,9 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
     if call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.given(*names)
-    x, weight, bias, *sizes, groups = (given[name] for name in names)
-    plain = all(type(it) in (torch.Tensor, torch.nn.Parameter) for it in (x, weight))
+    args = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.given(*names)
+    x, weight, bias, *sizes, groups = (args[name] for name in names)
+    plain = all(type(operand) in (torch.Tensor, torch.nn.Parameter) for operand in (x, weight))
     if (
         not plain
         or isinstance(sizes[1], str)
@@ -188,18 +188,17 @@ def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float
     """The part of a layer's products that do not meet padding."""
     if call.name == "linear":
         return 1.0
-    given = call.given("input", "weight", "bias", "stride", "padding", "dilation")
+    args = call.given("input", "weight", "bias", "stride", "padding", "dilation")
     kernel = list(weight.shape[2:])
-    each = len(kernel)
-    sizes = [
-        _each(given.get(name, value), each) for name, value in (("stride", 1), ("dilation", 1))
-    ]
-    padding = given.get("padding", 0)
+    dims = len(kernel)
+    sizes = [_each(args.get(name, value), dims) for name, value in (("stride", 1), ("dilation", 1))]
+    padding = args.get("padding", 0)
     if padding == "same":
-        padding = [apart * (taps - 1) // 2 for apart, taps in zip(sizes[1], kernel, strict=True)]
-    padding = [0] * each if padding == "valid" else _each(padding, each)
+        spans = zip(sizes[1], kernel, strict=True)
+        padding = [spacing * (taps - 1) // 2 for spacing, taps in spans]
+    padding = [0] * dims if padding == "valid" else _each(padding, dims)
     return coverage(
-        list(given["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
+        list(args["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
     )
 
 
@@ -207,12 +206,12 @@ def window_of(call: Call) -> Window | None:
     """Return the windows that a pooling call looks at; None of any other call."""
     if call.name != "max_pool2d":
         return None
-    given = call.given("input", "kernel_size", "stride", "padding", "dilation")
-    kernel = _each(given["kernel_size"], 2)
-    stride = _each(given.get("stride") or kernel, 2)
-    padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
+    args = call.given("input", "kernel_size", "stride", "padding", "dilation")
+    kernel = _each(args["kernel_size"], 2)
+    stride = _each(args.get("stride") or kernel, 2)
+    padding, dilation = _each(args.get("padding", 0), 2), _each(args.get("dilation", 1), 2)
     pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
-    return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
+    return Window(pairs[0], pairs[1], pairs[2], pairs[3], args["input"].shape[-1])
 
 
 # Of a module that runs again, and may be a norm of several ops: a row costs eight bytes.
@@ -250,7 +249,7 @@ def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, 
     """Those of `axes` that are meant; None: the last."""
     if dim is None:
         return axes[-1:]
-    return tuple(axes[it] for it in ([dim] if isinstance(dim, int) else dim))
+    return tuple(axes[axis] for axis in ([dim] if isinstance(dim, int) else dim))
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -373,12 +372,12 @@ class Pass:
     def _run(self, func: Any, call: Call) -> Any:
         """Run a call, so that its backward pass needs little at a time where there is a way."""
         if self.is_innermost():
-            if (given := rectified(call)) is not None:
-                return SignRelu.apply(given[0], call.kept, given[1])
-            if (given := convolved(call)) is not None:
-                call.by_images = given[0].untyped_storage()._cdata not in self._left_alone
+            if (arguments := rectified(call)) is not None:
+                return SignRelu.apply(arguments[0], call.kept, arguments[1])
+            if (arguments := convolved(call)) is not None:
+                call.by_images = arguments[0].untyped_storage()._cdata not in self._left_alone
                 if call.by_images:
-                    return ConvByImages.apply(call.kept, *given)
+                    return ConvByImages.apply(call.kept, *arguments)
             if call.name == ATTENTION:
                 return self._attend(func, call)
         return func(*call.args, **call.kwargs)
@@ -405,7 +404,7 @@ class Pass:
             alone = Exact(tensor)
             call.kept.append(weakref.ref(alone))
             return alone, Layout.of(tensor)
-        return self._delivered(tensor, call, lambda *it: self._keep(tensor, call, *it))
+        return self._delivered(tensor, call, lambda *how: self._keep(tensor, call, *how))
 
     def _delivered(
         self, tensor: torch.Tensor, call: Call, keep: Callable[[str, _Memory], Kept]
@@ -473,12 +472,12 @@ class Pass:
 
     def _attend(self, func: Any, call: Call) -> Any:
         """Run attention: again in the backward pass, where it keeps more than it is given."""
-        given = call.given("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        parts = [given.pop(name) for name in ("query", "key", "value")]
+        args = call.given("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        parts = [args.pop(name) for name in ("query", "key", "value")]
         size = sum(part.numel() for part in parts)
         if call.place in self.attention and any(part.requires_grad for part in parts):
             with self.saving_input(self.attention[call.place] * size, call):
-                return checkpoint(func, *parts, use_reentrant=False, **given)
+                return checkpoint(func, *parts, use_reentrant=False, **args)
         start = now(parts[0].device) - self.packing_s
         result = func(*call.args, **call.kwargs)
         seconds = now(parts[0].device) - self.packing_s - start

@@ -323,15 +323,15 @@ class Turned:
         self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
         # On the host rows are turned tile by tile; elsewhere, and for images, a part is a copy.
-        whole = self.by_rows and view.device.type == "cpu"
-        for part in [slice(None)] if whole else parts_of(ordered):
+        undivided = self.by_rows and view.device.type == "cpu"
+        for part in [slice(None)] if undivided else parts_of(ordered):
             turned = ordered[part].permute(self._turn)
             run = math.prod(turned.shape[turned.dim() - inner :]) if axes else 0
             self._kept.append((part, pack(turned, run)))
-        kept = [each for _, each in self._kept]
-        self.bits, self.fits = kept[0].bits, all(each.fits for each in kept)
-        self.nbytes = sum(each.nbytes for each in kept)
-        known = [each.variance for each in kept if each.variance is not None]
+        kept = [part for _, part in self._kept]
+        self.bits, self.fits = kept[0].bits, all(part.fits for part in kept)
+        self.nbytes = sum(part.nbytes for part in kept)
+        known = [part.variance for part in kept if part.variance is not None]
         self.variance = sum(known) / len(known) if known else None
         self.nonzero = 1.0 if known else None
 
@@ -501,7 +501,7 @@ class ConvByImages(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the convolution; `how` are strides, padding, dilation and groups."""
         ctx.how = (*how[:3], False, [0] * len(how[0]), how[3])
-        ctx.kept, ctx.layouts = kept, [Layout.of(it) for it in (x, weight)]
+        ctx.kept, ctx.layouts = kept, [Layout.of(tensor) for tensor in (x, weight)]
         ctx.sizes = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x, weight)
         return torch.ops.aten.convolution(x, weight, bias, *ctx.how)
@@ -510,29 +510,29 @@ class ConvByImages(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of input, weight and bias."""
         wanted, back = ctx.needs_input_grad[1:4], torch.ops.aten.convolution_backward
-        kept, weight = (each() for each in ctx.kept)
+        kept, weight = (unpack() for unpack in ctx.kept)
         layout = ctx.layouts[0]
         # Gradients of gradients need the input as a part of the graph.
         if torch.is_grad_enabled() or not isinstance(kept, Turned) or weight is None:
             x, weight = ctx.saved_tensors
-            found = back(gradient, x, weight, ctx.sizes, *ctx.how, wanted)
-            return None, *found, None, None, None, None
+            gradients = back(gradient, x, weight, ctx.sizes, *ctx.how, wanted)
+            return None, *gradients, None, None, None, None
         weight = weight.restore(ctx.layouts[1])
-        whole: list[Any] = [None, None, None]
+        totals: list[Any] = [None, None, None]
         if wanted[0]:
-            whole[0] = torch.empty_strided(
+            totals[0] = torch.empty_strided(
                 layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
             )
         for part, x in kept.images(layout):
-            found = back(gradient[part], x, weight, ctx.sizes, *ctx.how, wanted)
+            gradients = back(gradient[part], x, weight, ctx.sizes, *ctx.how, wanted)
             if wanted[0]:
-                whole[0][part] = found[0]
+                totals[0][part] = gradients[0]
             for slot in (1, 2):
                 if wanted[slot]:
-                    sums = whole[slot]
-                    whole[slot] = found[slot] if sums is None else sums.add_(found[slot])
-            del x, found  # before the next images come
-        return None, *whole, None, None, None, None
+                    total = totals[slot]
+                    totals[slot] = gradients[slot] if total is None else total.add_(gradients[slot])
+            del x, gradients  # before the next images come
+        return None, *totals, None, None, None, None
 
 
 class _Masked(torch.autograd.Function):

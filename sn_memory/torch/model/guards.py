@@ -343,7 +343,7 @@ def settings_of(
 
 def signature_of(
     model: torch.nn.Module,
-    given: Arguments,
+    arguments: Arguments,
     settings: tuple[Settings, ...],
     *,
     loosely: bool = False,
@@ -355,7 +355,7 @@ def signature_of(
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
     signature = InputSignature(
-        forms_of(model, given, loosely=loosely),
+        forms_of(model, arguments, loosely=loosely),
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in casting()),
         tuple(param.requires_grad for param in model.parameters()),
         any(map(is_elsewhere, model.parameters())),
@@ -368,8 +368,8 @@ def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) ->
     return [at for at, name in enumerate(signature.leaf_names()) if name in value_guards]
 
 
-def _ones(places: list[int], model: torch.nn.Module, given: Arguments) -> tuple[int, ...]:
-    leaves = leaves_of(model, given) if places else []
+def _ones(places: list[int], model: torch.nn.Module, arguments: Arguments) -> tuple[int, ...]:
+    leaves = leaves_of(model, arguments) if places else []
     return tuple(at for at in places if is_ones(leaves[at]))
 
 
@@ -403,7 +403,7 @@ class GuardCache:
         self,
         signature: InputSignature,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         reads: Reads,
         value_places: Iterable[int],
     ) -> InputSignature:
@@ -414,40 +414,40 @@ class GuardCache:
         value_places : places among the flat arguments of which it counts whether they are all ones
         """
         self.reads = joined(self.reads, reads)
-        flat = tree_leaves(given)
+        flat = tree_leaves(arguments)
         wanted = {id(flat[place]) for place in value_places}
         if signature.free:
             # One whose values were left out has fewer leaves than the input.
-            signature = replace(signature, arguments=forms_of(model, given, loosely=True))
-        names = zip(signature.leaf_names(), leaves_of(model, given), strict=True)
+            signature = replace(signature, arguments=forms_of(model, arguments, loosely=True))
+        names = zip(signature.leaf_names(), leaves_of(model, arguments), strict=True)
         names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
         if not names_of_wanted <= self.value_guards:
             self.value_guards |= names_of_wanted
             self._places.clear()
         kept = replace(signature, settings=settings_of(model, reads), free=())
-        return self._with_ones(kept, model, given).without(signature.free)
+        return self._with_ones(kept, model, arguments).without(signature.free)
 
     def signature_of(
-        self, model: torch.nn.Module, given: Arguments, *, loosely: bool = False
+        self, model: torch.nn.Module, arguments: Arguments, *, loosely: bool = False
     ) -> InputSignature | None:
         """Return the signature of an input, by all that steps depend on; see `signature_of`."""
-        signature = signature_of(model, given, settings_of(model, self.reads), loosely=loosely)
-        return signature and self._with_ones(signature, model, given)
+        signature = signature_of(model, arguments, settings_of(model, self.reads), loosely=loosely)
+        return signature and self._with_ones(signature, model, arguments)
 
     def _with_ones(
-        self, signature: InputSignature, model: torch.nn.Module, given: Arguments
+        self, signature: InputSignature, model: torch.nn.Module, arguments: Arguments
     ) -> InputSignature:
-        ones = _ones(_looked_at(signature, self.value_guards), model, given)
+        ones = _ones(_looked_at(signature, self.value_guards), model, arguments)
         return replace(signature, ones=ones) if ones != signature.ones else signature
 
     def lookup(
-        self, model: torch.nn.Module, given: Arguments, known: Mapping[InputSignature, Any]
+        self, model: torch.nn.Module, arguments: Arguments, known: Mapping[InputSignature, Any]
     ) -> Lookup:
         """Return the signature of an input, and the tensors that the model has.
 
         known : signatures of which one is returned as it stands here if it accepts this input
         """
-        before, form = self._model, _form(*given)
+        before, form = self._model, _form(*arguments)
         tensors = before.tensors(model, self.reads) if before else None
         if before is None or tensors is None:
             self._model = now = _ModelWatch(model, self.reads)
@@ -460,15 +460,15 @@ class GuardCache:
         if not self._places:
             self._signatures.clear()
         elif form in self._places:
-            key = form, _ones(self._places[form], model, given)
+            key = form, _ones(self._places[form], model, arguments)
             entry = self._signatures.get(key)
             if entry is not None:
                 if entry not in known:
                     entry = self._signatures[key] = _accepting(known, entry)
                 return entry, *tensors
-        signature = signature_of(model, given, before.settings)
+        signature = signature_of(model, arguments, before.settings)
         if signature is not None:
-            signature = _accepting(known, self._with_ones(signature, model, given))
+            signature = _accepting(known, self._with_ones(signature, model, arguments))
             if form is not None:
                 self._places[form] = _looked_at(signature, self.value_guards)
                 self._signatures[form, signature.ones] = signature

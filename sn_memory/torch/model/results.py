@@ -42,14 +42,14 @@ class Form:
     spec: TreeSpec
     shells: list[Any]
     places: tuple[tuple[_Place, int], ...]
-    whole: dict[int, Any]
+    tensors: dict[int, Any]
 
     def filled(self, leaves: Sequence[Any]) -> Any:
         """Put leaves together; objects are new ones."""
         first = list(leaves[: self.spec.num_leaves])
         if self.shells:
             # What deepcopy finds in its memo it takes for the copy.
-            memo = {id(place): leaves[at] for place, at in self.places} | self.whole
+            memo = {id(place): leaves[at] for place, at in self.places} | self.tensors
             results = copy.deepcopy(self.shells, memo)
             first = [
                 results[output.number] if isinstance(output, Shell) else output for output in first
@@ -84,17 +84,17 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
     ]
     if not at:
         return leaves, Form(spec, [], (), {})
-    whole: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     # Parts of the model that an object refers to are not copied with it.
     for module in model.modules():
-        whole[id(module)] = module
+        tensors[id(module)] = module
         for value in module.__dict__.values():
             if not isinstance(value, torch.Tensor):
-                whole[id(value)] = value
+                tensors[id(value)] = value
     opened = _Opened(leaves)
     try:
         with opened:
-            shells = copy.deepcopy([leaves[place] for place in at], dict(whole))
+            shells = copy.deepcopy([leaves[place] for place in at], dict(tensors))
     except Exception as error:
         kinds = ", ".join(dict.fromkeys(type(leaves[place]).__name__ for place in at))
         raise TraceError(
@@ -103,7 +103,7 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
         ) from error
     for number, place in enumerate(at):
         leaves[place] = Shell(number)
-    return leaves, Form(spec, shells, tuple(opened.places.values()), whole)
+    return leaves, Form(spec, shells, tuple(opened.places.values()), tensors)
 
 
 def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
@@ -224,5 +224,5 @@ def _distance(left: torch.Tensor | None, right: torch.Tensor | None, least: floa
     # NaN and Inf have no distance: they are the same, or infinitely far apart.
     if not torch.allclose(expected[lost], got[lost], rtol=0, atol=0, equal_nan=True):
         return math.inf
-    apart, size = _norm(expected - got), max(_norm(expected), least)
-    return apart / size if size else (math.inf if apart else 0.0)
+    distance, size = _norm(expected - got), max(_norm(expected), least)
+    return distance / size if size else (math.inf if distance else 0.0)

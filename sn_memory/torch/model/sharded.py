@@ -145,7 +145,7 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     lists = [state.post_forward_order for state in shared]
     lists += [group._post_forward_indices for group in groups]
     orders = [(order, list(order)) for order in lists]
-    begun = [
+    pending = [
         (forward, set(forward)) for forward in (state._modules_to_run_forward for state in states)
     ]
     gathered = [group.is_unsharded for group in groups]
@@ -156,21 +156,21 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     hooks = [(param, param._post_accumulate_grad_hooks) for param in known]
     for with_hooks, _ in hooks:
         with_hooks._post_accumulate_grad_hooks = None
-    _idle(states, groups, contexts, [*lists, *(state for state, _ in begun)])
+    _idle(states, groups, contexts, [*lists, *(state for state, _ in pending)])
     try:
         yield {id(param) for param in known}
     finally:
-        for group, whole in zip(groups, gathered, strict=True):
-            if whole and not group.is_unsharded:
+        for group, full in zip(groups, gathered, strict=True):
+            if full and not group.is_unsharded:
                 group.unshard()
                 group.wait_for_unshard()
-            elif group.is_unsharded and not whole:
+            elif group.is_unsharded and not full:
                 group.reshard()
         for holder, name, value in before:
             setattr(holder, name, value)
         for order, items in orders:
             order[:] = items
-        for waiting, modules in begun:
+        for waiting, modules in pending:
             waiting.clear()
             waiting.update(modules)
         for tensor, gradient in gradients:

@@ -262,16 +262,16 @@ def _shown(form: Any, other: Any) -> str:
     """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
     leaves = [_leaf(leaf) for leaf in form[1]]
     if leaves == [_leaf(leaf) for leaf in other[1]]:
-        leaves = [_leaf(leaf, whole=True) for leaf in form[1]]
+        leaves = [_leaf(leaf, with_values=True) for leaf in form[1]]
     return " and ".join(leaves[:3]) + (" and more" if len(leaves) > 3 else "")
 
 
-def _leaf(leaf: Any, *, whole: bool = False) -> str:
+def _leaf(leaf: Any, *, with_values: bool = False) -> str:
     if not _is_tensor(leaf):
         return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
     size, stride, offset, dtype, wanted, same, shared = leaf
     text = f"{str(dtype).removeprefix('torch.')} of shape {size}"
-    if whole:
+    if with_values:
         text += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
         text += f"{same}, memory of input {shared})"
     return text
@@ -304,28 +304,28 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def forms_of(
-    model: torch.nn.Module, given: Arguments, *, loosely: bool = False
+    model: torch.nn.Module, arguments: Arguments, *, loosely: bool = False
 ) -> tuple[tuple[str, Any], ...]:
     """Return the forms of the arguments, by name.
 
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
     first: dict[int, int] = {}
-    arguments, count = [], 0
-    for name, value in _named(type(model).forward, *given):
+    forms, count = [], 0
+    for name, value in _named(type(model).forward, *arguments):
         flat, spec = tree_flatten(value)
         leaves = []
         for leaf in flat:
             form = form_of_leaf(leaf, first, count)
             leaves.append(type(leaf) if loosely and not is_hashable(form) else form)
             count += 1
-        arguments.append((name, (str(spec), tuple(leaves))))
-    return tuple(arguments)
+        forms.append((name, (str(spec), tuple(leaves))))
+    return tuple(forms)
 
 
-def leaves_of(model: torch.nn.Module, given: Arguments) -> list[Any]:
+def leaves_of(model: torch.nn.Module, arguments: Arguments) -> list[Any]:
     """Return what the arguments are made of, in the order in which the signature has it."""
-    named = _named(type(model).forward, *given)
+    named = _named(type(model).forward, *arguments)
     return [leaf for _, value in named for leaf in tree_leaves(value)]
 
 
@@ -353,18 +353,18 @@ def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
-def as_sampled(model: torch.nn.Module, sample: CallLayout, given: Arguments) -> Arguments:
+def as_sampled(model: torch.nn.Module, sample: CallLayout, arguments: Arguments) -> Arguments:
     """Return what is given, written as the sample was: the same by place, the same by name.
 
     Both have one signature, so that an argument which one of them leaves out is at its default.
     """
     places, names = sample
-    if (len(given[0]), tuple(given[1])) == sample:
-        return given
+    if (len(arguments[0]), tuple(arguments[1])) == sample:
+        return arguments
     signature = _signature(type(model).forward)
     if signature is None:
-        return given
-    bound = signature.bind(None, *given[0], **given[1])
+        return arguments
+    bound = signature.bind(None, *arguments[0], **arguments[1])
     bound.apply_defaults()
     by_place: list[Any] = []
     by_name: dict[str, Any] = {}

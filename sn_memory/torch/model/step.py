@@ -133,7 +133,7 @@ class ModelSnapshot:
     def __init__(
         self,
         model: torch.nn.Module,
-        given: Any,
+        arguments: Any,
         others: Iterable[Any],
         spared: Iterable[torch.Tensor],
     ) -> None:
@@ -149,8 +149,8 @@ class ModelSnapshot:
             if name not in SLOTS and not name.startswith("_flat_weight")
         )
         self._kept = StateSnapshot(chain(of_modules, kept_by_global_hooks()))
-        self.given = StateSnapshot([("arguments", given)])
-        leaves = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        self.arguments = StateSnapshot([("arguments", arguments)])
+        leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         flags = (*model.parameters(), *model.buffers(), *leaves)
         self._wanted = [(flag, flag.requires_grad) for flag in flags]
         # Under fake tensors a real one that is met is computed with, and written to.
@@ -180,7 +180,7 @@ class ModelSnapshot:
             _refill(module.__dict__, attributes)
             for slot, before in zip(SLOTS, slots, strict=True):
                 _refill(getattr(module, slot), before)
-        for snapshot in (self._kept, self.given):
+        for snapshot in (self._kept, self.arguments):
             snapshot.restore()
         for tensor, wanted in self._wanted:
             if tensor.requires_grad != wanted:
@@ -215,14 +215,14 @@ def changes_what_it_is_given() -> TraceError:
 
 
 @contextmanager
-def restore_model(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]:
     """Put the model, and what its forward is given, back as they were after it was traced.
 
     Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
     hold: in these, in what it is given, in what hooks of the modules reach. Such a forward means to
     leave a mark (a count, a new buffer), and a replay of its calls would not.
     """
-    before = ModelSnapshot(model, given, (), (*model.parameters(), *model.buffers()))
+    before = ModelSnapshot(model, arguments, (), (*model.parameters(), *model.buffers()))
     changed: list[str] = []
     received = drawn = False
     try:
@@ -230,7 +230,7 @@ def restore_model(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
             yield
     finally:
         # Read before it is put back, and all is put back whatever is found.
-        changed, received = before.changed(), bool(before.given.changed())
+        changed, received = before.changed(), bool(before.arguments.changed())
         drawn = before.generators.changed()
         before.restore()
         # It may hold casts of tensors that stood in for the weights.
@@ -358,13 +358,13 @@ def run_step(
         for leaf in model.parameters():
             leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
         known = [*known, *(param.grad for param in model.parameters() if param.grad is not None)]
-    there = [*model.parameters(), *model.buffers(), *inputs, *known]
+    resident = [*model.parameters(), *model.buffers(), *inputs, *known]
     tracker: StorageTracker | AllocationTracker
     if by_allocator or (kernels and not is_profiled()):
-        tracker = AllocationTracker(there, kernels=kernels, device=device)
+        tracker = AllocationTracker(resident, kernels=kernels, device=device)
     else:
         tracker = StorageTracker(
-            there,
+            resident,
             device=device,
             allocator="torch" if device.type == "cuda" else "none",
             ignored=ignored,
@@ -438,11 +438,14 @@ def restore_step(
     written : the parameters that an earlier such step was seen to write to: nothing is watched
         then, so that seconds are the step's own.
     """
-    weights, given = list(model.parameters()), tensors(inputs)
-    gradients = [(weight, weight.grad) for weight in (*weights, *given) if weight.is_leaf]
-    spared = [*weights, *(tensor for tensor in given if tensor.requires_grad or not inputs_too)]
+    weights, input_tensors = list(model.parameters()), tensors(inputs)
+    gradients = [(weight, weight.grad) for weight in (*weights, *input_tensors) if weight.is_leaf]
+    spared = [
+        *weights,
+        *(tensor for tensor in input_tensors if tensor.requires_grad or not inputs_too),
+    ]
     inside = StateSnapshot([("arguments", inputs)]).values()
-    before = ModelSnapshot(model, inputs, (*model.buffers(), *given, *inside), spared)
+    before = ModelSnapshot(model, inputs, (*model.buffers(), *input_tensors, *inside), spared)
     overwritten = Values(written or (), ())
     watched = WrittenWeights((weight, part) for weight in weights for part in pieces(weight))
     with restore_rng_state(), shards_put_back(model) as shards, _without_hooks(model, shards):

@@ -224,9 +224,9 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_memory(model: torch.nn.Module, given: Any, why: str) -> None:
+def check_memory(model: torch.nn.Module, arguments: Any, why: str) -> None:
     """Raise TraceError for a model or a sample on the meta device; why : what needs memory."""
-    if any(tensor.is_meta for tensor in (*tensors(given), *model.parameters())):
+    if any(tensor.is_meta for tensor in (*tensors(arguments), *model.parameters())):
         raise TraceError(
             f"{why}, and the model or the sample is on the meta device. Pass them with memory, or "
             "plan with backend='graph', which then makes a plan to read."
@@ -234,12 +234,12 @@ def check_memory(model: torch.nn.Module, given: Any, why: str) -> None:
 
 
 @contextmanager
-def explained(given: Any) -> Iterator[None]:
+def explained(arguments: Any) -> Iterator[None]:
     """Name the arguments that were made in inference mode where autograd refuses one."""
     try:
         yield
     except Exception as error:
-        inference = [at for at, tensor in enumerate(tensors(given)) if tensor.is_inference()]
+        inference = [at for at, tensor in enumerate(tensors(arguments)) if tensor.is_inference()]
         if not inference or "inference" not in str(error).lower():
             raise
         raise SampleError(

@@ -325,7 +325,7 @@ class CompiledPeaks:
     ) -> None:
         self.model, self.arguments, self.held, self.wrapped = model, arguments, held, wrapped
         self.measured = 0
-        self.whole = self.of({}) - held
+        self.plain_bytes = self.of({}) - held
 
     def of(self, selection: Selection) -> int:
         """Return the peak with a selection; it is compiled and run for it."""
@@ -348,11 +348,11 @@ class CompiledPeaks:
         if nothing.step.peak_bytes > budget_bytes:
             return None
         best = nothing
-        if self.whole <= budget_bytes:
+        if self.plain_bytes <= budget_bytes:
             # All is kept: that is the step without a policy.
             everything = chooser.within(1 << 62)
             assert everything is not None
-            return replace(everything, step=replace(everything.step, peak_bytes=self.whole))
+            return replace(everything, step=replace(everything.step, peak_bytes=self.plain_bytes))
         # What is saved costs the same bytes either way, so the peaks move together.
         asked = budget_bytes + chooser.nothing.step.peak_bytes - nothing.step.peak_bytes
         low, high = chooser.nothing.step.peak_bytes, 1 << 62

@@ -268,8 +268,8 @@ def checkpoint_policy(
     scratch = scratch_of_steps(device_of(model), profile=profile)
     plain = predicted(model, arguments, {}, known, scratch)
     peaks = CompiledPeaks(model, arguments, held, _selected) if compiled else None
-    whole = held + (plain.peak_bytes if peaks is None else peaks.whole)
-    budget_bytes = parse_bytes(budget, whole=whole)
+    plain_bytes = held + (plain.peak_bytes if peaks is None else peaks.plain_bytes)
+    budget_bytes = parse_bytes(budget, whole=plain_bytes)
     best: Found | None = None
     smallest: Found | None = None
     choice_made: tuple[Chooser, Watched, list[float]] | None = None
@@ -298,7 +298,7 @@ def checkpoint_policy(
         if choice is not None and (best is None or choice.rerun_s < best.rerun_s):
             best, choice_made = choice, (chooser, watched, seconds)
         # Everything fits as it is; another cut could spare nothing.
-        if whole <= budget_bytes:
+        if plain_bytes <= budget_bytes:
             break
     if smallest is None:
         paths_of = {
@@ -312,7 +312,7 @@ def checkpoint_policy(
             f"{hint}Name others with blocks=."
         )
     if best is None or choice_made is None:
-        raise _refused(smallest, whole, held, budget_bytes)
+        raise _refused(smallest, plain_bytes, held, budget_bytes)
     chooser, watched, seconds = choice_made
     selection = chooser.selection(best.choice)
     return SelectivePolicy(
@@ -320,7 +320,7 @@ def checkpoint_policy(
         kept=tuple(path for path, saved in selection.items() if saved is None),
         budget_bytes=budget_bytes,
         peak_bytes=best.step.peak_bytes + held,
-        baseline_peak_bytes=whole,
+        baseline_peak_bytes=plain_bytes,
         smallest_peak_bytes=smallest.step.peak_bytes + held,
         rerun_s=best.rerun_s,
         forward_s=sum(seconds),
@@ -329,9 +329,9 @@ def checkpoint_policy(
     )
 
 
-def _refused(smallest: Found, whole: int, held: int, budget_bytes: int) -> BudgetError:
+def _refused(smallest: Found, plain_bytes: int, held: int, budget_bytes: int) -> BudgetError:
     peak = smallest.step.peak_bytes + held
-    percent = percent_kept(peak, whole)
+    percent = percent_kept(peak, plain_bytes)
     share = f', or "{percent}%" of the peak without a policy' if percent else ""
     return BudgetError(
         f"a step whose blocks all run again needs {show_bytes(peak)}, set by "

@@ -141,8 +141,8 @@ def without_statistics(
     # The functional form returns new statistics and writes none.
     if "running_mean" not in names or str(func.overloadpacket).endswith("_functional"):
         return args, kwargs
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if not (given.get("training") or given.get("train")):
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if not (arguments.get("training") or arguments.get("train")):
         return args, kwargs
     positional = [
         None if name in _STATISTICS else arg for name, arg in zip(names, args, strict=False)
@@ -199,11 +199,11 @@ def predicted(
         now = step.stretches[-1]
         now.peak_bytes = max(now.peak_bytes, live_bytes)
 
-    made = 0
+    gradient_bytes = 0
 
     def accumulated(parameter: torch.Tensor) -> None:
-        nonlocal made
-        made += parameter.nbytes
+        nonlocal gradient_bytes
+        gradient_bytes += parameter.nbytes
 
     def begun(path: str, phase: str) -> None:
         if len(step.stretches) == 1:
@@ -211,7 +211,7 @@ def predicted(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(accumulated)
-        step.stretches.append(Stretch(path, phase, gradient_bytes=made))
+        step.stretches.append(Stretch(path, phase, gradient_bytes=gradient_bytes))
 
     with checkpointed(model, saved, begun):
         peak = fake_step(model, arguments, known, heard, scratch=scratch)
@@ -291,13 +291,13 @@ def sharded_peak(
         ]
         units[path] = sum(param.nbytes for param in own)
         counted |= {id(param) for param in own}
-    whole = sum(param.nbytes for param in model.parameters())
-    rest = whole - sum(units.values())
+    parameter_bytes = sum(param.nbytes for param in model.parameters())
+    rest = parameter_bytes - sum(units.values())
     order = [stretch.path for stretch in stretches if stretch.path and stretch.phase == "forward"]
     most = 0
     for stretch in stretches:
-        held = stretch.peak_bytes - whole - stretch.gradient_bytes
-        shards = (whole + stretch.gradient_bytes) / ranks
+        held = stretch.peak_bytes - parameter_bytes - stretch.gradient_bytes
+        shards = (parameter_bytes + stretch.gradient_bytes) / ranks
         if stretch.phase == "forward":
             gathered = 2 * units.get(stretch.path, 0)
         else:

@@ -86,7 +86,7 @@ class _Run:
     """One call of a block: storages it is given, what its objects held, its ops, what is saved."""
 
     block: Block
-    given: set[int]
+    inputs: set[int]
     seen: Any
     numbers: Numbers = field(default_factory=Numbers)
     ops: list[tuple[str, int | None, int]] = field(default_factory=list)
@@ -143,8 +143,8 @@ def watch(
                 f"the block {block.path!r} runs within the block {ops.running.block.path!r}. Name "
                 "one of them."
             )
-        given = {recorder.meet(tensor).storage for tensor in tensors((args, kwargs))}
-        ops.running = _Run(block, given, _held_by(args, kwargs))
+        inputs = {recorder.meet(tensor).storage for tensor in tensors((args, kwargs))}
+        ops.running = _Run(block, inputs, _held_by(args, kwargs))
         if any(isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args):
             block.reason = "it is given a tensor made in inference mode, which no checkpoint saves"
         runs.append(ops.running)
@@ -190,7 +190,7 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
     block, is_rerun = run.block, run.block.times > 0
     block.times += 1
     calls = [recording.calls[at] for _, _, at in run.ops]
-    if (run.given - resident) & {write for call in calls for write in call.writes}:
+    if (run.inputs - resident) & {write for call in calls for write in call.writes}:
         block.reason = "it changes what it is given in place"
     following = run.ops[run.last :][:1]
     if any(run.saved_last & {*recording.calls[at].writes} for _, _, at in following):
@@ -201,7 +201,7 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
         )
     # A second run ends when the last tensor is saved, so the ops after it do not run again.
     block.calls += [at for _, _, at in run.ops[: run.last]]
-    inside = run.saved - resident - run.given
+    inside = run.saved - resident - run.inputs
     block.saved_bytes += sum(recording.nbytes[storage] for storage in inside)
     # What is saved goes by numbers that are the same in each call.
     if is_rerun:
