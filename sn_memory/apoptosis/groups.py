@@ -170,10 +170,10 @@ def grid(sizes: Sequence[int], most: int) -> list[list[int]]:
     >>> grid((14, 14), 16)
     [[1, 5, 9, 13], [1, 5, 9, 13]]
     """
-    apart = 1
-    while math.prod(-(-size // apart) for size in sizes) > most and apart < max(sizes):
-        apart += 1
-    return [list(range(min((apart - 1) // 2, (size - 1) // 2), size, apart)) for size in sizes]
+    stride = 1
+    while math.prod(-(-size // stride) for size in sizes) > most and stride < max(sizes):
+        stride += 1
+    return [list(range(min((stride - 1) // 2, (size - 1) // 2), size, stride)) for size in sizes]
 
 
 def offsets(kernel: Sequence[int]) -> list[tuple[int, ...]]:

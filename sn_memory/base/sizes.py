@@ -319,15 +319,15 @@ def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
     >>> decided_line([("keep", 1), ("recompute", 1024), ("recompute_each", 1024)], "storages")
     'of 3 storages 2 recomputed (2 KiB), 0 offloaded'
     """
-    each = list(decisions)
+    counts = list(decisions)
     parts = []
     for word, kinds in (
         ("recomputed", ("recompute", "recompute_each")),
         ("offloaded", ("offload",)),
     ):
-        sizes = [size for technique, size in each if technique in kinds]
+        sizes = [size for technique, size in counts if technique in kinds]
         parts.append(f"{len(sizes)} {word}" + (f" ({show_bytes(sum(sizes))})" if sizes else ""))
-    return f"of {len(each)} {what} {', '.join(parts)}"
+    return f"of {len(counts)} {what} {', '.join(parts)}"
 
 
 def seconds_line(before: float, after: float) -> str:

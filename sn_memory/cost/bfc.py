@@ -175,12 +175,12 @@ class BFCAllocator(BlockAllocator):
     def _give_back(self, size: int) -> bool:
         """Give regions back that nothing is in, where that makes room."""
         rows = [self._at[address] for _, address in self._free[False]]
-        whole = [row for row in rows if row.before is None and row.after is None]
-        freed = sum(row.size for row in whole)
+        free = [row for row in rows if row.before is None and row.after is None]
+        freed = sum(row.size for row in free)
         room = self.limit_bytes - self.reserved_bytes + freed
         if not self.settings.gives_back or not freed or size > room:
             return False
-        for block in whole:
+        for block in free:
             self._take(block)
         self.reserved_bytes -= freed
         return True

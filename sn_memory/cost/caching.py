@@ -447,15 +447,15 @@ class CachingAllocator(BlockAllocator):
             return False
         wanted = max(size, least)
         place = bisect_left(free, (wanted, -1))
-        given = 0
+        returned = 0
         if place < len(free):
-            given = free[place][0]
+            returned = free[place][0]
             self._take(self._at[free[place][1]])
-        while given < wanted and free and free[-1][0] >= least:
-            given += free[-1][0]
+        while returned < wanted and free and free[-1][0] >= least:
+            returned += free[-1][0]
             self._take(self._at[free[-1][1]])
-        self.reserved_bytes -= given
-        return given >= wanted
+        self.reserved_bytes -= returned
+        return returned >= wanted
 
     # Expandable segments.
 

@@ -104,9 +104,10 @@ def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedul
         if len(spaces[op]) > 1:
             without = int(live[run]) - holes.workspace[op]
             room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
-            fits = [each for each, space in enumerate(spaces[op]) if space <= room]
-            least = min(range(len(spaces[op])), key=lambda each: spaces[op][each])
-            way = min(fits, key=lambda each: (seconds[op][each], spaces[op][each]), default=least)
+            fits = [index for index, space in enumerate(spaces[op]) if space <= room]
+            least = min(range(len(spaces[op])), key=lambda index: spaces[op][index])
+            costs = list(zip(seconds[op], spaces[op], strict=True))
+            way = min(fits, key=costs.__getitem__, default=least)
             live[run] = without + spaces[op][way]
         ways.append(way)
         total += seconds[op][way]

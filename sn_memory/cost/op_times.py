@@ -66,7 +66,7 @@ class TimesFile:
     def __init__(self, name: str, valid: Callable[[Any], bool]) -> None:
         folder = cache_folder()
         self.path = None if folder is None else folder / name
-        self._valid, self._told = valid, False
+        self._valid, self._warned = valid, False
 
     def read(self) -> dict[str, Any]:
         """Return what the file holds; empty where there is none, or none that can be read."""
@@ -107,9 +107,9 @@ class TimesFile:
             self._tell("cannot be written, so times are measured again next time", error)
 
     def _tell(self, what: str, why: object) -> None:
-        if not self._told:
+        if not self._warned:
             log.warning("%s %s%s", self.path, what, f" ({why})" if why else "")
-        self._told = True
+        self._warned = True
 
 
 @contextmanager

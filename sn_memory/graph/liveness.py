@@ -110,10 +110,10 @@ def peak(graph: Graph) -> Peak:
     spans = lifetimes(graph)
     curve = live_bytes(graph, spans)
     at = int(curve.argmax())
-    there = (spans.start <= at) & (at < spans.end) & ~arrays.resident
+    live = (spans.start <= at) & (at < spans.end) & ~arrays.resident
     owners = [
         (graph.storages[storage].name, int(arrays.bytes[storage]))
-        for storage in np.flatnonzero(there)
+        for storage in np.flatnonzero(live)
     ]
     owners += [("resident", graph.base_bytes), ("workspace", arrays.workspace_bytes[at][0])]
     ranked = sorted((owner for owner in owners if owner[1]), key=lambda owner: -owner[1])

@@ -402,8 +402,8 @@ def _fit(parts: list[_Part], capacity: int, began: float, time_limit_s: float) -
         if part.bound <= capacity:
             verdict = part.decide(capacity, float("inf") if part.searchable else 0, deadline)
         if verdict is not Verdict.FOUND:
-            bound = max(each.bound for each in parts)
-            height = max(each.height for each in parts)
+            bound = max(part.bound for part in parts)
+            height = max(part.height for part in parts)
             proved = verdict is Verdict.IMPOSSIBLE
             why = (
                 "which was proved to be impossible"
@@ -413,7 +413,7 @@ def _fit(parts: list[_Part], capacity: int, began: float, time_limit_s: float) -
                 else "and there are too many buffers alive together to search"
             )
             raise CapacityError(
-                f"{sum(len(each.problem) for each in parts)} buffers do not fit into a capacity of "
+                f"{sum(len(part.problem) for part in parts)} buffers do not fit into a capacity of "
                 f"{capacity} bytes, {why}. The lower bound is {bound}, the lowest packing found is "
                 f"{height}. Raise the capacity{'' if proved else ', or the time limit'}.",
                 capacity_bytes=capacity,

@@ -281,8 +281,8 @@ def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
             # An edge, as scratch of an op that takes no time to speak of would not be seen; over
             # the line of the whole.
             edge = {"linewidth": 1, "zorder": 2.5} if name == "scratch" else {"linewidth": 0}
-            there = np.where(size[:-1] > 0, above, np.nan)
-            axes.stairs(there, after.time_s, baseline=below, color=colour, fill=True, label=name,
+            shown = np.where(size[:-1] > 0, above, np.nan)
+            axes.stairs(shown, after.time_s, baseline=below, color=colour, fill=True, label=name,
                         **edge)  # fmt: skip
         below = above
     for curve, colour, label in ((before, BEFORE, "before"), (after, AFTER, "after")):
@@ -354,10 +354,10 @@ def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:
 
 def _place(report: Replayed, plan: Plan | None) -> tuple[int, int]:
     """Where the mark of a plan, or of no plan, is: closer marks would hide each other."""
-    whole = max(report.plan.baseline_peak_bytes, 1)
+    baseline = max(report.plan.baseline_peak_bytes, 1)
     if plan is None:
         return (200, 0) if report.plan.baseline_peak_bytes else (0, 0)
-    return round(plan.peak_bytes * 200 / whole), round(plan.overhead * 20)
+    return round(plan.peak_bytes * 200 / baseline), round(plan.overhead * 20)
 
 
 def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> None:

@@ -144,8 +144,8 @@ def _facts(report: Report) -> Iterator[str]:
     )
     # The plain step may hold more than its graph says: see `unplanned_bytes`.
     if plan.baseline_peak_bytes != report.before.peak_bytes:
-        whole = show_bytes(plan.baseline_peak_bytes)
-        yield f"the plain step peaks at {whole}, which percent of a budget are of"
+        baseline = show_bytes(plan.baseline_peak_bytes)
+        yield f"the plain step peaks at {baseline}, which percent of a budget are of"
     if plan.reserved_peak_bytes is not None:
         above = plan.reserved_peak_bytes / max(plan.peak_bytes, 1) - 1
         line = f"reserved {show_bytes(plan.reserved_peak_bytes)}, {above:.0%} above the peak after"

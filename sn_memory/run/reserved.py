@@ -158,12 +158,12 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
     end = max(len(plan.actions), 1)
     # `plan_buffers` has the resident ones in front.
     first = sum(storage.resident for storage in graph.storages)
-    given = _given(graph)
+    inputs = _given(graph)
     outside: Rows = []
     inside: Rows = []
     for place, (name, row) in enumerate(zip(buffers.names, buffers.buffers, strict=True)):
         stays = place < first and row[1] == end
-        (outside if stays or name in given else inside).append(row)
+        (outside if stays or name in inputs else inside).append(row)
     return outside, inside
 
 
@@ -308,11 +308,11 @@ def _notes(graph: Graph, plan: Plan, settings: Settings, first: Plan) -> list[st
     better = _better(graph, plan, settings, plan.reserved_peak_bytes)
     if better:
         lines.append(f"{better[0]} would reserve {show_bytes(better[1])} less")
-    given = sum(_given(graph).values())
-    if given > _SHOWN * plan.reserved_peak_bytes:
+    input_bytes = sum(_given(graph).values())
+    if input_bytes > _SHOWN * plan.reserved_peak_bytes:
         lines.append(
-            f"{show_bytes(given)} of it are gradients of outputs, which the caller makes outside "
-            "of the plan's pool; a model that returns its loss needs none"
+            f"{show_bytes(input_bytes)} of it are gradients of outputs, which the caller makes "
+            "outside of the plan's pool; a model that returns its loss needs none"
         )
     return lines
 

@@ -30,12 +30,12 @@ def chunked_counter(target: Any) -> Callable[..., float] | None:
 
 def _flops(target: Any, *args: Any, out_val: Any) -> float:
     del out_val
-    given = _named(target, args)
-    rows, width = given["input"]
+    arguments = _named(target, args)
+    rows, width = arguments["input"]
     products = 1  # the logits; each gradient that is asked for takes another
-    products += given.get("compute_input_grad", False)
-    products += given.get("compute_linear_weight_grad", False)
-    return 2.0 * rows * width * given["linear_weight"][0] * products
+    products += arguments.get("compute_input_grad", False)
+    products += arguments.get("compute_linear_weight_grad", False)
+    return 2.0 * rows * width * arguments["linear_weight"][0] * products
 
 
 def no_values(view: Any) -> torch.Tensor:
@@ -49,11 +49,11 @@ def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> i
     Read off the buffers of its code in torch 2.13. In half types kernels of the CPU copy the weight
     and its gradient in float32 besides. Where ops are timed it is measured.
     """
-    given = _named(target, args)
-    rows, width = given["input"].shape
-    classes, chunk = given["linear_weight"].shape[0], min(rows, given["batch_chunk_size"])
-    dtype, policy = given["input"].dtype, given["acc_policy"]
-    own, wide = dtype.itemsize, given["acc_dtype"].itemsize
+    arguments = _named(target, args)
+    rows, width = arguments["input"].shape
+    classes, chunk = arguments["linear_weight"].shape[0], min(rows, arguments["batch_chunk_size"])
+    dtype, policy = arguments["input"].dtype, arguments["acc_policy"]
+    own, wide = dtype.itemsize, arguments["acc_dtype"].itemsize
     mixed, on_gpu = wide != own, device.type == "cuda"
     # float16 keeps logits as they are multiplied, unless it is asked to be accurate.
     cast = mixed and not (dtype == torch.float16 and policy != "accurate")

@@ -147,7 +147,8 @@ class _Question:
         ways = [self.plain(plain)]
         notes = [_ALLOCATED, *self.at(plain or least).notes]
         try:
-            self._graphs = Batches(*((at, it.graph) for at, _, it in self._steps(self.optimizer)))
+            steps = self._steps(self.optimizer)
+            self._graphs = Batches(*((batch, step.graph) for batch, _, step in steps))
         except (TraceError, GraphError) as error:
             notes.append(f"no plan was made: {error}")
         if self._graphs is not None:
@@ -316,8 +317,8 @@ class _Question:
         def plan(batch: int) -> P | None:
             if (kind, batch) not in self._plans:
                 self._plans[kind, batch] = planned(batch)
-            found: P | None = self._plans[kind, batch]
-            return found
+            known: P | None = self._plans[kind, batch]
+            return known
 
         def fits(batch: int) -> bool:
             option = plan(batch)

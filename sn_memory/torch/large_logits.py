@@ -40,16 +40,16 @@ def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
     if sum(sizes.values()) < _PART * plan.peak_bytes:
         return ()
     live = carry_out(graph, plan).live_bytes
-    there: set[str] = set()
+    present: set[str] = set()
     of_logits = np.zeros_like(live)
     for at, (kind, target, _) in enumerate(plan.actions):
         if kind == "run":
-            there |= logits.intersection(graph.ops[graph.op_index[target]].outputs)
+            present |= logits.intersection(graph.ops[graph.op_index[target]].outputs)
         elif kind == "prefetch":
-            there |= logits & {target}
-        of_logits[at] = sum(sizes[logit] for logit in there)
+            present |= logits & {target}
+        of_logits[at] = sum(sizes[logit] for logit in present)
         if kind == "free":
-            there.discard(target)
+            present.discard(target)
     peak, without = int(live.max()), int((live - of_logits).max())
     if peak - without < _PART * peak:
         return ()

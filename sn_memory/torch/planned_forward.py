@@ -67,9 +67,9 @@ class PlannedForward:
             pack = saved_tensors_hook()
             if pack is not None and "hooks" not in inputs.warned:
                 _warn_of_hooks(type(self).__name__, inputs, step, pack)
-            given, plain_step = (args, kwargs), None
+            arguments, plain_step = (args, kwargs), None
             if record.state is None and kind is not None:
-                plain_step = partial(PlainStep, self, record, kind, given, parameters, buffers)
+                plain_step = partial(PlainStep, self, record, kind, arguments, parameters, buffers)
             return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

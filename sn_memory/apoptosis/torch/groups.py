@@ -54,8 +54,8 @@ class Walk(Groups):
     def cut(self, tag: Tag, parts: int) -> None:
         """Make neurons at the same place of equal parts one; nothing else may read them whole."""
         # Whoever reads all parts at once would need them side by side as before.
-        whole = any(len(node.users) != 1 for node, _ in self._holders(tag))
-        if whole or self.group(tag).width % parts:
+        indivisible = any(len(node.users) != 1 for node, _ in self._holders(tag))
+        if indivisible or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")
         super().cut(tag, parts)
 

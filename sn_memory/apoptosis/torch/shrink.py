@@ -37,8 +37,8 @@ class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any 
             return self.env[n.args[0]]
         if "scaled_dot_product_attention" in str(n.target) and len(n.args) > 4:
             # The fifth argument is the chance of dropout.
-            given = self.fetch_args_kwargs_from_env(n)
-            return n.target(*given[0][:4], 0.0, *given[0][5:], **given[1])
+            fetched = self.fetch_args_kwargs_from_env(n)
+            return n.target(*fetched[0][:4], 0.0, *fetched[0][5:], **fetched[1])
         if n.name not in self.sites:
             return super().run_node(n)
         site, fit, own = self.sites[n.name]
@@ -158,8 +158,8 @@ def measure(
                 value if isinstance(value, torch.nn.Parameter) else value.clone()
                 for value in lifted
             ]
-            given = torch.utils._pytree.tree_leaves((args, kwargs))
-            _Run(program.graph_module, sites, share).run(*copies, *given)
+            inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+            _Run(program.graph_module, sites, share).run(*copies, *inputs)
     for fit, seen in fits:
         seen.fit = fit.cpu().numpy()
     return seen_by_group
@@ -467,8 +467,8 @@ class Apoptosis(BaseApoptosis):
         try:
             program = torch.export.export(self.model, args, kwargs)
         except Exception as error:  # noqa: BLE001 - torch.export raises what the model raises
-            said = str(error).strip().splitlines()
-            return None, f"{type(error).__name__}: {said[0] if said else ''}"
+            lines = str(error).strip().splitlines()
+            return None, f"{type(error).__name__}: {lines[0] if lines else ''}"
         self._traced = key, program
         return program, ""
 

@@ -170,9 +170,9 @@ class CompiledStep(Step):
         # The same dictionary: what the forward pass sets is set on the model.
         object.__setattr__(twin, "__dict__", model.__dict__)
         returned = self.compiled(twin, *args, **kwargs)
-        given = {id(tensor) for tensor in tensors((args, kwargs))}
+        inputs = {id(tensor) for tensor in tensors((args, kwargs))}
         for out in tensors(returned):
-            if out.grad_fn is not None and id(out) not in given:
+            if out.grad_fn is not None and id(out) not in inputs:
                 out.register_hook(partial(self._arrived, out.stride()))
         return returned
 
@@ -235,12 +235,12 @@ class CompiledStep(Step):
             )
             search_result = search.Search(module, inputs, request)
             if search_result.plain is None:
-                return partitioner.compile_step(module, inputs, None, apart=False)
+                return partitioner.compile_step(module, inputs, None, separately=False)
             kept = search_result.best()
             _write(path, kept)
         self.compiled_plan = kept
         cut = kept.setting and partitioner.BudgetPartitioner(partitioner.Setting(*kept.setting))
-        return partitioner.compile_step(module, inputs, cut, apart=False)
+        return partitioner.compile_step(module, inputs, cut, separately=False)
 
 
 @contextmanager

@@ -99,8 +99,8 @@ def floor_bytes(partition: Partition, base_bytes: int) -> tuple[int, str]:
         # Of the backward graph what needs a gradient: the rest may run in the forward pass, where
         # another partition is torch's.
         late = set(placeholders[len(handed) :]) if module is backward else None
-        for given in late or ():
-            always.add(given)
+        for late_input in late or ():
+            always.add(late_input)
         for node, needed in _needed_results(module, results):
             if late is not None and late.intersection(node.all_input_nodes):
                 late.add(node)
@@ -165,8 +165,8 @@ def _is_other_look(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _is_other_look(node.all_input_nodes[0])
     if _name(node) in _MAY_BE_NOTHING:
-        result, given = (tensor.meta["val"] for tensor in (node, node.all_input_nodes[0]))
-        return result.numel() == given.numel() and result.dtype == given.dtype
+        result, source = (tensor.meta["val"] for tensor in (node, node.all_input_nodes[0]))
+        return result.numel() == source.numel() and result.dtype == source.dtype
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(output.alias_info is not None for output in schema.returns)
 
@@ -207,13 +207,13 @@ def measured_step(run: Run, inputs: Sequence[Any]) -> MeasuredStep:
     """
     with _apart():
         torch.manual_seed(0)
-        given = _given(inputs)
-        known = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+        inputs_now = _given(inputs)
+        known = [tensor for tensor in inputs_now if isinstance(tensor, torch.Tensor)]
         tracker = AllocationTracker(known, kernels=True, device=device_of(inputs))
         with tracker:
-            outputs = _step(run, given)
+            outputs = _step(run, inputs_now)
         results = {f"output {place}": output.detach() for place, output in enumerate(outputs)}
-        for place, tensor in enumerate(given):
+        for place, tensor in enumerate(inputs_now):
             if isinstance(tensor, torch.Tensor):
                 name = f"gradient of {place}" if tensor.requires_grad else f"buffer {place}"
                 results[name] = tensor.grad if tensor.requires_grad else tensor
@@ -233,10 +233,10 @@ def step_seconds(runs: Sequence[Run], inputs: Sequence[Any], *, rounds: int) -> 
     with _apart():
         for number in range(rounds + 1):
             for at, run in enumerate(runs):
-                given = _given(inputs)
+                inputs_now = _given(inputs)
                 synchronize(device)
                 start = clock()
-                _step(run, given)
+                _step(run, inputs_now)
                 synchronize(device)
                 if number:
                     least[at] = min(least[at], clock() - start)
@@ -269,8 +269,8 @@ def _given(inputs: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _step(run: Run, given: Sequence[Any]) -> list[torch.Tensor]:
-    outputs = [tensor for tensor in run(*given) if isinstance(tensor, torch.Tensor)]
+def _step(run: Run, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    outputs = [tensor for tensor in run(*inputs) if isinstance(tensor, torch.Tensor)]
     ends = [output for output in outputs if output.requires_grad]
     torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     return outputs

@@ -84,10 +84,10 @@ class BudgetPartitioner(CustomPartitionerFn):
         self.setting = setting
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward graph."""
-        return partitioned(gm, joint_inputs, told, self.setting)
+        return partitioned(gm, joint_inputs, options, self.setting)
 
     def uuid(self) -> str:
         """Return a hash of the setting and of how it is carried out."""
@@ -104,12 +104,12 @@ class JointRecorder(CustomPartitionerFn):
         self.plain: Partition | None = None
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward graph."""
-        self._joint, self._inputs, self._told = copied(gm), joint_inputs, told
-        forward, backward = partitioned(gm, joint_inputs, told, None)
-        self.plain = Partition(copied(forward), copied(backward), told["num_fwd_outputs"])
+        self._joint, self._inputs, self._options = copied(gm), joint_inputs, options
+        forward, backward = partitioned(gm, joint_inputs, options, None)
+        self.plain = Partition(copied(forward), copied(backward), options["num_fwd_outputs"])
         return forward, backward
 
     def __deepcopy__(self, _: Any) -> JointRecorder:
@@ -126,8 +126,8 @@ class JointRecorder(CustomPartitionerFn):
 
     def partition(self, setting: Setting) -> Partition:
         """Return the partition of another setting."""
-        parts = partitioned(copied(self._joint), self._inputs, self._told, setting)
-        return Partition(*parts, self._told["num_fwd_outputs"])
+        parts = partitioned(copied(self._joint), self._inputs, self._options, setting)
+        return Partition(*parts, self._options["num_fwd_outputs"])
 
 
 def partitioned(
@@ -149,7 +149,7 @@ def compile_step(
     inputs: list[Any],
     partitioner: CustomPartitionerFn | None,
     *,
-    apart: bool = True,
+    separately: bool = True,
 ) -> Run:
     """Compile a traced model.
 
@@ -158,7 +158,7 @@ def compile_step(
         are as told was seen when it was measured, and does not change from step to step.
     """
     patches: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
-    if partitioner is not None and not apart:
+    if partitioner is not None and not separately:
         patches |= {"size_asserts": False, "alignment_asserts": False}
     context = torch._guards.TracingContext.get()
     # The backward graph is compiled now as well: what fails is told when planning. What was
@@ -167,7 +167,7 @@ def compile_step(
     if isinstance(partitioner, JointRecorder):
         settings["enable_autograd_cache"] = False
     with functorch_config.patch(**settings):
-        if not apart:
+        if not separately:
             return compile_fx(module, inputs, config_patches=patches)  # type: ignore[arg-type]
         with torch._guards.tracing(copy.copy(context)):
             return compile_fx(copied(module), inputs, config_patches=patches)  # type: ignore[arg-type]

@@ -247,12 +247,12 @@ class Search:
         except torch.OutOfMemoryError as error:
             log.info("%s does not fit into memory: %s", setting, error)
             return None
-        apart = differences(self.expected, step.results)
-        worst = max(apart, key=lambda name: apart[name], default="")
-        if worst and apart[worst] > self.rounding:
+        errors = differences(self.expected, step.results)
+        worst = max(errors, key=lambda name: errors[name], default="")
+        if worst and errors[worst] > self.rounding:
             log.warning(
                 "%s gives other results than the plain compiled step (%s by %.1e); left out",
-                *(setting, worst, apart[worst]),
+                *(setting, worst, errors[worst]),
             )
             return None
         log.info("%s holds %s", setting, show_bytes(step.peak_bytes))

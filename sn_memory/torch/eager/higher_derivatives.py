@@ -131,16 +131,16 @@ class PlainStep:
     def _outputs(self, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Run the model's own forward pass; return the outputs that have gradients."""
         captured = self.step.captured
-        given = [own.get(id(param), param) for param in self.parameters]
+        inputs = [own.get(id(param), param) for param in self.parameters]
         # It may write to its buffers a second time.
-        given += [buffer.clone() for buffer in self.buffers]
+        inputs += [buffer.clone() for buffer in self.buffers]
         names = [f"model.{name}" for name, _ in (*captured.parameters, *captured.buffers)]
         args, kwargs = tree_map_only(
             torch.Tensor, lambda leaf: own.get(id(leaf), leaf), self.arguments
         )
         model = _OwnForward(inner_model(self.model))
         with self.record.lock, self._as_then():
-            returned = functional_call(model, dict(zip(names, given, strict=True)), args, kwargs)
+            returned = functional_call(model, dict(zip(names, inputs, strict=True)), args, kwargs)
         outputs = [
             output
             for output in flatten_outputs(returned, self.model)[0]

@@ -192,17 +192,17 @@ class ViewLoad:
     skipped : how many elements after that tensor the view begins
     """
 
-    __slots__ = ("other_type", "skipped", "view", "whole")
+    __slots__ = ("other_type", "skipped", "unchanged", "view")
 
     def __init__(self, view: View, form: View) -> None:
         self.view = view
-        self.whole, self.other_type = view == form, view.dtype != form.dtype
+        self.unchanged, self.other_type = view == form, view.dtype != form.dtype
         nbytes = view.offset * view.dtype.itemsize - form.offset * form.dtype.itemsize
         self.skipped = nbytes // view.dtype.itemsize
 
     def __call__(self, held: list[Any]) -> torch.Tensor:
         view, base = self.view, held[self.view.storage]
-        if self.whole:
+        if self.unchanged:
             return base
         if self.other_type:
             begin = base.storage_offset() * base.itemsize // view.dtype.itemsize + self.skipped
@@ -487,7 +487,7 @@ class _Writer:
 
     def load(self, load: ViewLoad) -> str:
         view, base = load.view, f"h[{load.view.storage}]"
-        if load.whole:
+        if load.unchanged:
             return base
         if load.other_type:
             return f"{self.name('t', load)}(h)"

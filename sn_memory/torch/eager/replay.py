@@ -247,8 +247,8 @@ class Replay(Step):
             }
             wanted += others.values()
             follow = [
-                it
-                for it, many in zip(others.values(), self.times, strict=True)
+                other
+                for other, many in zip(others.values(), self.times, strict=True)
                 for _ in range(many)
             ]
         memory = self.start([*parameters, *buffers, *tensors])
@@ -399,14 +399,14 @@ class Replay(Step):
                     "as it is now."
                 )
             other, others = first.setdefault(view.storage, (view, tensor))
-            apart = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
+            distance = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
             if tensor is not others and (
                 tensor.untyped_storage()._cdata != others.untyped_storage()._cdata
-                or tensor.data_ptr() - others.data_ptr() != apart
+                or tensor.data_ptr() - others.data_ptr() != distance
             ):
                 raise ReplayError(
                     f"a parameter, buffer or input of size {view.size} no longer shares the "
-                    f"storage of another of size {other.size}, {apart} bytes before it, as when "
+                    f"storage of another of size {other.size}, {distance} bytes before it, as when "
                     "the model was planned. Plan the model as it is now."
                 )
 

@@ -89,7 +89,7 @@ class Probe:
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
         # What modules were given, and how it was: to be looked at again in the end.
-        self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
+        self._received: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
             piece.untyped_storage()._cdata
             for tensor in (*model.parameters(), *model.buffers())
@@ -130,10 +130,10 @@ class Probe:
                     self._mark(module)
                 # What a hook holds is an attribute of no module.
                 self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
-            for module, objects, seen in self._given:
+            for module, objects, seen in self._received:
                 if fingerprint(objects) != seen:
                     self._mark(module)
-            self._given.clear()
+            self._received.clear()
         self.written = written.weights()
 
     def _wrote(self) -> None:
@@ -146,7 +146,7 @@ class Probe:
         for keep in (False, True):
             self.behaviour.clear()
             self._running.clear()
-            self._given.clear()
+            self._received.clear()
 
             def saved(tensor: torch.Tensor, keep: bool = keep) -> torch.Tensor | None:
                 self._saved(tensor)
@@ -246,7 +246,7 @@ class Probe:
             if changed or outside_states() != run.rng_state or fingerprint(objects) != run.seen:
                 behaviour.unrepeatable = True
             elif run.seen:
-                self._given.append((module, objects, run.seen))
+                self._received.append((module, objects, run.seen))
 
         hooks = []
         for module in modules:

@@ -88,11 +88,11 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, policy: Any, storage: Any) -> None:
         super().__init__(policy, storage)
-        self._made: set[int] = set()
+        self._outputs: set[int] = set()
 
     def __enter__(self) -> Any:
         # A graph that is retained runs backward once more, with another second run.
-        self._made.clear()
+        self._outputs.clear()
         return super().__enter__()
 
     def __torch_dispatch__(
@@ -109,7 +109,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._made.add(_key(leaf))
+                self._outputs.add(_key(leaf))
         return result
 
     def _written_before(
@@ -117,7 +117,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
     ) -> list[torch.Tensor]:
         """Return what a call writes to, if all of it was there before the second run."""
         into = written(func, args, kwargs)
-        return into if into and all(_key(tensor) not in self._made for tensor in into) else []
+        return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -162,13 +162,13 @@ def packed_by_forward(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     The kernel reads a workspace as its forward laid it out: one made up would crash it.
     """
-    given, gradients, settings = args[:7], args[10:13], args[13:22]
+    inputs, gradients, settings = args[:7], args[10:13], args[13:22]
     reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = settings
     with torch.enable_grad():
         *results, workspace = torch.ops.aten.mkldnn_rnn_layer(
-            *given, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+            *inputs, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
         )
-    return (*given, *results, *gradients, *settings, workspace)
+    return (*inputs, *results, *gradients, *settings, workspace)
 
 
 def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:

@@ -122,7 +122,7 @@ class Course:
         self._choices = chosen.choices if chosen else None
         self._choice: Ints | None = chosen.choice if chosen else None
         # Bytes that calls were given, and those expected are given; how much of that counts by now.
-        self._given, self._expected, self._scale = 1, 1, 1.0
+        self._received, self._expected, self._scale = 1, 1, 1.0
         self._columns: dict[int, list[int]] = {}
         self.leaner = False
         self.more: list[tuple[int, str, TracedCall]] = []
@@ -141,7 +141,7 @@ class Course:
             self._own().leave_out(range(self._at, at))
         self._at = at + 1
         expected = chosen.calls[at][1]
-        self._given += kind.given_bytes
+        self._received += kind.given_bytes
         self._expected += expected.given_bytes
         if kind is not expected:
             self._replace(at, kind, expected)
@@ -181,7 +181,7 @@ class Course:
         size = max(1, expected.given_bytes)
         alike = [i for i in range(wide) if choices.kept[at, i] * size <= wanted_bytes]
         self._choice[at] = alike[0] if alike else wide - 1
-        scale = self._given / self._expected
+        scale = self._received / self._expected
         choices.scale(at + 1, scale / self._scale)
         self._scale = scale
 

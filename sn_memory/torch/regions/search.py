@@ -427,8 +427,8 @@ class _Choosing:
         return best
 
     def _refused(self, best: RegionStep, budget_bytes: int) -> BudgetError:
-        peak, whole = best.plan.peak_bytes, best.plan.baseline_peak_bytes
-        percent = percent_kept(peak, whole)
+        peak, baseline = best.plan.peak_bytes, best.plan.baseline_peak_bytes
+        percent = percent_kept(peak, baseline)
         share = f', or "{percent}%" of the unplanned peak' if percent else ""
         worst = best.plan.breaks[0] if best.plan.breaks else None
         where = f" Most is kept in {worst.module or 'the model'}: {worst.why}" if worst else ""

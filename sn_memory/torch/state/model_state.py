@@ -162,8 +162,9 @@ class ModelState:
         by = self.buffers.updater(
             sum(2 * sizes[unit.parameter] + unit.state_bytes for unit in units)
         )
-        whole = unplanned_bytes(graph) + sum(unit.state_bytes + unit.counts_bytes for unit in units)
-        budget_bytes = parse_bytes(budget, whole=whole)
+        state_bytes = sum(unit.state_bytes + unit.counts_bytes for unit in units)
+        baseline = unplanned_bytes(graph) + state_bytes
+        budget_bytes = parse_bytes(budget, whole=baseline)
         # Planned before, for another input: what lies where is settled and stays.
         if self.parameters:
             planned = planned_with(
@@ -175,7 +176,7 @@ class ModelState:
                 graph, units, budget_bytes, planner, update=self.update, updaters=(by,),
                 places=self._possible_places(),
             )  # fmt: skip
-        plan = replace(planned.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
+        plan = replace(planned.plan, baseline_peak_bytes=baseline, budget_bytes=budget_bytes)
         self.latest = planned = replace(planned, plan=plan)
         self._place(model, planned)
         if by != "in place":
@@ -305,7 +306,7 @@ class ModelState:
         self,
         replay: Replay,
         model: torch.nn.Module,
-        given: Arguments,
+        arguments: Arguments,
         planned_with: Callable[[Layouts], Replay],
     ) -> Replay:
         """Return a step that runs on a sample as traced; another where kernels lay out otherwise.
@@ -321,12 +322,12 @@ class ModelState:
 
         Raises TraceError if the step does not run on the sample.
         """
-        if not is_real((*tensors(given), *model.buffers())):
+        if not is_real((*tensors(arguments), *model.buffers())):
             return replay
 
         def run(step: Replay) -> None:
             try:
-                self._dry_run(step, model, given)
+                self._dry_run(step, model, arguments)
             except (ReplayError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -339,8 +340,8 @@ class ModelState:
             {}, lambda layouts: planned_with(layouts) if layouts else replay, run
         )[0]
 
-    def _dry_run(self, step: Replay, model: torch.nn.Module, given: Arguments) -> None:
-        args, kwargs = apart(given)
+    def _dry_run(self, step: Replay, model: torch.nn.Module, arguments: Arguments) -> None:
+        args, kwargs = apart(arguments)
         # A forward pass writes statistics and counters, also where nothing is updated.
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
@@ -362,8 +363,8 @@ class ModelState:
         With `step` a gradient waits on the host, and torch wants `.grad` where the parameter is; so
         beside a device with memory of its own the parameter is there as well.
         """
-        apart = is_apart(self.buffers.device)
-        return ("host",) if apart and self.update == "step" else ("state", "host")
+        separate = is_apart(self.buffers.device)
+        return ("host",) if separate and self.update == "step" else ("state", "host")
 
     def _place(self, model: torch.nn.Module, plan: StatePlan) -> None:
         for name, parameter in model.named_parameters():

@@ -202,8 +202,8 @@ class ParameterState:
         buffer = self.buffers.buffer_of(self._gradient)
         assert buffer is not None
         # A buffer has the layout of the parameter, and copies are of whole storages.
-        whole = gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
-        if gradient.stride() != self.parameter.stride() or not whole:
+        contiguous = gradient.nbytes == gradient.untyped_storage().nbytes()
+        if gradient.stride() != self.parameter.stride() or not contiguous:
             gradient = torch.empty_like(self.parameter, device=gradient.device).copy_(gradient)
         wait = self.engine.to_host(gradient, buffer)
         self.parameter.grad = self._gradient

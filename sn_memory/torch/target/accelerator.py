@@ -101,7 +101,7 @@ def in_use() -> list[str]:
     has_begun = {
         kind: getattr(getattr(torch, kind, None), "is_initialized", None) for kind in device_types()
     }
-    return [kind for kind, begun in has_begun.items() if begun is not None and begun()]
+    return [kind for kind, test in has_begun.items() if test is not None and test()]
 
 
 # What a copy gives back to wait for.

@@ -114,16 +114,16 @@ class Walk:
                     count += 1
             del results
 
-    def _run(self, node: Any, given: dict[int, torch.Tensor], take: Take) -> Sequence[Any]:
+    def _run(self, node: Any, inputs: dict[int, torch.Tensor], take: Take) -> Sequence[Any]:
         forms = node._input_metadata
         if hasattr(node, "variable"):
-            if given:
-                take(node.variable, given.pop(0))
+            if inputs:
+                take(node.variable, inputs.pop(0))
             return ()
-        if not given:
+        if not inputs:
             return ()
-        arguments = [given.get(place) for place in range(len(forms))]
-        given.clear()
+        arguments = [inputs.get(place) for place in range(len(forms))]
+        inputs.clear()
         if isinstance(node, BackwardCFunction):
             # A function of Python's is given zeros, unless it says that it need not.
             if getattr(node, "materialize_grads", True):

@@ -53,7 +53,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
 
 
-def cpu_scratch_bytes(name: str, given: Sequence[Form], outputs: Sequence[Form]) -> int:
+def cpu_scratch_bytes(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> int:
     """Return at least what a kernel of the CPU takes, by its name and the forms of its tensors.
 
     Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
@@ -63,36 +63,36 @@ def cpu_scratch_bytes(name: str, given: Sequence[Form], outputs: Sequence[Form])
     """
     results = sum(map(_bytes, outputs))
     if name in _CONVOLUTIONS:
-        return _convolution(name, given, outputs)
+        return _convolution(name, inputs, outputs)
     if name == "native_batch_norm_backward":
         # The gradient is made in the input's form, and a copy of either that lies otherwise.
-        return _bytes(given[0]) + _copied(given[:2])
+        return _bytes(inputs[0]) + _copied(inputs[:2])
     if name.startswith(("upsample_", "_upsample_")):
-        return results + sum(map(_bytes, given))
+        return results + sum(map(_bytes, inputs))
     if name == "roll":
         return results
     if name == "_safe_softmax":
-        rows = math.prod(given[0][0]) // max(1, given[0][0][-1])
-        return math.prod(given[0][0]) + 2 * rows
+        rows = math.prod(inputs[0][0]) // max(1, inputs[0][0][-1])
+        return math.prod(inputs[0][0]) + 2 * rows
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        return _attention(name, given) + _copied(given)
+        return _attention(name, inputs) + _copied(inputs)
     if name.startswith("mkldnn_rnn_layer"):
-        return _recurrent(given, results)
+        return _recurrent(inputs, results)
     if name in _PRODUCTS:
-        return _copied([form for form in given if not _is_matrix(form)])
+        return _copied([form for form in inputs if not _is_matrix(form)])
     if name in ("_softmax", "_log_softmax"):
-        return 2 * _copied(given)
-    return _copied(given) if name in _COPIES else 0
+        return 2 * _copied(inputs)
+    return _copied(inputs) if name in _COPIES else 0
 
 
-def _convolution(name: str, given: Sequence[Form], outputs: Sequence[Form]) -> int:
+def _convolution(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> int:
     backward = name == "convolution_backward"
     # Backward: the gradient, the input, the weight. Forward: the input and the weight.
-    images, weight = [*given[: 2 if backward else 1], *outputs[:1]], given[2 if backward else 1]
+    images, weight = [*inputs[: 2 if backward else 1], *outputs[:1]], inputs[2 if backward else 1]
     if not backward and not outputs:
         return 0
     blocked = sum(_blocked(image) for image in images)
-    taken_in = given[1 if backward else 0][0]
+    taken_in = inputs[1 if backward else 0][0]
     channels = max(1, taken_in[1] if len(taken_in) > 1 else 1)
     groups = max(1, channels // max(1, weight[0][1]))
     padded = _padded_weight(weight, groups)
@@ -127,28 +127,28 @@ def _blocked(image: Form) -> int:
     return size[0] * channels * math.prod(size[2:]) * dtype.itemsize
 
 
-def _attention(name: str, given: Sequence[Form]) -> int:
+def _attention(name: str, inputs: Sequence[Form]) -> int:
     """Bytes of flash attention's blocks of scores, sums and results, in float32, of each thread."""
     shift = 1 if name.endswith("backward") else 0  # the gradient comes first
-    (queries, head), keys = given[shift][0][-2:], given[shift + 1][0][-2]
+    (queries, head), keys = inputs[shift][0][-2:], inputs[shift + 1][0][-2]
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     rows, columns = min(rows, queries), min(_KEYS, keys)
-    each = 2 * rows * columns if shift else rows * (columns + head + 2)
+    row_bytes = 2 * rows * columns if shift else rows * (columns + head + 2)
     # Of half types scores are kept in both.
-    half = rows * columns * 2 if given[0][2].itemsize < 4 else 0
-    return (4 * each + 2 * half) * torch.get_num_threads()
+    half = rows * columns * 2 if inputs[0][2].itemsize < 4 else 0
+    return (4 * row_bytes + 2 * half) * torch.get_num_threads()
 
 
-def _recurrent(given: Sequence[Form], results: int) -> int:
+def _recurrent(inputs: Sequence[Form], results: int) -> int:
     # The gates of all steps, and weights in blocks; arguments are the input and two weights.
-    steps, batch = given[0][0][:2]
-    gates = steps * batch * given[2][0][0] * given[0][2].itemsize
-    weights = _bytes(given[1]) + _bytes(given[2])
+    steps, batch = inputs[0][0][:2]
+    gates = steps * batch * inputs[2][0][0] * inputs[0][2].itemsize
+    weights = _bytes(inputs[1]) + _bytes(inputs[2])
     return gates + weights + results + (gates + weights) // 16
 
 
-def _copied(given: Sequence[Form]) -> int:
-    return sum(_bytes(form) for form in given if not _contiguous(form))
+def _copied(inputs: Sequence[Form]) -> int:
+    return sum(_bytes(form) for form in inputs if not _contiguous(form))
 
 
 def _is_matrix(form: Form) -> bool:
@@ -156,15 +156,15 @@ def _is_matrix(form: Form) -> bool:
     size, stride, _ = form
     if len(size) < 2:
         return True
-    (rows, columns), (apart, next_to) = size[-2:], stride[-2:]
-    return (next_to == 1 and apart >= columns) or (apart == 1 and next_to >= rows)
+    (rows, columns), (row_stride, next_to) = size[-2:], stride[-2:]
+    return (next_to == 1 and row_stride >= columns) or (row_stride == 1 and next_to >= rows)
 
 
 def _contiguous(form: Form) -> bool:
     size, stride, _ = form
     step = 1
-    for length, apart in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and apart != step:
+    for length, spacing in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and spacing != step:
             return False
         step *= length
     return True

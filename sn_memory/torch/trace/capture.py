@@ -153,7 +153,7 @@ class _Capture:
         ]
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
-        given = StateSnapshot([("arguments", (args, kwargs))])
+        snapshot = StateSnapshot([("arguments", (args, kwargs))])
         with (
             torch.enable_grad(),
             self.mode,
@@ -169,7 +169,7 @@ class _Capture:
             del returned
             self.recorder.hand_out(output for output in outputs if _is_tensor(output))
             boundary = len(self.recorder.recording.calls)
-            if given.changed():
+            if snapshot.changed():
                 raise changes_what_it_is_given()
             self.check_buffers()
             leaves = [(name, param) for name, param in parameters if param.requires_grad]
@@ -190,12 +190,12 @@ class _Capture:
             ]
             ends = tuple(is_end[at] for at in places)
             ends = tuple(self.ends) if len(self.ends) == len(places) else ends
-            apart: tuple[list[torch.Tensor], ...] = ([], [])
+            split: tuple[list[torch.Tensor], ...] = ([], [])
             for at, end in zip(places, ends, strict=True):
-                apart[end].append(outputs[at])
-            others = _leaves_of(apart[False])
+                split[end].append(outputs[at])
+            others = _leaves_of(split[False])
             output_gradients, gradients = self.backward(
-                apart[True], [gradient for _, gradient in wanted]
+                split[True], [gradient for _, gradient in wanted]
             )
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
@@ -463,17 +463,17 @@ def _same(one: Captured, other: Captured) -> bool:
 def _as_made(call: Call) -> tuple[Any, ...]:
     """Return what is called with what; a default that is spelled out, as some modes do, is one."""
     args, kwargs = call.arguments(lambda view: view)
-    given = [
+    inputs = [
         args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
         for at, arg in enumerate(call.target._schema.arguments)
     ]
     # What is asked for its form only stands there as a tensor of that form.
-    given = tree_map_only(
-        torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), given
+    inputs = tree_map_only(
+        torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs
     )
     # NaN, as it is written, is equal to itself.
-    given = tree_map_only(float, repr, given)
-    return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
+    inputs = tree_map_only(float, repr, inputs)
+    return call.target, inputs, call.outputs, call.makes, call.writes, call.phase, call.scope
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

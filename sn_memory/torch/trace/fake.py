@@ -245,7 +245,7 @@ class ValueMode(FakeMode):
     def __init__(self, *, tracing: bool = False) -> None:
         super().__init__()
         self._tracing = tracing
-        self._given: dict[int, torch.Tensor] = {}
+        self._clones: dict[int, torch.Tensor] = {}
         # Storages with values, while tracing; and those whose values are no longer right, as
         # something without values was written into them. A reference keeps an address its own.
         self._known: dict[int, StorageWeakRef] = {}
@@ -255,10 +255,10 @@ class ValueMode(FakeMode):
         """Return an input as the model is given it: the same tensor twice is one."""
         if not is_known(tensor):
             return fake_of(self, tensor)
-        if id(tensor) not in self._given:
+        if id(tensor) not in self._clones:
             with unset_fake_temporarily():
-                self._given[id(tensor)] = tensor.clone()
-        return self._given[id(tensor)]
+                self._clones[id(tensor)] = tensor.clone()
+        return self._clones[id(tensor)]
 
     def give_ones(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor of ones that lies as a fake one does; None where none can."""
@@ -277,30 +277,30 @@ class ValueMode(FakeMode):
         """Whether a call returns no tensor, and all it is given has values."""
         if _makes_tensors(func) or func._schema.is_mutable:
             return False
-        given = _tensors(arguments)
-        return bool(given) and all(map(self._knows, given))
+        operands = _tensors(arguments)
+        return bool(operands) and all(map(self._knows, operands))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        operands = _tensors((args, kwargs))
         run = partial(super().__torch_dispatch__, func, types)
         if self._tracing and func is _ATEN.lift_fresh.default:
             return self._lifted(func, args[0], run)
-        fill = _filling(func, args, kwargs) if given else None
+        fill = _filling(func, args, kwargs) if operands else None
         if fill is not None:
             result = run(args, kwargs)
             return self._now_known(_filled(result, fill)) if self._may_know(result) else result
-        if given and all(isinstance(value, FakeTensor) for value in given):
+        if operands and all(isinstance(value, FakeTensor) for value in operands):
             return run(args, kwargs)  # most calls
-        if not given:
+        if not operands:
             result = run(args, kwargs)
             if not _is_sure(func) or not all(map(self._may_know, _tensors(result))):
                 return result
-        elif all(map(self._has_values, given)) and _is_view(func):
+        elif all(map(self._has_values, operands)) and _is_view(func):
             pass  # Of one tensor there are no two, one with values and one without.
-        elif _is_drawn(func) or not all(map(self._knows, given)):
+        elif _is_drawn(func) or not all(map(self._knows, operands)):
             return self._without(func, args, kwargs, run)
         else:
             try:
@@ -483,8 +483,8 @@ def swap_tensors(
     swapped = [
         (name, tensor, fake(tensor)) for name, tensor in tensors.items() if tensor is not None
     ]
-    for name, _, made in swapped:
-        tensors[name] = made
+    for name, _, replacement in swapped:
+        tensors[name] = replacement
     if slot == "_parameters":
         # They keep a list of their weights beside `_parameters`.
         recurrent.refresh_flat_weights([module])

@@ -92,17 +92,17 @@ def fake_step_on(
     )
     with restore_model(model), restore_rng_state(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
-        there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
-        leaves = {id(tensor): tensor for tensor in there if tensor.requires_grad}
+        resident = [*model.parameters(), *model.buffers(), *tensors(arguments)]
+        leaves = {id(tensor): tensor for tensor in resident if tensor.requires_grad}
         # A tensor is not counted before it is met, so those of earlier steps are made outside.
         held = {
             id(param): torch.empty_like(param, requires_grad=False)
             for param, has in zip(model.parameters(), earlier, strict=True)
             if has and keep
         }
-        there += held.values()
+        resident += held.values()
         tracker = StorageTracker(
-            there,
+            resident,
             device=gpu.place,
             allocator="torch",
             scratch=partial(_scratch, gpu),
@@ -212,7 +212,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
                 group["foreach"] = True
         known = [*fakes.values(), *(fake.grad for fake in fakes.values() if fake.grad is not None)]
         # Some make their state before the first step.
-        there = sum(_sizes_of(twin.state, place))
+        state_bytes = sum(_sizes_of(twin.state, place))
         known += (leaf for leaf in tree_leaves(list(twin.state.values())) if torch.is_tensor(leaf))
         scratch = _number_bytes if gpu is None else None
         with StorageTracker(known, device=place, scratch=scratch) as tracker:
@@ -220,7 +220,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
     sizes = _sizes_of(twin.state, place)
     state = sum(sizes)
     # State that the step itself made stays, and is counted with the rest of it.
-    transient = tracker.peak_bytes - tracker.start_bytes - (state - there)
+    transient = tracker.peak_bytes - tracker.start_bytes - (state - state_bytes)
     return OptimizerMemory(state, max(0, transient), sizes)
 
 
@@ -232,8 +232,8 @@ def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: A
     flat = tree_leaves((args, kwargs))
     one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
     # Many tensors are computed one by one.
-    each = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
-    return 8 + int(flat[0].element_size()) if one or each else 0
+    per_number = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
+    return 8 + int(flat[0].element_size()) if one or per_number else 0
 
 
 def _bytes_of(state: Any) -> int:

@@ -193,8 +193,8 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
     def scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
         flat, spec = tree_flatten((args, kwargs))
         ends = tree_leaves(results)
-        given = [end for end in (*flat, *ends) if isinstance(end, torch.Tensor)]
-        if not all(tensor.layout is torch.strided for tensor in given):
+        operands = [end for end in (*flat, *ends) if isinstance(end, torch.Tensor)]
+        if not all(tensor.layout is torch.strided for tensor in operands):
             return 0  # the rule is of strided tensors, and so is what can be planned
         storages: dict[int, int] = {}
         nbytes: list[int] = []
@@ -328,7 +328,8 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
 def largest_bytes(recording: Recording) -> int:
     """Return the bytes of what the largest call reads, makes and writes."""
     touched = ({*call.reads, *call.makes, *call.writes} for call in recording.calls)
-    return max((sum(recording.nbytes[storage] for storage in each) for each in touched), default=0)
+    nbytes = (sum(recording.nbytes[storage] for storage in storages) for storages in touched)
+    return max(nbytes, default=0)
 
 
 def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:

@@ -75,25 +75,26 @@ def separate_sums(captured: Captured) -> Captured:
     def parts(view: View) -> list[View]:
         at = maker.get(view.storage, -1)
         call = calls[at]
-        given = [arg for arg in call.flat if isinstance(arg, View)]
+        operands = [arg for arg in call.flat if isinstance(arg, View)]
         if (
             at < captured.boundary
             or call.target is not _aten.add.Tensor
-            or len(given) != 2
+            or len(operands) != 2
             or len(call.flat) != 2
-            or any((it.size, it.dtype) != (view.size, view.dtype) for it in given)
+            or any((arg.size, arg.dtype) != (view.size, view.dtype) for arg in operands)
             or uses[view.storage] > (1 if at in last else 0)
         ):
             return [view]
         dropped.add(at)
-        last.update(maker.get(it.storage, -1) for it in given)
-        return [*parts(given[0]), given[1]]
+        last.update(maker.get(arg.storage, -1) for arg in operands)
+        return [*parts(operands[0]), operands[1]]
 
     gradients: list[tuple[str, View | None]] = []
-    for name, found in captured.gradients:
+    for name, gradient in captured.gradients:
         last: set[int] = set()
-        split = found is not None and name.startswith("input ")
-        gradients += [(name, it) for it in (parts(found) if split and found else [found])]
+        split = gradient is not None and name.startswith("input ")
+        views = parts(gradient) if split and gradient else [gradient]
+        gradients += [(name, view) for view in views]
     kept = [call for at, call in enumerate(calls) if at not in dropped]
     recording = replace(captured.recording, calls=kept)
     return replace(captured, recording=recording, gradients=tuple(gradients))
@@ -298,25 +299,25 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         for place, arg in enumerate(call.flat):
             if isinstance(arg, View) and place != shape:
                 read[arg.storage] = at
-    nbytes, device, given = list(recording.nbytes), list(recording.device), dict(recording.given)
+    nbytes, device, inputs = list(recording.nbytes), list(recording.device), dict(recording.given)
     after: dict[int, list[tuple[int, Call]]] = {}
     earlier: list[tuple[str, int]] = []
     for place, (name, view) in enumerate(captured.gradients):
         if view is None or name not in parameters:
             continue
         own = parameters[name]
-        there = own
+        target = own
         if not early_update:
-            there = View(len(nbytes), own.size, own.stride, 0, own.dtype)
-            given[there.storage] = "state"
+            target = View(len(nbytes), own.size, own.stride, 0, own.dtype)
+            inputs[target.storage] = "state"
             nbytes.append(math.prod(own.size) * own.dtype.itemsize)
             device.append(recording.device[own.storage])
-        earlier.append((name, there.storage))
-        flat, spec = flattened(((there, view), {}))
+        earlier.append((name, target.storage))
+        flat, spec = flattened(((target, view), {}))
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         summed = Call(
-            *(_aten.add_.Tensor, tuple(flat), spec, (there,), ()),
-            writes=tuple(dict.fromkeys((there.storage, own.storage))),
+            *(_aten.add_.Tensor, tuple(flat), spec, (target,), ()),
+            writes=tuple(dict.fromkeys((target.storage, own.storage))),
             phase="backward",
             random=False,
             scope=name,
@@ -332,7 +333,7 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         calls=[call for _, call in instructions],
         nbytes=nbytes,
         device=device,
-        given=given,
+        given=inputs,
     )
     numbers = tuple(number for number, _ in instructions)
     result = replace(captured, recording=recording, numbers=numbers)

@@ -227,12 +227,12 @@ class Captured:
 
         That is a gradient that is there, or a parameter that is updated at once.
         """
-        there = {storage for _, storage in (*self.earlier, *self.updated)}
+        accumulated = {storage for _, storage in (*self.earlier, *self.updated)}
         return {
             storage: at
             for at, call in enumerate(self.recording.calls)
             for storage in call.writes
-            if storage in there
+            if storage in accumulated
         }
 
 
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         # Per storage of a tensor that Python made: how many calls were before it, and the scope.
         self._lifted: dict[int, tuple[int, str]] = {}
         # Storages of which one is the other's conjugate.
-        self._apart: set[int] = set()
+        self._separate: set[int] = set()
         # Memories of real parameters: fake ones stand in the modules for them.
         self.weights: set[int] = set()
         self._silent = False
@@ -367,7 +367,7 @@ class Recorder(TorchDispatchMode):
             self._view(out) if isinstance(out, torch.Tensor) else None
             for out in tree_flatten(result)[0]
         )
-        if self._apart.intersection(writes):
+        if self._separate.intersection(writes):
             raise TraceError(
                 f"{func} writes into a tensor whose conjugate, or imaginary part of one, the model "
                 "has in use, which would change with it. Write into a clone."
@@ -441,7 +441,7 @@ class Recorder(TorchDispatchMode):
         result = func(tensor)
         flat, spec = flattened(((tensor,), {}))
         self._note(func, [self._view(value) for value in flat], spec, result)
-        self._apart |= {self._storage(tensor), self._storage(result)}
+        self._separate |= {self._storage(tensor), self._storage(result)}
         return result
 
     def _argument(self, arg: Any, func: Any) -> Any:

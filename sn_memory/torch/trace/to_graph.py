@@ -187,9 +187,9 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
     names: dict[int, str] = {}
     for name, view in (*captured.parameters, *captured.buffers):
         names.setdefault(view.storage, name)
-    for place, given in enumerate(captured.inputs):
-        if given is not None:
-            names.setdefault(given.storage, f"input {place}")
+    for place, source in enumerate(captured.inputs):
+        if source is not None:
+            names.setdefault(source.storage, f"input {place}")
     for number in captured.recording.constants:
         names.setdefault(number, f"constant {number}")
     for name, number in captured.earlier:
@@ -207,8 +207,8 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.output_gradients}
     # What is added to a gradient that is there, or to its parameter, is not held beside it.
-    there = {name for name, _ in (*captured.earlier, *captured.updated)}
-    added = {view.storage for name, view in captured.gradients if view and name in there}
+    present = {name for name, _ in (*captured.earlier, *captured.updated)}
+    added = {view.storage for name, view in captured.gradients if view and name in present}
     kept = ((gradients - added) | _handed_out(captured)) - set(recording.given)
     # The caller's as well, or autograd's.
     held = _handed_out(captured) | {view.storage for view in captured.output_gradients}

@@ -200,12 +200,12 @@ def trace(
     args, kwargs = call_arguments(sample)
     if part:
         first = [*model.parameters(), *tensors((args, kwargs))][0]
-        there = working_device(first)
+        device_here = working_device(first)
     else:
         check_model(model)
-        there = device_of(model)
+        device_here = device_of(model)
     check_optimizer(optimizer)
-    gpu = gpu_of(device, there)
+    gpu = gpu_of(device, device_here)
     captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving, part=part)
     if shares_inputs:
         captured = separate_sums(captured)
@@ -214,7 +214,7 @@ def trace(
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    place = there if gpu is None else gpu.place
+    place = device_here if gpu is None else gpu.place
     profile = profile and gpu is None
     found_device, costs_of_calls = _timed(captured, place, profile=profile, device=speeds(device))
     seconds = [cost and cost[0] for cost in costs_of_calls]
