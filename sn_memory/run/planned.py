@@ -62,7 +62,7 @@ class PlannedRecord(ABC, Generic[T]):
 
     backend: str
     # Per kind of input, how it was planned.
-    told: dict[Any, PlannedKind]
+    summaries: dict[Any, PlannedKind]
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class PlannedRecord(ABC, Generic[T]):
     @property
     def kinds(self) -> list[PlannedKind]:
         """The kinds of input that have a plan by now: what they are, how it came, its peak."""
-        return list(self.told.values())
+        return list(self.summaries.values())
 
     @property
     def planned_inputs(self) -> list[str]:

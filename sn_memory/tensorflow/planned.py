@@ -109,7 +109,7 @@ class PlanRecord(PlannedRecord[Trace]):
     # options of a step, and before `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
-    told: dict[Hashable, PlannedKind] = field(default_factory=dict)
+    summaries: dict[Hashable, PlannedKind] = field(default_factory=dict)
     # Of the kinds, those that came while training, with the number of the last trace of each.
     planned_online: dict[Hashable, int] = field(default_factory=dict)
     # Choices of layers, each with the shapes it was measured on.
@@ -149,7 +149,7 @@ class PlanRecord(PlannedRecord[Trace]):
         if before is not None:
             asked = [kind for kind in before.steps if kind not in before.planned_online]
             self.steps |= {kind: before.steps[kind] for kind in asked}
-            self.told |= {kind: before.told[kind] for kind in asked}
+            self.summaries |= {kind: before.summaries[kind] for kind in asked}
             self.layers = before.layers
 
     def keep(
@@ -167,7 +167,7 @@ class PlanRecord(PlannedRecord[Trace]):
         """
         self.forget(kind)
         self.steps[kind] = step
-        self.told[kind] = PlannedKind(
+        self.summaries[kind] = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
         if seconds is not None:
@@ -178,7 +178,7 @@ class PlanRecord(PlannedRecord[Trace]):
     def forget(self, kind: Hashable) -> None:
         """Let a kind of input go."""
         self.steps.pop(kind, None)
-        self.told.pop(kind, None)
+        self.summaries.pop(kind, None)
         self.planned_online.pop(kind, None)
 
 

@@ -129,7 +129,7 @@ class _UnseenCall(UnseenInput[Step]):
         return program
 
     def plan_of(self, traced: Trace) -> Any:
-        kinds = self.record.told
+        kinds = self.record.summaries
         plans = [
             (kinds[kind].inputs, plan)
             for kind, step in self.record.steps.items()

@@ -208,9 +208,9 @@ class _UnseenArguments(UnseenInput[Step]):
 
     def plan_of(self, graph: Graph, budget_bytes: int) -> Plan:
         plans = [
-            (kept.told.inputs, plan)
+            (kept.summary.inputs, plan)
             for kept in self.inputs.kept.values()
-            if isinstance(plan := kept.step.plan, Plan) and kept.told.how.startswith(PLANNED)
+            if isinstance(plan := kept.step.plan, Plan) and kept.summary.how.startswith(PLANNED)
         ]
         search = self.record.planning().at_once(budget_bytes, None).planned
         allocator = planned_settings() if graph.allocator == "torch" else None

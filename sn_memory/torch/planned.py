@@ -33,13 +33,13 @@ class KeptStep:
 
     step : what runs in place of the forward pass
     call : how the arguments of its sample were written
-    told : how it was planned
+    summary : how it was planned
     used : if it was planned while training, the number of the last step; None for what `plan` made.
     """
 
     step: Step
     call: CallLayout
-    told: PlannedKind
+    summary: PlannedKind
     used: int | None = None
 
 
@@ -195,9 +195,9 @@ class PlanRecord(PlannedRecord[Trace]):
         return {kind: kept.step for kind, kept in self.inputs.kept.items()}
 
     @property
-    def told(self) -> dict[InputSignature, PlannedKind]:  # type: ignore[override]
+    def summaries(self) -> dict[InputSignature, PlannedKind]:  # type: ignore[override]
         """Per kind of input, how it was planned; see `kinds`."""
-        return {kind: kept.told for kind, kept in self.inputs.kept.items()}
+        return {kind: kept.summary for kind, kept in self.inputs.kept.items()}
 
     def planning(self) -> PlanOptions:
         """Return how to plan for inputs to come, with what training has shown."""
