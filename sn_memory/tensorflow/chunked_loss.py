@@ -85,9 +85,9 @@ def chunked_cross_entropy(
             "labels as rows, and a number that is known. Give the batch a fixed size."
         )
     has_bias = bias is not None
-    given = [rows, kernel]
+    inputs = [rows, kernel]
     if has_bias:
-        given.append(tf.cast(tf.convert_to_tensor(bias), hidden.dtype))
+        inputs.append(tf.cast(tf.convert_to_tensor(bias), hidden.dtype))
     size = max(1, -(-count // chunks))
     wide = tf.float32 if rows.dtype in (tf.float16, tf.bfloat16) else rows.dtype
     if ignore_class is None:
@@ -100,25 +100,25 @@ def chunked_cross_entropy(
     # share would be zero before a scaled loss arrives.
     total_count = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
     early, late = (total_count, tf.ones((), wide))[:: -1 if wide != rows.dtype else 1]
-    each = counted / early
+    row_share = counted / early
 
     @tf.custom_gradient
-    def together(*given: Any) -> Any:
-        rows, kernel = given[:2]
+    def together(*inputs: Any) -> Any:
+        rows, kernel = inputs[:2]
         total = tf.zeros((), wide)
         of_rows = []
         # Added up in the wider type: many sums of few rows each.
         of_kernel = tf.zeros_like(kernel, wide)
-        of_bias = tf.zeros_like(given[2], wide) if has_bias else None
+        of_bias = tf.zeros_like(inputs[2], wide) if has_bias else None
         before: list[Any] = []
         for begin in range(0, count, size):
             # One after the other: else TensorFlow makes the logits of several at a time.
             with tf.control_dependencies(before):
                 some = tf.identity(rows[begin : begin + size])
-                target, share = wanted[begin : begin + size], each[begin : begin + size]
+                target, share = wanted[begin : begin + size], row_share[begin : begin + size]
                 logits = tf.matmul(some, kernel)
                 if has_bias:
-                    logits = tf.nn.bias_add(logits, given[2])
+                    logits = tf.nn.bias_add(logits, inputs[2])
                 losses, slope = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
                     features=tf.cast(logits, wide), labels=target
                 )
@@ -134,9 +134,9 @@ def chunked_cross_entropy(
         def slopes(arrived: Any) -> list[Any]:
             return [
                 tf.cast(tf.cast(slope, wide) * (arrived / late), to.dtype)
-                for slope, to in zip(gradients, given, strict=True)
+                for slope, to in zip(gradients, inputs, strict=True)
             ]
 
         return total / late, slopes
 
-    return together(*given)
+    return together(*inputs)

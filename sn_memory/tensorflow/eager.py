@@ -128,11 +128,11 @@ class Emission:
     given : tensors for the step's arguments
     """
 
-    def __init__(self, program: Program, given: list[Any]) -> None:
+    def __init__(self, program: Program, inputs: list[Any]) -> None:
         self.program = program
         self.captured, self.named = program.captured, program.named
         self.buffers = self.named.buffers
-        self.tensors: dict[int, Any] = dict(zip(self.captured.arguments, given, strict=True))
+        self.tensors: dict[int, Any] = dict(zip(self.captured.arguments, inputs, strict=True))
         self.tensors.update(self.captured.captures)
         self.ran: set[str] = set()
         self.previous: list[Any] = []
@@ -399,7 +399,7 @@ def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
     return [None if gradient is None else next(results) for gradient in gradients]
 
 
-def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
+def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
     # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
@@ -408,7 +408,7 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
 
     @tf.custom_gradient
     def passes(*_: Any) -> Any:
-        emission = Emission(program, given)
+        emission = Emission(program, inputs)
         emission.forward()
         count = len(captured.outputs) - len(captured.gradients)
         outs = [emission.need(value) for value in captured.outputs[:count]]

@@ -37,8 +37,8 @@ def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         lines = lines[1:]
-    said = lines[0].replace("\x1b[1m", "").replace("\x1b[0m", "") if lines else ""
-    return said if isinstance(error, TraceError) else f"{type(error).__name__}: {said}"
+    line = lines[0].replace("\x1b[1m", "").replace("\x1b[0m", "") if lines else ""
+    return line if isinstance(error, TraceError) else f"{type(error).__name__}: {line}"
 
 
 def as_it_is(error: E) -> E:

@@ -55,7 +55,7 @@ def estimate(
     >>> found.parameters_bytes, found.gradients_bytes, found.fits("1GB")
     (4004000, 4004000, True)
     """
-    there = named(device) if isinstance(device, str) and not is_here(device) else None
+    target = named(device) if isinstance(device, str) and not is_here(device) else None
     rates = speeds(device)
     traced = trace(model, sample, profile=False, device=rates)
     if traced.uncounted:
@@ -89,11 +89,11 @@ def estimate(
         peak_op=traced.graph.ops[highest.op].name,
         batch=_batch(args) if isinstance(model, keras.Model) or args else None,
         _step_of=step_of,
-        device="" if there is None else there.name,
-        room_bytes=None if there is None else there.usable_bytes,
+        device="" if target is None else target.name,
+        room_bytes=None if target is None else target.usable_bytes,
         reserved_bytes=_reserved(traced.graph, held, device),
         seconds=None if rates is None else sum(row[0] for row in traced.graph.arrays.seconds),
-        notes=() if there is None else (_NOT_MODELLED,),
+        notes=() if target is None else (_NOT_MODELLED,),
     )
 
 

@@ -200,8 +200,8 @@ class PlannedStep:
         captured = traced.captured
         arguments = [captured.tensors[value] for value in captured.arguments]
 
-        def run(*given: Any) -> list[Any]:
-            emission = Emission(program, list(given))
+        def run(*arguments: Any) -> list[Any]:
+            emission = Emission(program, list(arguments))
             emission.forward()
             return [emission.need(value) for value in captured.outputs]
 

@@ -91,7 +91,7 @@ class Captured:
             at = stack.pop()
             if at not in ancestors:
                 ancestors.add(at)
-                stack += [producer[it] for it in self.nodes[at].inputs if it in producer]
+                stack += [producer[value] for value in self.nodes[at].inputs if value in producer]
         return ancestors
 
     @property
@@ -163,7 +163,7 @@ class _Taped:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
-        key, given = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
+        key, inputs = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
         variables = uncast(self.trainable_variables)  # type: ignore[attr-defined]
         tape = tf.GradientTape(watch_accessed_variables=False)
         with tape:
@@ -189,7 +189,7 @@ class _Taped:
         ]
         gradients = tape.gradient(ends, variables, output_gradients=placeholders)
         seen.update(
-            key=key, given=given, results=results, outs=outs, ends=ends, placeholders=placeholders,
+            key=key, given=inputs, results=results, outs=outs, ends=ends, placeholders=placeholders,
             gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
         )  # fmt: skip
         return results
@@ -214,14 +214,14 @@ def capture_model(
     except TraceError as error:
         raise TraceError(first_line(error)) from error
     except Exception as error:  # whatever the model's own code raises
-        said = f"{type(model).__name__} could not be traced: {first_line(error)}"
-        raise TraceError(said) from error
+        message = f"{type(model).__name__} could not be traced: {first_line(error)}"
+        raise TraceError(message) from error
     _check_losses_and_gradients(model, seen)
     gradients = [gradient for gradient in seen["gradients"] if gradient is not None]
     captured = flat(
         concrete.graph,
         TapeLog(seen["ends"], gradients),
-        given=seen["given"],
+        arguments=seen["given"],
         results=[*seen["outs"], *gradients],
         placeholders=seen["placeholders"],
     )
@@ -281,13 +281,13 @@ def flat(
     graph: Any,
     log: TapeLog,
     *,
-    given: Sequence[Any] | None = None,
+    arguments: Sequence[Any] | None = None,
     results: Sequence[Any] | None = None,
     placeholders: Sequence[Any] = (),
 ) -> Captured:
     """Return the ops of a traced graph as one list; raises TraceError if nothing is differentiated.
 
-    given, results : tensors that count as arguments and results, in place of those of the graph
+    arguments, results : tensors that count as arguments and results, in place of those of the graph
     placeholders : tensors in place of the gradients of a model's outputs
     """
     flattened = _Flattening()
@@ -295,10 +295,10 @@ def flat(
     outer = {id(inner): outer for outer, inner in graph.captures}
     inputs = [(flattened.new(value), value) for value in graph.inputs]
     captures = {value: outer[id(tensor)] for value, tensor in inputs if id(tensor) in outer}
-    if given is None:
-        given = [value for value in graph.inputs if id(value) not in outer]
+    if arguments is None:
+        arguments = [value for value in graph.inputs if id(value) not in outer]
     else:
-        for tensor in given:
+        for tensor in arguments:
             flattened.new(tensor)
     flattened.ops(graph, "")
     targets = flattened.values(target for target in log.targets if id(target) in flattened.numbers)
@@ -310,7 +310,7 @@ def flat(
     return Captured(
         flattened.nodes,
         flattened.tensors,
-        flattened.values(given),
+        flattened.values(arguments),
         flattened.values(graph.outputs if results is None else results),
         captures,
         {
@@ -436,7 +436,7 @@ def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
         )
 
 
-def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | None]) -> Captured:
+def with_sample_shapes(captured: Captured, sample: Callable[[], Sequence[Any] | None]) -> Captured:
     """Return a captured step that knows the shapes its trace left open, if there are any.
 
     Boolean masks, `tf.where` with one argument, `tf.unique` and all that is computed from them have
@@ -444,7 +444,7 @@ def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | N
     only to count: the step's ops run once on the sample, unplanned and without their effects.
     Raises TraceError where the ops do not run on the sample, for want of memory, say.
 
-    given : returns tensors for the arguments, or None, where the sample has no values
+    sample : returns tensors for the arguments, or None, where the sample has no values
     """
     # What comes of an effect (other ranks, Python functions) is unknown, and not counted either.
     known = {*captured.arguments, *captured.captures}
@@ -454,7 +454,7 @@ def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | N
         if known.issuperset(node.inputs):
             known.update(node.outputs)
             wanted += [value for value in node.outputs if _is_open(captured.tensors[value])]
-    tensors = given() if wanted else None
+    tensors = sample() if wanted else None
     if tensors is None:
         return captured
 
@@ -463,19 +463,19 @@ def with_sample_shapes(captured: Captured, given: Callable[[], Sequence[Any] | N
         values = dict(zip(captured.arguments, tensors, strict=True)) | captured.captures
         for at in sorted(captured.ancestors(wanted)):
             node = captured.nodes[at]
-            made = put(node, [values[value] for value in node.inputs], []).outputs
-            values.update(zip(node.outputs, made, strict=True))
+            outputs = put(node, [values[value] for value in node.inputs], []).outputs
+            values.update(zip(node.outputs, outputs, strict=True))
         return {str(value): tf.shape(values[value]) for value in wanted}
 
     try:
-        found = shapes(*tensors)
+        sizes = shapes(*tensors)
     except Exception as error:  # whatever TensorFlow raises, out of memory included
         raise TraceError(
             "shapes that depend on values are unknown, as the step did not run on the sample: "
             f"{first_line(error)}"
         ) from error
     return replace(
-        captured, shapes={int(at): tuple(it.numpy().tolist()) for at, it in found.items()}
+        captured, shapes={int(at): tuple(size.numpy().tolist()) for at, size in sizes.items()}
     )
 
 

@@ -102,8 +102,8 @@ def is_cost(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 2:
         return False
     seconds, space = value
-    whole = type(space) is int and 0 <= space < 2**62
-    return whole and (seconds is None or is_seconds(seconds))
+    is_int = type(space) is int and 0 <= space < 2**62
+    return is_int and (seconds is None or is_seconds(seconds))
 
 
 def circumstances() -> str:
@@ -130,12 +130,12 @@ def signature(op: Any) -> str:
     """What the cost of an op depends on, as text."""
     attrs = op.node_def.attr
     settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
-    given = []
+    inputs = []
     for tensor in op.inputs:
         # Integers that are known say what is to be done: axes, sizes, paddings.
         value = kernels.constant(tensor) if tensor.dtype.is_integer else None
-        given.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
-    return f"{op.type}({', '.join(given)}){settings}"
+        inputs.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
+    return f"{op.type}({', '.join(inputs)}){settings}"
 
 
 def measured_device(device: str) -> Device:
@@ -163,11 +163,11 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
     attrs = [item for attr in op.op_def.attr for item in (attr.name, op.get_attr(attr.name))]
     try:
         with tf.device(device):
-            given = [_filled(value) for value in op.inputs]
+            inputs = [_filled(value) for value in op.inputs]
 
             def work() -> Any:
                 return execute.execute(
-                    op.type.encode(), len(op.outputs), given, tuple(attrs), context.context()
+                    op.type.encode(), len(op.outputs), inputs, tuple(attrs), context.context()
                 )
 
             seconds = _best(work)

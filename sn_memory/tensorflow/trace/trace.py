@@ -122,15 +122,15 @@ def trace(
     args = call_arguments(sample)
     if isinstance(model, keras.Model):
         captured, structure, name = *capture_model(model, args), model.name
-        given = partial(values_at_call, model, sample)
+        sample_values = partial(values_at_call, model, sample)
     else:
         concrete, log = capture_step(model, args)
         # In the trace of a step function all updates wait for all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
-        given = partial(values_of_step, sample)
-    captured = with_sample_shapes(captured, given)
+        sample_values = partial(values_of_step, sample)
+    captured = with_sample_shapes(captured, sample_values)
     place = main_device()
     profile = profile and (not isinstance(device, str) or is_here(device))
     rates = speeds(device) or (measured_device(place) if profile else NOMINAL)
