@@ -80,9 +80,9 @@ def table_of(graph, *, shared=True):
     ways = Chain._ways
 
     class Counted(Chain):
-        def _ways(self, i, j, forward):
+        def _ways(self, i, j):
             entries.append((i, j))
-            return ways(self, i, j, forward)
+            return ways(self, i, j)
 
     class Apart(Counted):
         def _number(self, key):
@@ -90,7 +90,7 @@ def table_of(graph, *, shared=True):
 
     shape = holes(graph, lean=True)
     kind = Counted if shared else Apart
-    chain = kind(shape, peak(graph).bytes, deadline=math.inf, end=math.inf)
+    chain = kind(shape, peak(graph).bytes, end=math.inf)
     return chain, len(entries)
 
 

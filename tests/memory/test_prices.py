@@ -127,7 +127,7 @@ def test_the_chain_nests_checkpoints_where_memory_is_short():
     graph = training_chain(40, seed=1)
     shape = holes(graph)
     natural = simulate(shape, shape.natural())
-    chain = Chain(shape, natural.peak_bytes, deadline=math.inf, end=math.inf)
+    chain = Chain(shape, natural.peak_bytes, end=math.inf)
     assert len(chain.blocks) > 10
     before = math.inf
     # The least budget that the table has an answer for.

@@ -419,9 +419,7 @@ class Search:
         ops = len(self.shape.graph.ops)
         note = f"tables for the blocks of {ops} ops, which takes the square of their number"
         report_progress("search", now() - self.began, self.deadline - self.began, note)
-        half = now() + (self.deadline - now()) / 2
-        most = self.archive.items[0].peak_bytes
-        return Chain(self.shape, most, deadline=half, end=self.deadline)
+        return Chain(self.shape, self.archive.items[0].peak_bytes, end=self.deadline)
 
     def from_chain(self, budget_bytes: int) -> None:
         """Start from the chain's checkpoints, for the largest table budget that really fits.
