@@ -120,8 +120,8 @@ def plan_front(
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
         raise PlanError(f"got time_limit_s {time_limit_s!r}, expected a number above 0.")
-    whole = unplanned_bytes(graph)
-    sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
+    unplanned = unplanned_bytes(graph)
+    sizes = [parse_bytes(budget, whole=unplanned) for budget in budgets]
     spoken = nullcontext() if progress is False else progress_output(progress)
     with stage() as left_s, counting(deterministic), spoken:
         if not deterministic:

@@ -38,10 +38,10 @@ class LaneSeconds:
     @property
     def hidden(self) -> float:
         """The share of what copies and host take that passed beside ops; 1 where it is nothing."""
-        beside = self.copies_s + self.host_s
-        if not beside:
+        lane_s = self.copies_s + self.host_s
+        if not lane_s:
             return 1.0
-        return 1.0 - min(1.0, max(0.0, self.seconds - self.ops_s) / beside)
+        return 1.0 - min(1.0, max(0.0, self.seconds - self.ops_s) / lane_s)
 
 
 def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneSeconds:
@@ -69,11 +69,13 @@ def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneS
         op = index[target]
         seconds = arrays.seconds[op][way]
         what = graph.ops[op].kind
-        came = max((written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
+        inputs_written = max(
+            (written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0
+        )
         arrived = max((ready.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
         if what == BY_HOST:
             host_s += seconds
-            host = max(host, clock, came) + seconds
+            host = max(host, clock, inputs_written) + seconds
             written.update(dict.fromkeys(arrays.writes[op], host))
             continue
         if what not in COPIES:
@@ -86,7 +88,7 @@ def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneS
             leaving.update(dict.fromkeys(arrays.reads[op], out))
             written.update(dict.fromkeys(arrays.writes[op], out))
         else:
-            back = max(back, clock, came) + seconds
+            back = max(back, clock, inputs_written) + seconds
             ready.update(dict.fromkeys((*arrays.outputs[op], *arrays.writes[op]), back))
     end = max([clock, out, host, *ready.values()])
     return LaneSeconds(end, ops_s, copies_s, host_s)

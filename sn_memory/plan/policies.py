@@ -210,9 +210,9 @@ def _held_by_speed(graph: Graph, origin: Origins, segment: set[int]) -> int:
     readers = {origin.first_backward[s] for s in segment} | {origin.last_use[s] for s in segment}
     for op in readers:
         if op < len(graph.ops) and graph.ops[op].phase != "forward":
-            there = {s for s in segment if origin.last_use[s] >= op}
-            there.update(s for s in (*arrays.reads[op], *arrays.outputs[op]))
-            most = max(most, int(sum(arrays.bytes[s] for s in there if not arrays.resident[s])))
+            held = {s for s in segment if origin.last_use[s] >= op}
+            held.update(s for s in (*arrays.reads[op], *arrays.outputs[op]))
+            most = max(most, int(sum(arrays.bytes[s] for s in held if not arrays.resident[s])))
     return most
 
 
@@ -251,7 +251,7 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
 
     Reruns read as well. None, if the device of the graph states no transfer speeds.
     """
-    graph, made = origin.shape.graph, origin.shape.chain
+    graph, chain = origin.shape.graph, origin.shape.chain
     room = graph.device.pinned_bytes
     if not graph.device.can_offload:
         return []
@@ -264,7 +264,7 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
         held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
         # What has no room is passed over, and not the end: a smaller one may still have room.
         has_room = room is None or held + size <= room
-        if is_conv(graph, made[storage][0]) and not held_outside and has_room:
+        if is_conv(graph, chain[storage][0]) and not held_outside and has_room:
             chosen.append(storage)
             held += size
     return chosen

@@ -184,10 +184,10 @@ def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:
     # Names break ties, so that the order does not depend on that of the parameters.
     states = sorted((unit for unit in able if unit.gradient and unit.state_bytes),
                     key=lambda unit: (-unit.state_bytes, unit.parameter))  # fmt: skip
-    whole = sorted(able, key=lambda unit: (-size[unit.parameter], unit.parameter))
+    movable = sorted(able, key=lambda unit: (-size[unit.parameter], unit.parameter))
     return [
         *((state.parameter, "state") for state in states),
-        *((unit.parameter, "host") for unit in whole),
+        *((unit.parameter, "host") for unit in movable),
     ]
 
 
@@ -197,8 +197,8 @@ def planned_with(
 ) -> StatePlan:  # fmt: skip
     """Return a plan with this on the host; raises BudgetError."""
     by = updaters or {}
-    whole = with_state(graph, units, places, update=update, updaters=by)
-    later = step_peak(whole, units, places, by) if update == "step" else 0
+    extended = with_state(graph, units, places, update=update, updaters=by)
+    later = step_peak(extended, units, places, by) if update == "step" else 0
     # Before any search: no plan of the graph makes the optimizer's step smaller.
     if later > budget_bytes:
         raise BudgetError(
@@ -207,19 +207,19 @@ def planned_with(
             f"{show_bytes(budget_bytes)}. Raise it.",
             peak_bytes=later, budget_bytes=budget_bytes, op="optimizer.step",
         )  # fmt: skip
-    plan = planner(whole, budget_bytes)
+    plan = planner(extended, budget_bytes)
     if all(action.kind in ("run", "free") for action in plan.actions):
-        actions = spread_copies(whole, plan.actions, budget_bytes)
-        peak = max(live_bytes(whole, actions), default=plan.peak_bytes)
+        actions = spread_copies(extended, plan.actions, budget_bytes)
+        peak = max(live_bytes(extended, actions), default=plan.peak_bytes)
         plan = replace(plan, actions=actions, peak_bytes=peak)
     every = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
     moved = (
         unit.parameter for unit in units if unit.gradient and every[unit.parameter] != "device"
     )
     who = {name: by.get(name, "device") for name in moved}
-    lanes = lane_seconds(whole, plan.actions)
+    lanes = lane_seconds(extended, plan.actions)
     step_s = step_seconds(graph, units, every, who) if update == "step" else 0.0
-    return StatePlan(whole, plan, every, lanes, later, who, step_s)
+    return StatePlan(extended, plan, every, lanes, later, who, step_s)
 
 
 def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[int, int]:
@@ -234,7 +234,7 @@ def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[i
 
 
 def step_peak(
-    whole: Graph,
+    graph: Graph,
     units: Sequence[Unit],
     places: Mapping[str, str],
     updaters: Mapping[str, str] | None = None,
@@ -245,11 +245,11 @@ def step_peak(
     state and scratch memory of one unit.
     """
     by = updaters or {}
-    size = {storage.name: storage.bytes for storage in whole.storages}
+    size = {storage.name: storage.bytes for storage in graph.storages}
     kept = (
-        storage.bytes for storage in whole.storages if storage.role == "gradient" and storage.keep
+        storage.bytes for storage in graph.storages if storage.role == "gradient" and storage.keep
     )
-    each = (
+    updating = (
         sum(
             step_bytes(
                 unit,
@@ -261,7 +261,7 @@ def step_peak(
         for unit in units
         if unit.gradient is not None
     )
-    return whole.base_bytes + sum(kept) + max(each, default=0)
+    return graph.base_bytes + sum(kept) + max(updating, default=0)
 
 
 def step_seconds(

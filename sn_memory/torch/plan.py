@@ -267,21 +267,21 @@ def plan(
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
     results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
     by_parts: set[InputSignature] = set()
-    for kind, given in samples:
+    for kind, arguments in samples:
         if kind in by_parts:
             continue
         # A plan of ops is the same for other values; what parts of a model need may be more.
-        alike = tuple(other for its, other in samples if its == kind and other is not given)
+        alike = tuple(other for its, other in samples if its == kind and other is not arguments)
         output = progress_output(settings.progress)
-        with output, explained(given), sharing(time_limit_s), op_times(device_of(plain)):
-            result = replace(planning, alike=alike).planned_step(plain, given)
+        with output, explained(arguments), sharing(time_limit_s), op_times(device_of(plain)):
+            result = replace(planning, alike=alike).planned_step(plain, arguments)
         if result.step.covers_smaller:
             by_parts.add(kind)
-        results.append((kind, given, result))
+        results.append((kind, arguments, result))
         planning = replace(planning, after_first=result.after_first or planning.after_first)
         # Percent are of the first sample's own step.
-        whole = result.step.plan.baseline_peak_bytes
-        planning = replace(planning, budget=parse_bytes(planning.budget, whole=whole))
+        baseline = result.step.plan.baseline_peak_bytes
+        planning = replace(planning, budget=parse_bytes(planning.budget, whole=baseline))
         if result.trial.different:
             warn(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
@@ -330,15 +330,15 @@ def _check_device(device: Device | str | None, model: torch.nn.Module, backend: 
 def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
     """Return the samples, each with its kind; what its step reads is not known yet."""
     kinds = []
-    for each in sample if isinstance(sample, list) else [sample]:
-        given = call_arguments(each)
-        kind = signature_of(model, given, ())
+    for example in sample if isinstance(sample, list) else [sample]:
+        arguments = call_arguments(example)
+        kind = signature_of(model, arguments, ())
         if kind is None:
             raise TraceError(
                 "an argument of the sample is neither a tensor nor hashable, so later inputs "
                 "cannot be compared with it. Pass tensors, numbers, strings or tuples."
             )
-        kinds.append((kind, given))
+        kinds.append((kind, arguments))
     if not kinds:
         raise ValueError("got an empty list of samples, expected at least one.")
     return kinds
@@ -361,15 +361,15 @@ def _kept_inputs(
             step: replanned for step, replanned in before.later.items() if step in asked
         }
         cache.laid_out_otherwise = before.laid_out_otherwise
-    for sampled, given, replanned in results:
+    for sampled, arguments, replanned in results:
         step = replanned.step
-        kind = guarded(guards, sampled, plain, given, step)
+        kind = guarded(guards, sampled, plain, arguments, step)
         if step.covers_smaller:
             cache.free |= step.sets
             kind = kind.without(cache.free)
             cache.measured.append((kind, step))
         planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
-        cache.kept[kind] = KeptStep(step, (len(given[0]), tuple(given[1])), planned_kind)
+        cache.kept[kind] = KeptStep(step, (len(arguments[0]), tuple(arguments[1])), planned_kind)
         cache.laid_out_otherwise |= replanned.laid_out_otherwise
     return cache
 
