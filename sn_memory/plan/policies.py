@@ -100,11 +100,11 @@ def origins(shape: Holes) -> Origins:
     return Origins(shape, last_use, last_forward, first_backward, droppable, forward)
 
 
-def dropping(origin: Origins, kept: Collection[int], each: Collection[int] = ()) -> list[int]:
+def dropping(origin: Origins, kept: Collection[int], transient: Collection[int] = ()) -> list[int]:
     """Return the choice that lets go, after its last forward use, what can be and is not kept.
 
     kept : storages made by the forward pass that stay
-    each : storages that go again once something was rebuilt from them, the memory-centric way;
+    transient : storages that go again once something was rebuilt from them, the memory-centric way;
         others stay once rebuilt
     """
     shape, reads = origin.shape, origin.shape.graph.arrays.reads
@@ -119,7 +119,7 @@ def dropping(origin: Origins, kept: Collection[int], each: Collection[int] = ())
         for storage, inside in enumerate(origin.forward)
         if inside and origin.droppable[storage] and storage not in kept
     }
-    going = {source for made_of in sources.values() for source in made_of if source in each}
+    going = {source for made_of in sources.values() for source in made_of if source in transient}
     for hole, storage in enumerate(shape.storage):
         start = shape.start[hole]
         if storage not in sources or start < origin.last_forward[storage]:
@@ -156,7 +156,7 @@ def cost_aware(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Choose between the two by l_peak, segment by segment."""
     limit = max(_working_sets(graph), default=0)
 
-    def each(origin: Origins, kept: set[int]) -> set[int]:
+    def transient(origin: Origins, kept: set[int]) -> set[int]:
         large = (
             segment
             for segment in segments(origin, kept)
@@ -164,7 +164,7 @@ def cost_aware(graph: Graph, *, budget_bytes: int | None) -> Plan:
         )
         return set().union(*large)
 
-    return _plan(graph, budget_bytes, "superneurons", each)
+    return _plan(graph, budget_bytes, "superneurons", transient)
 
 
 def checkpoints(graph: Graph, origin: Origins) -> set[int]:
@@ -220,11 +220,11 @@ def _plan(
     graph: Graph,
     budget_bytes: int | None,
     planner: str,
-    each: Callable[[Origins, set[int]], Collection[int]],
+    transient: Callable[[Origins, set[int]], Collection[int]],
 ) -> Plan:
     origin = origins(holes(graph))
     kept = checkpoints(graph, origin)
-    shape, choice = origin.shape, dropping(origin, kept, each(origin, kept))
+    shape, choice = origin.shape, dropping(origin, kept, transient(origin, kept))
     plain = simulate(shape, choice)
 
     def draft(offloaded: Sequence[int]) -> Plan:

@@ -246,11 +246,11 @@ class UnseenInput(ABC, Generic[S]):
 
     def error(self, why: str) -> Exception:
         """Return what `strict` asks for."""
-        said = f"{self.demand}: {self.name} met {self.described()}, and {why}. "
+        message = f"{self.demand}: {self.name} met {self.described()}, and {why}. "
         if self.over is None:
-            return PlanError(f"{said}Plan it ahead: {self.line}, or leave strict out.")
+            return PlanError(f"{message}Plan it ahead: {self.line}, or leave strict out.")
         return BudgetError(
-            f"{said}The smallest peak found is {show_bytes(self.over.peak_bytes)}. Raise the "
+            f"{message}The smallest peak found is {show_bytes(self.over.peak_bytes)}. Raise the "
             "budget or make the input smaller.",
             peak_bytes=self.over.peak_bytes,
             budget_bytes=self.budget_bytes,

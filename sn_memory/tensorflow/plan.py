@@ -389,8 +389,8 @@ def plan_step(
     try:
         planned.put_together()
     except Exception as error:
-        said = f"the planned step cannot be built: {first_line(error)}"
-        raise TraceError(said) from error
+        message = f"the planned step cannot be built: {first_line(error)}"
+        raise TraceError(message) from error
     return planned
 
 

@@ -114,7 +114,7 @@ def _with_gradients(
         from .regions.step import RegionStep
 
         if isinstance(step, RegionStep):
-            replanned = step.beside(held)
+            replanned = step.for_gradients_of(held)
         else:
             replanned = step
             # To measure anew is collectives, and other ranks may have no reason for it.

@@ -49,12 +49,12 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
 def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return what a model was given, in words: shapes and types of tensors, types of the rest."""
 
-    def said(error: Any) -> str:
-        if not isinstance(error, torch.Tensor):
-            return f"a {type(error).__name__}"
-        return f"{list(error.shape)} {str(error.dtype).removeprefix('torch.')}"
+    def shown(value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return f"a {type(value).__name__}"
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
-    return ", ".join(map(said, tree_leaves((args, kwargs)))) or "no arguments"
+    return ", ".join(map(shown, tree_leaves((args, kwargs)))) or "no arguments"
 
 
 def fails_on_sample(

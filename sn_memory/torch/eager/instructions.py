@@ -60,7 +60,7 @@ class Memory:
     buffers : where storages on the host lie; None where the plan moves none.
     layouts : where a trial notes results that are laid out otherwise than traced; None raises
         instead.
-    begun : whether a backward pass has begun to use it up
+    consumed : whether a backward pass has begun to use it up
     pending_copies : per storage that is being copied to the host or back, what waits for that
     left_out : places of gradients that are None in this step, as no output they come from has one
     plain, wanted : the step without the plan, and the tensors whose gradients it has
@@ -82,7 +82,7 @@ class Memory:
         self.rng_states: dict[int, torch.Tensor] = {}
         self.buffers, self._free_buffers = buffers, free_buffers
         self.layouts: Layouts | None = None
-        self.begun = False
+        self.consumed = False
         self.pending_copies: dict[int, Wait] = {}
         self.left_out: frozenset[int] = frozenset()
         self.plain: Any = None

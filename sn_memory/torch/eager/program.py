@@ -128,7 +128,7 @@ class Program:
     @property
     def waiting(self) -> int:
         """How many forward passes still wait for their backward pass."""
-        return sum(bool(memory.held) and not memory.begun for memory in self._memories)
+        return sum(bool(memory.held) and not memory.consumed for memory in self._memories)
 
     def _new_buffers(self) -> OffloadBuffers:
         assert self._engine is not None

@@ -341,7 +341,7 @@ class Replay(Step):
             if memory.plain is not None:
                 memory.plain.retained()
             used = memory.for_one_pass(self.program.overwritten)
-        memory.begun = not keeps
+        memory.consumed = not keeps
         if used is not memory:
             task = torch._C._current_graph_task_id()
             memory.passes[task] = used
@@ -448,7 +448,7 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         replay, memory = ctx.replay, ctx.memory
-        if memory.begun:
+        if memory.consumed:
             raise ReplayError(
                 "backward runs a second time through a planned model, whose storages are gone. Run "
                 "the model again, sum the losses and call backward once, or call it with "

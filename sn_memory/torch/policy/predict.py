@@ -205,7 +205,7 @@ def predicted(
         nonlocal gradient_bytes
         gradient_bytes += parameter.nbytes
 
-    def begun(path: str, phase: str) -> None:
+    def started(path: str, phase: str) -> None:
         if len(step.stretches) == 1:
             # Now they are those without values.
             for parameter in model.parameters():
@@ -213,7 +213,7 @@ def predicted(
                     parameter.register_post_accumulate_grad_hook(accumulated)
         step.stretches.append(Stretch(path, phase, gradient_bytes=gradient_bytes))
 
-    with checkpointed(model, saved, begun):
+    with checkpointed(model, saved, started):
         peak = fake_step(model, arguments, known, heard, scratch=scratch)
     step.peak_bytes, step.peak_op = peak.peak_bytes, peak.peak_op
     return step
@@ -221,15 +221,15 @@ def predicted(
 
 @contextmanager
 def checkpointed(
-    model: torch.nn.Module, saved: Selection, begun: Callable[[str, str], None]
+    model: torch.nn.Module, saved: Selection, started: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Let blocks of a model run under checkpoints inside; `begun` hears where each begins."""
+    """Let blocks of a model run under checkpoints inside; `started` is called where each starts."""
     before = []
     for path, results in saved.items():
         module = model.get_submodule(path)
         before.append((module, module.__dict__.get("forward")))
         # On the instance, where it hides the method of the class.
-        module.__dict__["forward"] = _around(module.forward, path, results, begun)
+        module.__dict__["forward"] = _around(module.forward, path, results, started)
     try:
         yield
     finally:
@@ -240,22 +240,22 @@ def checkpointed(
 
 
 def _around(
-    forward: Callable[..., Any], path: str, saved: Saved | None, begun: Callable[[str, str], None]
+    forward: Callable[..., Any], path: str, saved: Saved | None, started: Callable[[str, str], None]
 ) -> Callable[..., Any]:
     def both() -> tuple[Any, Any]:
         assert saved is not None
         first, second = contexts(saved)
-        return first, _Told(second.storage, lambda: begun(path, "backward"))
+        return first, _Told(second.storage, lambda: started(path, "backward"))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        begun(path, "forward")
+        started(path, "forward")
         if saved is None:
             result = forward(*args, **kwargs)
         else:
             # Only the form that is not reentrant takes a `context_fn`.
             result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
         # What comes next is of no block.
-        begun("", "forward")
+        started("", "forward")
         return result
 
     return run

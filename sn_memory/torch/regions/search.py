@@ -106,7 +106,7 @@ class _Search:
             self.options = replace(options, why=_refusal(model, arguments))
         self.probe = Probe(model, arguments)
         # Per sample its courses, the one that keeps most first; the largest of each leads.
-        self.courses = [[Run(each, None)] for each in (arguments, *options.alike)]
+        self.courses = [[Run(sample, None)] for sample in (arguments, *options.alike)]
 
     def step(self) -> RegionStep:
         survey, calls = self._surveyed()
@@ -131,7 +131,7 @@ class _Search:
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
         # Steps that are measured say nothing.
-        chosen.said = set()
+        chosen.warned = set()
         return chosen
 
     def _most(self, step: RegionStep, run: Run) -> tuple[int, StepObserver, Measured]:
@@ -361,10 +361,10 @@ class _Choosing:
         room_bytes = max(room_bytes, self.choices.peak(choice))
         step.chosen = Chosen(calls, self.choices, choice, room_bytes)
         step.plan = self._plan(step.chosen)
-        step.with_gradients = lambda held: self._beside(step, held)
+        step.with_gradients = lambda held: self._for_gradients_of(step, held)
         return step
 
-    def _beside(self, step: RegionStep, held_bytes: int) -> RegionStep:
+    def _for_gradients_of(self, step: RegionStep, held_bytes: int) -> RegionStep:
         """Return a step for gradients that are there: new ones are added to them and go."""
         assert step.chosen is not None
         assert self.timeline.gradients is not None
@@ -374,7 +374,7 @@ class _Choosing:
         other.choices = Choices(other.timeline, self.choices.ladders)
         adjusted = other.chosen(step.chosen.room_bytes)
         adjusted.plan = replace(adjusted.plan, budget_bytes=step.plan.budget_bytes)
-        adjusted.said = step.said
+        adjusted.warned = step.warned
         return adjusted
 
     def measured(self, budget_bytes: int) -> RegionStep:

@@ -176,7 +176,7 @@ class RegionStep(Step):
         self.observer: Observer | None = None
         self.time = TimeToPlan()
         # What a warning was given of; nothing is said while steps are measured.
-        self.said: set[str] = {"measured"}
+        self.warned: set[str] = {"measured"}
         # Makes the step that runs where gradients of so many bytes are there.
         self.with_gradients: Callable[[int], RegionStep] | None = None
 
@@ -190,7 +190,7 @@ class RegionStep(Step):
             for tensor in kind.traced.captured.recording.constants.values()
         ]
 
-    def beside(self, held_bytes: int) -> RegionStep:
+    def for_gradients_of(self, held_bytes: int) -> RegionStep:
         """Return a step for gradients of so many bytes that are there when it begins."""
         assert self.with_gradients is not None
         step = self.with_gradients(held_bytes)
@@ -280,7 +280,7 @@ class RegionStep(Step):
         kind = kinds[signature]
         if kind is None:
             return None
-        return kind, Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.said))
+        return kind, Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
 
     def _meet(
         self,
@@ -348,8 +348,8 @@ class _Forwards:
 class _FirstOnly:
     """What a region computes beside its first derivatives: nothing."""
 
-    def __init__(self, region: Region, kind: TracedCall, said: set[str]) -> None:
-        self._region, self._kind, self._said = region, kind, said
+    def __init__(self, region: Region, kind: TracedCall, warned: set[str]) -> None:
+        self._region, self._kind, self._warned = region, kind, warned
 
     def forward_ended(self) -> None:
         return
@@ -364,8 +364,8 @@ class _FirstOnly:
         if order is not None:
             # What is traced from now on is traced so.
             self._region.arriving.setdefault(place, order)
-        if "measured" not in self._said and "layout" not in self._said:
-            self._said.add("layout")
+        if "measured" not in self._warned and "layout" not in self._warned:
+            self._warned.add("layout")
             warn(f"in {self._region.path}, {text}")
 
     def retained(self) -> None:
