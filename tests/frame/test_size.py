@@ -35,9 +35,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: regions": (("torch/regions",), 2281, 900),
     "torch: modules": (("torch/modules",), 1064, 550),
     "torch: activations": (("torch/activations",), 2467, 1200),
-    "tensorflow": (("tensorflow",), 6039, 4200),
+    "tensorflow": (("tensorflow",), 6052, 4200),
 }
-TOTAL = (44_701, 28_000)
+TOTAL = (44_714, 28_000)
 MOST_FILES = (171, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
