@@ -414,7 +414,20 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
         outs = [emission.need(value) for value in captured.outputs[:count]]
         places = [captured.outputs.index(value) for value in captured.targets]
 
+        asked = False
+
         def backward(*incoming: Any) -> Any:
+            nonlocal asked
+            if asked:
+                raise as_it_is(
+                    TraceError(
+                        "a second gradient is requested of one forward pass of a planned model (by "
+                        "a persistent tape, or another one), and its plan has let go of what it "
+                        "kept. Sum the losses, call the model once for each, plan it with "
+                        "backend='layers', or the whole step: sn_memory.tensorflow.plan_step."
+                    )
+                )
+            asked = True
             of_targets = [incoming[place] for place in places]
             none = left_out(captured, of_targets)
             emission.backward(of_targets)

@@ -84,3 +84,31 @@ def test_a_tape_around_that_asks_for_no_second_derivative():
     found, slope = step(rows())
     assert float(slope) == 4.0
     assert all(it is not None for it in found)
+
+
+def taken_twice(model, *, tapes):
+    """Gradients of two losses of one forward pass, by a persistent tape or one tape for each."""
+    whole = model.trainable_variables
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape(persistent=tapes == 1) as one, tf.GradientTape() as other:
+            y = model(x, training=True)
+            first, second = tf.reduce_mean(y**2), tf.reduce_mean(tf.abs(y))
+        twice = one if tapes == 1 else other
+        return one.gradient(first, whole[:2]) + twice.gradient(second, whole[2:])
+
+    return [it.numpy() for it in step(rows())]
+
+
+@pytest.mark.parametrize("tapes", [1, 2])
+def test_two_gradients_of_one_forward_pass(tapes):
+    """As a GAN takes them in the tutorials; by graph it was an error of ours about a tensor."""
+    planned = rim.plan(made(), rows(), "100%", backend="graph", profile=False)
+    with pytest.raises(rim.TraceError, match="second gradient"):
+        taken_twice(planned, tapes=tapes)
+    model = made()
+    planned = rim.plan(model, rows(), "1GiB", backend="layers")
+    (chain,) = chains_of(model)
+    planned.sn_memory.layers.sections = (Section(chain, chain.items[0:4]),)
+    check(taken_twice(planned, tapes=tapes), taken_twice(made(), tapes=tapes))

@@ -548,3 +548,124 @@ def test_a_module_that_writes_into_a_parameter_does_not_run_again():
     for it in (planned, twin):
         it(x).square().mean().backward()
     assert same([*planned.parameters(), *grads(planned)], [*twin.parameters(), *grads(twin)])
+
+
+# What no module holds: a plan must not leave it out, a second run not leave it twice.
+
+
+class Collector:
+    losses: list = []  # noqa: RUF012 - one for all, as libraries of experts have it
+
+
+LOSSES, LAST, TABLES = [], {}, {}
+
+
+def note(module, loss):
+    LAST[module.place] = loss
+    LAST["latest"] = loss
+
+
+def table(width):
+    if width not in TABLES:
+        TABLES[width] = torch.linspace(0.5, 1.5, width)
+    return TABLES[width]
+
+
+class Gated(nn.Module):
+    """A layer whose loss of balance the loop is to add: it leaves it where `leave` does."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.body, self.gate = place, mlp(2), nn.Linear(32, 4)
+
+    def forward(self, x):
+        gates = self.gate(x).softmax(-1)
+        self.leave(gates.mean(0).square().sum() * (self.place + 1))
+        return self.body(x * table(32)) * gates.amax(-1, keepdim=True)
+
+
+def gated(way, held):
+    """Layers that leave their loss in a global list, one of a class, a mapping or `held`."""
+
+    class Layer(Gated):
+        def leave(self, loss):
+            if way == "list":
+                LOSSES.append(loss)
+            elif way == "class":
+                Collector.losses.append(loss)
+            elif way == "function":
+                note(self, loss)
+            else:
+                held.append(loss)
+
+    return nn.Sequential(*(Layer(place) for place in range(4)))
+
+
+def left_by(way, held):
+    kept = {"list": LOSSES, "class": Collector.losses, "closure": held}.get(way)
+    return [*LAST.values()] if kept is None else kept
+
+
+@pytest.mark.parametrize("backend", ["regions", "modules"])
+@pytest.mark.parametrize("way", ["list", "class", "function", "closure"])
+def test_what_is_left_beside_modules_is_there_in_each_step(way, backend):
+    held, found = [], []
+    for kind in (LOSSES, Collector.losses, LAST, TABLES):
+        kind.clear()
+    torch.manual_seed(0)
+    model, x = gated(way, held), torch.randn(64, 32)
+    with pytest.raises(TraceError, match="outside of its modules"):
+        plan(model, x, "100%", backend="graph", profile=False)
+    planned = plan(model, x, "95%", backend=backend, profile=False)
+    assert not left_by(way, held)
+    for it in (model, planned):
+        for _ in range(2):
+            left_by(way, held).clear()
+            LAST.clear()
+            out = it(x)
+            losses = [*left_by(way, held)]
+            (out.square().mean() + sum(losses)).backward()
+            after = [*left_by(way, held)]
+        assert len(after) == len(losses)
+        found.append([*(loss.detach() for loss in after), *grads(model)])
+        model.zero_grad()
+    assert same(*found)
+
+
+class OfTables(Base):
+    def forward(self, x):
+        return self.inner(x * table(32))
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_a_cache_of_a_function_is_no_reason_against_a_plan(backend):
+    TABLES.clear()
+    model, x = OfTables(), torch.randn(64, 32)
+    planned = plan(model, x, "100%", backend=backend, profile=False)
+    planned(x).sum().backward()
+    with torch.no_grad():
+        assert torch.isfinite(planned(x)).all()
+    assert type(TABLES[32]) is torch.Tensor
+
+
+class Remembers(torch.autograd.Function):
+    """Keeps its own result, as torch advises against: a cycle that nobody lets go of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.result = torch.exp(x)
+        return ctx.result
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.result
+
+
+class OfFunctions(Base):
+    def forward(self, x):
+        return self.inner(Remembers.apply(x @ self.inner[0].weight))
+
+
+def test_what_a_function_keeps_for_its_backward_pass_is_not_left_beside():
+    model, x = OfFunctions(), torch.randn(64, 32)
+    assert plan(model, x, "100%", backend="graph", profile=False).sn_memory.backend == "graph"

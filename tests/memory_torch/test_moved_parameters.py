@@ -80,3 +80,60 @@ def test_a_parameter_of_another_size_is_named():
     planned.waves.data = torch.randn(1, 2)
     with pytest.raises(ReplayError, match=r"size \(1, 2\).*the plan expects \(16, 2\)"):
         planned(x)
+
+
+class Pairs(nn.Module):
+    """Tensors of one size in pairs, which a plan could take for each other."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(width), nn.BatchNorm1d(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.value.weight = self.query.weight
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.tanh(self.scale(self.query(x)) * self.key(x).sigmoid()) + self.value(x)
+
+
+def weight_last(model):
+    """As parametrizations, pruning and weight norms leave it behind that are removed."""
+    weight = model.norm.weight
+    del model.norm.weight
+    model.norm.weight = weight
+
+
+def buffer_last(model):
+    mean = model.scale.running_mean
+    mean.add_(1.0)
+    del model.scale.running_mean
+    model.scale.register_buffer("running_mean", mean)
+
+
+def module_last(model):
+    query = model.query
+    del model.query
+    model.query = query
+
+
+def tied_otherwise(model):
+    model.value.weight = model.key.weight
+
+
+@pytest.mark.parametrize("backend", ["graph", "regions", "modules"])
+@pytest.mark.parametrize("change", [weight_last, buffer_last, module_last, tied_otherwise])
+def test_another_order_of_tensors_is_followed(change, backend):
+    """Without a word a plan would take one tensor for the other."""
+    model, x = Pairs(), torch.randn(32, 16)
+    planned = plan(copy.deepcopy(model), x, "100%", backend=backend, **SETTINGS)
+    for it in (model, planned):
+        it(x).square().mean().backward()
+        it.zero_grad()
+        change(it)
+        it(x).square().mean().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in planned.named_parameters():
+        assert torch.equal(parameter.grad, expected[name].grad), name
+    assert all(map(torch.equal, planned.buffers(), model.buffers()))

@@ -627,3 +627,20 @@ def test_hooks_of_all_modules_registered_after_planning(backend, counts):
     assert len(said) == (counts and backend == "graph")
     assert all("hooks of all modules" in it and "noted" in it for it in said)
     assert torch.equal(planned(x), before)
+
+
+@pytest.mark.parametrize("backend", ["graph", "regions", "modules"])
+def test_anomalies_are_looked_for_in_gradients_with_values_alone(backend):
+    """Where a forward pass plans, torch found NaN in what has no values; Inf * 0 it must find."""
+    model, x = mlp(6), torch.randn(64, 32)
+    with torch.autograd.set_detect_anomaly(True):
+        planned = plan(copy.deepcopy(model), x, "90%", backend=backend, profile=False)
+        for it in (model, planned):
+            for count in (64, 64, 48):  # later steps find gradients, the last is smaller
+                it(x[:count]).square().sum().backward()
+        for one, other in zip(planned.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        loss = (planned(x) * torch.inf * 0).sum()
+        warned = pytest.warns(UserWarning, match="Error detected in")
+        with warned, pytest.raises(RuntimeError, match="returned nan"):
+            loss.backward()

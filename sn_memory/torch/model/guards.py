@@ -316,7 +316,7 @@ def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashab
 def settings_of(
     model: torch.nn.Module, reads: Reads, watch: _Watch | None = None
 ) -> tuple[Settings, ...]:
-    """Return per module what of it counts: class, hooks, and what the names hold that were read.
+    """Return per module what of it counts: class, hooks, tensors, what names hold that were read.
 
     Classes of modules and hooks are part of what was recorded, but for those of the outermost: a
     planned one has another, and hooks and a forward that others put on it run around its own.
@@ -324,7 +324,7 @@ def settings_of(
     """
     # Copied at once: other threads trace meanwhile, and set hooks of this package's own.
     of_all = [number for hooks in GLOBAL_HOOKS for number in tuple(hooks)]
-    settings = []
+    settings, met = [], dict[int, tuple[int, str]]()
     for place, module in enumerate(model.modules()):
         names = reads[place] if place < len(reads) else every_name(module)
         if place:
@@ -333,12 +333,25 @@ def settings_of(
         else:
             numbers = tuple(hook for hook in of_all if hook not in TRACING_HOOKS)
             held = [("hooks of all modules", numbers)]
+        # A step has its tensors in the order in which modules hold them.
+        held.append(("its order of tensors", _order(module, place, met)))
         settings.append(
             frozenset((*held, *((name, _held_by(module, name, watch)) for name in names)))
         )
     # Of the many modules that are alike, what they hold is kept once.
     alike: dict[Settings, Settings] = {}
     return tuple(alike.setdefault(form, form) for form in settings)
+
+
+def _order(
+    module: torch.nn.Module, place: int, met: dict[int, tuple[int, str]]
+) -> tuple[Hashable, ...]:
+    """Return the names of what a module holds, and of one that was met before, where."""
+    order: list[Hashable] = []
+    for name, value in chain.from_iterable(getattr(module, slot).items() for slot in SLOTS):
+        first = (place, name) if value is None else met.setdefault(id(value), (place, name))
+        order.append(name if first == (place, name) and value is not None else (name, first))
+    return tuple(order)
 
 
 def signature_of(

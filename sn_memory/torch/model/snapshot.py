@@ -207,6 +207,20 @@ def kept_by_global_hooks() -> Iterator[tuple[str, Any]]:
     yield from _kept_by_hooks(GLOBAL_HOOKS)
 
 
+def kept_by_code(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what methods of modules can write to beside these: globals, what they close over."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    methods = [
+        method
+        for kind in kinds
+        if kind.__module__.partition(".")[0] not in _THEIRS
+        for method in vars(kind).values()
+        if isinstance(method, FunctionType)
+    ]
+    seen: set[int] = set()
+    yield from (("what its code reaches", it) for own in methods for it in _reached(own, seen))
+
+
 def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]:
     for hook in [hook for slot in slots for hook in slot.values()]:
         name = getattr(hook, "__name__", type(hook).__name__)
@@ -277,16 +291,22 @@ def attributes_held(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _reached(hook: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield what a function can write to: what it closes over, its object, global containers."""
-    if depth == 0:
+def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield what a function can write to: what it closes over, its object, global containers.
+
+    Those of classes and objects that are global are global as well; functions that it names are
+    followed.
+    """
+    seen = set() if seen is None else seen
+    if depth == 0 or id(hook) in seen:
         return
+    seen.add(id(hook))
     if isinstance(hook, partial):
         yield from (*hook.args, *hook.keywords.values())
-        yield from _reached(hook.func, depth - 1)
+        yield from _reached(hook.func, seen, depth - 1)
     elif isinstance(hook, MethodType):
         yield hook.__self__
-        yield from _reached(hook.__func__, depth - 1)
+        yield from _reached(hook.__func__, seen, depth - 1)
     elif isinstance(hook, FunctionType):
         for cell in hook.__closure__ or ():
             try:
@@ -295,10 +315,17 @@ def _reached(hook: Any, depth: int = _DEPTH) -> Iterator[Any]:
                 continue
             yield held
             if callable(held):
-                yield from _reached(held, depth - 1)
+                yield from _reached(held, seen, depth - 1)
         for name in hook.__code__.co_names:
-            if isinstance(hook.__globals__.get(name), _GROUPS):
-                yield hook.__globals__[name]
+            named = hook.__globals__.get(name)
+            theirs = (getattr(named, "__module__", None) or "").partition(".")[0] in _THEIRS
+            if isinstance(named, _GROUPS):
+                yield named
+            elif isinstance(named, FunctionType) and not theirs:
+                yield from _reached(named, seen, depth - 1)
+            elif not theirs and (isinstance(named, type) or not isinstance(named, OPAQUE)):
+                own = getattr(named, "__dict__", {}).values()
+                yield from (it for it in own if isinstance(it, _GROUPS))
     else:
         yield hook
 

@@ -23,7 +23,15 @@ from ..target.accelerator import in_use, now, working_device
 from .modes import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
-from .snapshot import SLOTS, StateSnapshot, Values, WrittenWeights, kept_by, kept_by_global_hooks
+from .snapshot import (
+    SLOTS,
+    StateSnapshot,
+    Values,
+    WrittenWeights,
+    kept_by,
+    kept_by_code,
+    kept_by_global_hooks,
+)
 from .tracker import AllocationTracker, Scratch, StorageTracker, is_profiled
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -150,6 +158,8 @@ class ModelSnapshot:
         )
         self._kept = StateSnapshot(chain(of_modules, kept_by_global_hooks()))
         self.arguments = StateSnapshot([("arguments", arguments)])
+        # Put back, and no word of it: a cache of a function may be there.
+        self._outside = StateSnapshot(kept_by_code(model))
         leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         flags = (*model.parameters(), *model.buffers(), *leaves)
         self._wanted = [(flag, flag.requires_grad) for flag in flags]
@@ -180,7 +190,7 @@ class ModelSnapshot:
             _refill(module.__dict__, attributes)
             for slot, before in zip(SLOTS, slots, strict=True):
                 _refill(getattr(module, slot), before)
-        for snapshot in (self._kept, self.arguments):
+        for snapshot in (self._kept, self.arguments, self._outside):
             snapshot.restore()
         for tensor, wanted in self._wanted:
             if tensor.requires_grad != wanted:

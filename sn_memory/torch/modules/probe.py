@@ -3,11 +3,13 @@
 The sample runs once with gradients on, but what autograd would save is only counted and dropped, so
 the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
 Python's or NumPy's random numbers, changes its input in place, or is given an object (a cache) that
-changes then or later, would not do the same when run again; it is told apart.
+changes then or later, would not do the same when run again; it is told apart. So is one that leaves
+what it computes where no module holds it: in a list or a global.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ..model.guards import joined, recorded_reads
@@ -97,6 +100,11 @@ class Probe:
         }
         args, kwargs = arguments
         entered = [(tensor, version_of(tensor)) for tensor in tensors(arguments)]
+        # Memories that are there before the pass, and those made in it, with who ran then.
+        self._present = self._resident | {
+            piece.untyped_storage()._cdata for whole, _ in entered for piece in pieces(whole)
+        }
+        self._created: dict[int, tuple[StorageWeakRef, list[torch.nn.Module]]] = {}
         with restore_step(model, arguments) as written:
             written.heard = self._wrote
             buffers = [
@@ -112,6 +120,11 @@ class Probe:
             begin()
             with recorded_reads(model) as reads:
                 self._run(lambda: model(*args, **kwargs))
+                if self._left():
+                    # What only a first pass leaves is a cache.
+                    self._run(lambda: model(*args, **kwargs))
+                    for module in self._left():
+                        self._mark(module)
             self.reads = reads()
             self.changes_inputs = any(version_of(tensor) != version for tensor, version in entered)
             for module, name, buffer, before in buffers:
@@ -147,6 +160,7 @@ class Probe:
             self.behaviour.clear()
             self._running.clear()
             self._received.clear()
+            self._created.clear()
 
             def saved(tensor: torch.Tensor, keep: bool = keep) -> torch.Tensor | None:
                 self._saved(tensor)
@@ -154,7 +168,8 @@ class Probe:
 
             held = (value for module in self.model.modules() for _, value in kept_by(module))
             generators = Generators(held)
-            drawn, python, value_reads = self._drawn(), outside_states(), _Looks(self._mark_early)
+            drawn, python = self._drawn(), outside_states()
+            value_reads = _Looks(self._mark_early, self._note_created)
             try:
                 hooks = saved_tensors_hooks(saved, _needed)
                 with torch.enable_grad(), self._watched(), hooks, value_reads:
@@ -205,6 +220,24 @@ class Probe:
     def _mark_early(self) -> None:
         for run in self._running:
             self.behaviour.setdefault(run.module, Behaviour()).saves_early = True
+
+    def _note_created(self, result: Any) -> None:
+        for tensor in tensors(result):
+            for piece in () if is_batched(tensor) else pieces(tensor):
+                memory = piece.untyped_storage()
+                known = self._created.get(memory._cdata)
+                if memory._cdata not in self._present and (known is None or known[0].expired()):
+                    running = [run.module for run in self._running]
+                    self._created[memory._cdata] = StorageWeakRef(memory), running
+
+    def _left(self) -> set[torch.nn.Module]:
+        """Return who made what somebody other than the model holds though the pass is over."""
+        if any(not memory.expired() for memory, _ in self._created.values()):
+            torch.clear_autocast_cache()
+            gc.collect()  # hooks on nodes of autograd make cycles
+        buffers = {buffer.untyped_storage()._cdata for buffer in self.model.buffers()}
+        created = [entry for key, entry in self._created.items() if key not in buffers]
+        return {module for memory, running in created if not memory.expired() for module in running}
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -303,13 +336,14 @@ class _Looks(TorchDispatchMode):
 
     early : called where an op saves what it writes only then; of torch's ops one does: the kernel
         of RReLU fills the noise that was saved before it ran
+    created : called with the result of each op
     """
 
     looked = False
 
-    def __init__(self, early: Callable[[], None]) -> None:
+    def __init__(self, early: Callable[[], None], created: Callable[[Any], None]) -> None:
         super().__init__()
-        self._early = early
+        self._early, self._created = early, created
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -331,7 +365,9 @@ class _Looks(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
             return NotImplemented
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._created(result)
+        return result
 
 
 class _Differentiates(Exception):  # noqa: N818 - says that the pass has a backward pass inside

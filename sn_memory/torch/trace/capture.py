@@ -8,11 +8,13 @@ from Python's random numbers, looks at values) cannot be replayed from its calls
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..errors import TraceError, first_line, innermost_line, sample_line
+from ..errors import SetsStateError, TraceError, first_line, innermost_line, sample_line
 from ..model.guards import recorded_reads
 from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
 from ..model.results import ends_of, flatten_outputs, same_bits
@@ -89,7 +91,9 @@ def _captured(
         )
     with restore_model(model, (args, kwargs)), forbid_external_rng(), quiet():
         try:
-            return capturing().run(args, kwargs)
+            capture = capturing()
+            captured = capture.run(args, kwargs)
+            left = _left_outside(capture.recorder)
         except TraceError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -111,6 +115,41 @@ def _captured(
                 f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; is "
                 "it what the model takes?"
             ) from error
+    # What its modules hold was an error by now.
+    if left:
+        raise SetsStateError(
+            f"the forward pass leaves what it computes in a {left}, where a replay of its calls "
+            "would leave nothing. Return it with the other results. If it does so in its first "
+            "step only, run one step before planning."
+        )
+    return captured
+
+
+def _left_outside(recorder: Recorder) -> str:
+    """Return who holds what a forward computed, now that it is over; nothing if nobody does."""
+    if not recorder.still_held():
+        return ""
+    torch.clear_autocast_cache()
+    gc.collect()  # hooks on nodes of autograd make cycles
+    made = recorder.still_held()
+    left = [
+        it
+        for it in (gc.get_objects() if made else ())
+        if type(it) is FakeTensor and it.untyped_storage()._cdata in made
+    ]
+    holders = gc.get_referrers(*left) if left else []
+    others = [it for it in holders if it is not left and not isinstance(it, _OF_AUTOGRAD)]
+    # A function that keeps its own result makes a cycle of autograd's nodes: no step meets it.
+    if not left or (not others and any(isinstance(it, torch._C._FunctionBase) for it in holders)):
+        return ""
+    # Of holders that gc.freeze() took out of sight there is no kind.
+    kind = type(others[0]).__name__ if others else "place"
+    inside = {*map(id, gc.get_referents(*others[:1]))} or {id(left[0])}
+    call = next(made[it.untyped_storage()._cdata] for it in left if id(it) in inside)
+    return f"{kind} outside of its modules ({call.target} in {call.scope or 'the model'})"
+
+
+_OF_AUTOGRAD = (FrameType, torch.Tensor, torch._C._FunctionBase)
 
 
 class _Capture:

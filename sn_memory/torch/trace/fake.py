@@ -146,7 +146,8 @@ _CORRECTIONS.setdefault(_GROUP_NORM_BACKWARD, []).append(_in_type_of_input)
 def quiet() -> Iterator[None]:
     """Keep torch from logging, with its stack, an error of a rule that it raises anyway.
 
-    It is what a model without values says to a sample of the wrong shape.
+    It is what a model without values says to a sample of the wrong shape. Nor does torch look for
+    NaN in gradients without values, where the caller has it detect anomalies.
     """
 
     def keep(record: logging.LogRecord) -> bool:
@@ -155,7 +156,8 @@ def quiet() -> Iterator[None]:
     torchs = logging.getLogger("torch._subclasses.fake_tensor")
     torchs.addFilter(keep)
     try:
-        yield
+        with torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         torchs.removeFilter(keep)
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -261,6 +261,8 @@ class Recorder(TorchDispatchMode):
         self._number: dict[int, int] = {}
         # A storage that dies would leave its address to the next one; its memory may go.
         self._addresses: list[StorageWeakRef] = []
+        # By number those of tensors without values: to tell whether somebody still holds them.
+        self._fakes: dict[int, StorageWeakRef] = {}
         # Per storage of a tensor that Python made: how many calls were before it, and the scope.
         self._lifted: dict[int, tuple[int, str]] = {}
         # Storages of which one is the other's conjugate.
@@ -296,6 +298,12 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._silent = False
+
+    def still_held(self) -> dict[int, Call]:
+        """Return by memory what somebody holds, with the calls that made it."""
+        held = {at: it.cdata for at, it in self._fakes.items() if not it.expired()}
+        calls = self.recording.calls
+        return {held[made]: call for call in calls for made in call.makes if made in held}
 
     def view(self, tensor: torch.Tensor) -> View:
         """Return how a tensor looks at its storage; it must have been seen before."""
@@ -474,6 +482,8 @@ class Recorder(TorchDispatchMode):
         if number is None:
             number = self._number[memory._cdata] = len(self.recording.nbytes)
             self._addresses.append(StorageWeakRef(memory))
+            if isinstance(tensor, FakeTensor):
+                self._fakes[number] = self._addresses[-1]
             self.recording.nbytes.append(memory.nbytes())
             self.recording.device.append(tensor.device)
         return number
