@@ -31,7 +31,7 @@ from sn_compress.codecs.registry import codec as named_codec
 from ..activations import Controller, coverage
 from ..activations.saved import WIDTHS
 from ..base.sizes import parse_bytes
-from .modules.rerun import name_of
+from .modules.rerun import in_force, name_of, settings_now
 from .reruns import Mix, cheapest_mix, layers_in, put_reruns
 
 Array = np.ndarray[Any, Any]
@@ -470,7 +470,7 @@ class CompressedActivations:
         def compressed(x: Any) -> Any:
             y, buffer, shape = keep(call, x, compress)
             # Taken here, so that the gradient does not capture `x` itself.
-            static, dtype = x.shape, x.dtype
+            static, dtype, then = x.shape, x.dtype, settings_now()
             note = own.arrived(key, layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
@@ -479,7 +479,7 @@ class CompressedActivations:
                 values, weights = tf.cast(values, dtype), list(variables or [])
                 # One input at a time lies there decompressed, and not while the gradient of another
                 # is made. That of this one needs no input.
-                with tf.GradientTape(persistent=True) as tape:
+                with in_force(then), tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     rerun = call(values)
                 gradients = tape.gradient(rerun, weights, dy)
@@ -574,7 +574,7 @@ def compress_activations(
     compressor = Compressor(controller, optimizer, seed, threads)
     apart = layers_in(mix.sections) if mix else ()
     compressed = CompressedActivations(model, compressor, mix, apart)
-    if not compressed.wrapped and not compressed.rerun:
+    if not (compressed.wrapped or compressed.rerun or (mix and budget_bytes is not None)):
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "
             "there is nothing to compress. Pass the model that holds them, or budget= with a "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -129,7 +129,8 @@ def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) 
             "seconds; expected tensors or arrays. Pass one batch of what the model is trained on."
         )
     args = as_tensors(args)
-    model(*args, training=True)  # built, if it was not
+    if not model.built:
+        model(*args)  # not for training, which would change its state
     with put_back(variables_of(model)), restore_model(model):
         return _Search(model, args, pack, budget_bytes).mix()
 
@@ -157,6 +158,7 @@ class _Search:
             self.keys = {key: id(layer) for key, layer in trial.keys.items()}
         finally:
             trial.close()
+        self.held = 0  # where nothing runs again
         self._kept = {frozenset[str](): self.now.all}
 
     def mix(self) -> Mix:
@@ -165,24 +167,31 @@ class _Search:
         every = packing_of(self.timed, rates)
         freed = sum(self.plain.all) - sum(self.now.all) - every.held_bytes
         price = every.seconds / freed if freed > 0 else 0.0
+        self.held = sum(self.now.all) + every.held_bytes
         kept, again = {}, {}
         for name in self.places:
             plain_bytes = self.plain.left.get(name, 0)
             parts = any(name in other.around for other in self.places.values())
-            held = sum(self.now.all) + every.held_bytes
             # What its parts leave is all there at once when they run again. Bytes do not tell what
             # its products take.
-            if parts and (settings.deterministic or plain_bytes >= held):
+            if parts and (settings.deterministic or plain_bytes >= self.held):
                 continue
             packing = packing_of(self._timed_of([name]), rates)
             seconds = plain_bytes if settings.deterministic else self.seconds.get(name, 0.0)
             held = self.now.left.get(name, 0) + packing.held_bytes
             kept[name] = Cost(packing.seconds, plain_bytes, held)
             again[name] = Cost(seconds, plain_bytes, self.now.given.get(name, 0))
+
+        def fits(names: Iterable[str]) -> bool:
+            freed = sum(kept[name].held_bytes - again[name].held_bytes for name in names)
+            # A trace takes long, and is not made where a sum, without what is shared, is far off.
+            near = self.held_bytes((), 4) - freed <= _NEAR * (self.budget or 0)
+            return near and self._fits(names)
+
         chosen = cheapest_reruns(
             kept, again, self._first_price(price, kept, again),
             within=lambda name, other: other in self.places[name].around,
-            fits=None if self.budget is None else self._fits,
+            fits=None if self.budget is None else fits,
         )  # fmt: skip
         names = tuple(name for name in self.places if name in chosen)
         self._check(names)
@@ -200,7 +209,7 @@ class _Search:
         return price or min(each, default=0.0)
 
     def _mix(self, names: tuple[str, ...], price: float) -> Mix:
-        sections = tuple(self.places[name].section for name in names)
+        sections = self.sections(names)
         inside = {key for it in self._timed_of(names) for key in it.within}
         packed = [key for it in self.timed for key in it.within if key not in inside]
         kept, plain_bytes = self.kept(names), sum(self.plain.all)
@@ -245,13 +254,33 @@ class _Search:
         """Return bytes of tensors held unpacked where these run again; some need the same."""
         chosen = frozenset(names)
         if chosen not in self._kept:
-            sections = [self.places[name].section for name in names]
+            sections = self.sections(names)
             trial = self.pack(layers_in(sections))
             try:
                 self._kept[chosen] = self._counted(sections)
             finally:
                 trial.close()
         return self._kept[chosen]
+
+    def sections(self, names: Collection[str]) -> tuple[Section, ...]:
+        """Return what runs again: layers next to each other together, while they leave little."""
+        found: list[Section] = []
+        for name in (name for name in self.places if name in names):
+            more, left = self.places[name].section, self.plain.left[name]
+            last = found[-1] if found else more
+            items = more.chain.items
+            joins = last.chain is more.chain and items.index(last.items[-1]) + 1 == items.index(
+                more.items[0]
+            )
+            # All that they leave is there at once when they run again.
+            if joins and last.saved_bytes + left < self.held:
+                changed = (*last.changed, *more.changed)
+                found[-1] = Section(
+                    last.chain, (*last.items, *more.items), changed, last.saved_bytes + left
+                )
+            else:
+                found.append(replace(more, saved_bytes=left))
+        return tuple(found)
 
     def _counted(self, sections: Sequence[Section]) -> list[int]:
         """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
@@ -304,6 +333,8 @@ def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> di
     return taken
 
 
+# Times a budget: choices that hold more by a sum are not counted by a trace.
+_NEAR = 2
 # Runs of which the fastest counts, after one that loads what they need.
 _RUNS = 3
 
