@@ -158,7 +158,7 @@ class _Search:
             self.keys = {key: id(layer) for key, layer in trial.keys.items()}
         finally:
             trial.close()
-        self.held = 0  # where nothing runs again
+        self.held = 0.0  # where nothing runs again
         self._kept = {frozenset[str](): self.now.all}
 
     def mix(self) -> Mix:
@@ -185,8 +185,9 @@ class _Search:
         def fits(names: Iterable[str]) -> bool:
             freed = sum(kept[name].held_bytes - again[name].held_bytes for name in names)
             # A trace takes long, and is not made where a sum, without what is shared, is far off.
-            near = self.held_bytes((), 4) - freed <= _NEAR * (self.budget or 0)
-            return near and self._fits(names)
+            budget = self.budget or 0
+            near = self.held_bytes((), 4) - freed <= _NEAR * budget
+            return near and self.held_bytes(tuple(names), 4) <= budget
 
         chosen = cheapest_reruns(
             kept, again, self._first_price(price, kept, again),
@@ -234,9 +235,6 @@ class _Search:
                 budget_bytes=self.budget,
                 op=max(self.now.left, key=self.now.left.__getitem__, default=""),
             )
-
-    def _fits(self, names: Iterable[str]) -> bool:
-        return self.held_bytes(tuple(names), 4) <= (self.budget or 0)
 
     def _timed_of(self, names: Sequence[str]) -> list[Timed]:
         """Return what layers pack that are in these places."""
