@@ -25,7 +25,8 @@ import sn_memory.tensorflow
 from sn_memory.tensorflow import Allocations
 from sn_memory.tensorflow.model import model_step
 
-WIDTHS = (8, 4)
+# Bits of inputs, and whether layers may run again, as a sample shows.
+LEVELS = ((8, False), (4, False), (4, True))
 IMAGES = (BATCH, 32, 32, 3)
 TOKENS = (32, 64, 128)
 Net = tuple[keras.Model, tuple[int, ...]]
@@ -113,16 +114,19 @@ def peaks_of(model: keras.Model, x: Any) -> list[int]:
     return found
 
 
-def row_of(name: str, bits: int, steps: int) -> dict[str, Any]:
+def row_of(name: str, level: tuple[int, bool], steps: int) -> dict[str, Any]:
     """One net with inputs in so many bits, as a flat row."""
+    bits, again = level
     keras.utils.set_random_seed(0)
     model, shape = NETS[name]()
     x = tf.random.stateless_normal(shape, (1, 2))
     plain_s, plain_peak_bytes = step_seconds(model, x, steps), min(peaks_of(model, x))
-    with sn_memory.tensorflow.compress_activations(model, bits=bits):
+    given = {"sample": x} if again else {}
+    with sn_memory.tensorflow.compress_activations(model, bits=bits, **given) as compressed:
         return {
             "net": name,
             "bits": bits,
+            "rerun": len(compressed.rerun) if again else None,
             "plain_peak_bytes": plain_peak_bytes,
             "peak_bytes": max(peaks_of(model, x)),
             "plain_step_s": round(plain_s, 5),
@@ -136,7 +140,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         "net", "inputs in", "peak beyond variables and input, MiB: plain, compressed", "less",
         "step, ms: plain, compressed",
     )  # fmt: skip
-    return markdown(head, ([row["net"], f"{row['bits']} bits", *cells(row)] for row in rows))
+    return markdown(head, ([row["net"], _level(row), *cells(row)] for row in rows))
+
+
+def _level(row: dict[str, Any]) -> str:
+    again = "" if row.get("rerun") is None else f", sample: {row['rerun']} layers run again"
+    return f"{row['bits']} bits{again}"
 
 
 def main() -> None:
@@ -144,7 +153,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     purpose = __doc__.splitlines()[0]
-    make_rows(purpose, "activations_memory_tensorflow.json", NETS, WIDTHS, "CNN", row_of, table)
+    make_rows(purpose, "activations_memory_tensorflow.json", NETS, LEVELS, "CNN", row_of, table)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +22,7 @@ from .saved import (
     Observed,
     Row,
     choose,
+    compressed_bytes,
     error_tolerance,
     paper_sd,
 )
@@ -242,6 +244,14 @@ class Controller:
         """What is kept of all tensors seen, at the bits chosen now."""
         bits = {row.key: self.bits(row.key, kind=row.kind) for row in self.rows()}
         return self._seen.held_at(bits)
+
+    def held_under(self, keys: Collection[str], bits: int | None = None) -> int:
+        """What is kept under some keys, in the bits of the last observation or these."""
+        rows = [row for row in self.rows() if row.key in keys]
+        each = [bits if bits and self._seen.is_free(row) else row.bits for row in rows]
+        return sum(map(compressed_bytes, (row.n for row in rows), each)) + sum(
+            nbytes for key, nbytes in self._seen.others.items() if key in keys
+        )
 
     def held_at(self, bits: int) -> int:
         """What would be kept with these bits of inputs of linear ops and norms."""

@@ -10,7 +10,7 @@ then, if it is allowed, what is not linear.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
@@ -366,6 +366,48 @@ def packing_of(timed: Sequence[Timed], rates: Mapping[str, float]) -> Cost:
         sum(it.plain_bytes for it in timed),
         sum(it.held_bytes for it in timed),
     )
+
+
+# Without a budget, times the seconds for which packing frees a byte that running again may take.
+_DEAREST: Final = 4
+
+
+def cheapest_reruns(
+    kept: Mapping[str, Cost],
+    again: Mapping[str, Cost],
+    price: float,
+    *,
+    within: Callable[[str, str], bool],
+    fits: Callable[[Mapping[str, float]], bool] | None,
+) -> dict[str, float]:
+    """Return the places that run again, and the seconds that each saves, a byte at its price.
+
+    Parameters
+    ----------
+    kept, again
+        What a place costs as it is kept now, and run again: what is around a place comes before it.
+    price
+        Seconds that packing takes for each byte it frees. Four times that is paid without a budget;
+        with one it is doubled until the budget is kept, or all that frees bytes runs again.
+    within
+        Whether the first of two places is a part of the second.
+    fits
+        Whether a choice keeps the budget; None: there is none.
+    """
+    dearest = price * (_DEAREST if fits is None else 2**20)
+    price = dearest if fits is None else price
+    while True:
+        saving: dict[str, float] = {}
+        # The innermost first; what is around takes their place if it saves more than they do.
+        for place in reversed(list(again)):
+            gain = kept[place].saved_by(again[place], price)
+            inside = {part for part in saving if within(part, place)}
+            if gain > sum(saving[part] for part in inside):
+                saving = {part: saving[part] for part in saving if part not in inside}
+                saving[place] = gain
+        if price >= dearest or fits is None or fits(saving):
+            return saving
+        price *= 2
 
 
 def _levels(bits: int) -> int:

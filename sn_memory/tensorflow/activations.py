@@ -13,9 +13,11 @@ it is needed. Run eagerly, gradients are the same, but tf.custom_gradient itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import keras
@@ -29,7 +31,8 @@ from sn_compress.codecs.registry import codec as named_codec
 from ..activations import Controller, coverage
 from ..activations.saved import WIDTHS
 from ..base.sizes import parse_bytes
-from .modules.rerun import name_of
+from .modules.rerun import in_force, name_of, settings_now
+from .reruns import Mix, cheapest_mix, layers_in, put_reruns
 
 Array = np.ndarray[Any, Any]
 
@@ -67,17 +70,18 @@ def restored(decompress: Callable[..., Array], given: list[Any], dtype: Any, lik
     return values
 
 
-def relu_by_signs(noted: Callable[[Array], Array]) -> Callable[..., Any]:
-    """Return a ReLU that keeps signs, and hands them through `noted` as it does."""
+def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
+    """Return a ReLU that keeps signs, of which a compressor takes note under a key."""
+    signs, from_signs = compressor.noting(key, _signs), compressor.timing(key, _from_signs)
 
     @tf.custom_gradient
     def relu(x: Any, *_: Any, **__: Any) -> Any:
-        y, mask, shape = keep(tf.nn.relu, x, lambda on: noted(_signs(on)), lambda x, y: y > 0)
+        y, mask, shape = keep(tf.nn.relu, x, signs, lambda x, y: y > 0)
         static, dtype = x.shape, x.dtype
 
         def gradient(dy: Any) -> Any:
             with tf.control_dependencies([dy]):
-                on = restored(_from_signs, [mask, shape], tf.bool, static)
+                on = restored(from_signs, [mask, shape], tf.bool, static)
             return tf.where(on, dy, tf.zeros((), dtype))
 
         return y, gradient
@@ -119,18 +123,22 @@ class Places:
         return cls(height, width, bits)
 
     def wrapped(
-        self, call: Callable[..., Any], noted: Callable[[Array], Array]
+        self, call: Callable[..., Any], compressor: Compressor, key: str
     ) -> Callable[..., Any]:
-        """Return the layer's call, with a gradient that reads places; they pass through `noted`."""
+        """Return the layer's call, with a gradient that reads places, noted under a key."""
+        compress, spread = (
+            compressor.noting(key, self.compress),
+            compressor.timing(key, self.spread),
+        )
 
         @tf.custom_gradient
         def pooled(x: Any) -> Any:
-            y, kept, shape = keep(call, x, lambda x: noted(self.compress(x)))
+            y, kept, shape = keep(call, x, compress)
             static, dtype = x.shape, x.dtype
 
             def gradient(dy: Any) -> Any:
                 given = [kept, tf.cast(dy, tf.float32), shape]
-                return tf.cast(restored(self.spread, given, tf.float32, static), dtype)
+                return tf.cast(restored(spread, given, tf.float32, static), dtype)
 
             return y, gradient
 
@@ -197,6 +205,22 @@ class Compressor:
         self._first = ""
         self._looking = False
         self._gathered: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}  # of packing and unpacking, by key
+
+    def timing(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function that packs or unpacks, and counts the seconds it takes."""
+
+        def timed(*given: Any) -> Array:
+            began = perf_counter()
+            result = function(*given)
+            self.seconds[key] = self.seconds.get(key, 0.0) + perf_counter() - began
+            return result
+
+        return timed
+
+    def noting(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
+        """The same for one that packs alike whatever is chosen."""
+        return self.timing(key, lambda *given: self.noted(key, function(*given)))
 
     def compress(self, key: str, x: Array) -> Array:
         """A payload; or plain float32 where that is smaller, or too many elements escape."""
@@ -345,32 +369,51 @@ class CompressedActivations:
         Chooses the bits; `controller.rows()` has what is known of each layer's input.
     wrapped
         Names of the layers: their paths, where they have one, and no two alike.
+    rerun
+        Names of layers that run again in the backward pass, and keep their inputs alone.
+    mix
+        What the sample showed; None without one.
     """
 
-    def __init__(self, model: keras.Model, compressor: Compressor) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        compressor: Compressor,
+        mix: Mix | None = None,
+        apart: Collection[int] = (),
+    ) -> None:
         self.model, self.controller = model, compressor.controller
+        self.mix, self.rerun = mix, list(mix.names) if mix else []
         self._compressor = compressor
         self._changes: list[tuple[Any, str, Any]] = []
         self.wrapped: list[str] = []
+        self.keys: dict[str, Any] = {}
         for layer in model._flatten_layers(include_self=False):
-            kind, key = type(layer).__name__, self._name(layer)
-            signs = relu_by_signs(partial(compressor.noted, f"{key}/signs"))
-            if kind in _LINEAR:
-                after = layer.activation
-                # Outside of the custom gradient: the layer is linear in its input without it.
-                self._set(layer, "activation", keras.activations.linear)
-                after = signs if after is keras.activations.relu else after
-                self._set(layer, "call", self._linear(layer, key, after))
-            elif kind == "ReLU" and not any(
-                (layer.negative_slope, layer.threshold, layer.max_value)
-            ):
-                self._set(layer, "call", signs)
-            elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
-                noted = partial(compressor.noted, f"{key}/places")
-                self._set(layer, "call", places.wrapped(layer.call, noted))
-            else:
-                continue
-            self.wrapped.append(key)
+            if id(layer) not in apart:
+                self._wrap(layer)
+        self._reruns = ExitStack()
+        if mix:
+            self.controller.observe_other("kept unpacked", nbytes=mix.kept_bytes)
+            self._reruns = put_reruns(mix.sections, model)
+
+    def _wrap(self, layer: Any) -> None:
+        """Let a layer pack, if it is of a kind that does."""
+        kind, key, own = type(layer).__name__, self._name(layer), self._compressor
+        signs = relu_by_signs(own, f"{key}/signs")
+        if kind in _LINEAR:
+            after = layer.activation
+            # Outside of the custom gradient: the layer is linear in its input without it.
+            self._set(layer, "activation", keras.activations.linear)
+            after = signs if after is keras.activations.relu else after
+            self._set(layer, "call", self._linear(layer, key, after))
+        elif kind == "ReLU" and not any((layer.negative_slope, layer.threshold, layer.max_value)):
+            self._set(layer, "call", signs)
+        elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
+            self._set(layer, "call", places.wrapped(layer.call, own, f"{key}/places"))
+        else:
+            return
+        self.wrapped.append(key)
+        self.keys |= dict.fromkeys((key, f"{key}/signs", f"{key}/places"), layer)
 
     def __enter__(self) -> CompressedActivations:
         return self
@@ -380,14 +423,29 @@ class CompressedActivations:
 
     def close(self) -> None:
         """Give the layers their own calls back. Compile the model again: it may hold a trace."""
+        self._reruns.close()
         # In reverse, as one layer may have been changed twice.
         for layer, name, own in reversed(self._changes):
             setattr(layer, name, own)
         self._changes = []
 
     def report(self) -> str:
-        """Return a row per layer: elements, bits, predicted error of the weight's gradient."""
-        return self.controller.report()
+        """Return a row per layer: elements, bits, predicted error of the weight's gradient.
+
+        Before them, with a sample, what it kept, and how much went each way.
+        """
+        if self.mix is None:
+            return self.controller.report()
+        again = f"run again from their input: {', '.join(self.rerun)}\n" if self.rerun else ""
+        return (
+            f"{self.mix.saved}\npacking and unpacking take {self.mix.price * 2**30:.3g} s for each "
+            f"GiB that they free; nothing is offloaded\n{again}{self.controller.report()}"
+        )
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds of packing and unpacking by key, and count anew."""
+        taken, self._compressor.seconds = self._compressor.seconds, {}
+        return taken
 
     def refresh(self) -> None:
         """Choose bits now from what the last step gathered; otherwise the next step does."""
@@ -404,24 +462,24 @@ class CompressedActivations:
         return f"{name}:{alike + 1}" if alike else name
 
     def _linear(self, layer: Any, key: str, activation: Callable[..., Any]) -> Callable[..., Any]:
-        call = layer.call
+        call, own = layer.call, self._compressor
+        compress = own.timing(key, partial(own.compress, key))
+        decompress = own.timing(key, own.decompress)
 
         @tf.custom_gradient
         def compressed(x: Any) -> Any:
-            y, buffer, shape = keep(call, x, partial(self._compressor.compress, key))
+            y, buffer, shape = keep(call, x, compress)
             # Taken here, so that the gradient does not capture `x` itself.
-            static, dtype = x.shape, x.dtype
-            note = self._compressor.arrived(key, layer, x, y)
+            static, dtype, then = x.shape, x.dtype, settings_now()
+            note = own.arrived(key, layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
                 with tf.control_dependencies([dy]):  # not before it is used
-                    values = restored(
-                        self._compressor.decompress, [buffer, shape], tf.float32, static
-                    )
+                    values = restored(decompress, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
                 # One input at a time lies there decompressed, and not while the gradient of another
                 # is made. That of this one needs no input.
-                with tf.GradientTape(persistent=True) as tape:
+                with in_force(then), tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     rerun = call(values)
                 gradients = tape.gradient(rerun, weights, dy)
@@ -453,6 +511,7 @@ def compress_activations(
     budget: float | str | None = None,
     bits: int | None = None,
     optimizer: Any = None,
+    sample: Any = None,
     every: int = 200,
     start_bits: int = 8,
     seed: int = 0,
@@ -460,8 +519,9 @@ def compress_activations(
 ) -> CompressedActivations:
     """Keep inputs of dense and convolution layers in few bits until closed, and signs of ReLUs.
 
-    Max pooling whose windows do not overlap keeps places in them. What else layers keep stays.
-    Without `error`, `budget` and `bits`, inputs get 4 bits.
+    Max pooling whose windows do not overlap keeps places in them. With a sample, layers and blocks
+    run again in the backward pass where that frees bytes for fewer seconds; what else layers keep
+    stays. Without `error`, `budget` and `bits`, inputs get 4 bits.
 
     Parameters
     ----------
@@ -473,11 +533,15 @@ def compress_activations(
         Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
         (of the gradient's, without an optimizer). For Adam both are taken in units of its step.
     budget
-        Instead: bytes that the wrapped layers may keep, "500 MiB" for example.
+        Instead: bytes that the wrapped layers may keep, "500 MiB" for example; with a sample, all
+        that its forward pass keeps for the backward pass.
     bits
         Instead: 1, 2, 4 or 8, of each element of an input.
     optimizer
         Of Keras, where momentum is read: of SGD, and of Adam and what is made like it.
+    sample
+        A batch of the model's inputs (a tuple: its arguments), as it is trained on. It is run to
+        measure what packing and running again take, and what they free. None: nothing runs again.
     every
         Steps from one choice to the next, by what the step before it gathered.
     start_bits
@@ -488,22 +552,32 @@ def compress_activations(
     Raises
     ------
     ValueError
-        If no layer is dense, a convolution, a ReLU or such a pooling layer; or a setting is
-        illegal.
+        If no layer is dense, a convolution, a ReLU or such a pooling layer, and none runs again; or
+        a setting is illegal.
+    BudgetError
+        If with the sample no mix fits the budget; says the smallest that would.
     tf.errors.UnknownError
         From the second step on, with the text of a BudgetError, if what is kept does not fit.
     """
     if error is None and budget is None and bits is None:
         bits = 4
+    budget_bytes = None if budget is None else parse_bytes(budget)
     controller = Controller(
-        error=error, budget_bytes=None if budget is None else parse_bytes(budget), bits=bits,
-        every=every, start_bits=start_bits,
-    )  # fmt: skip
+        error=error, budget_bytes=budget_bytes, bits=bits, every=every, start_bits=start_bits
+    )
+
+    def trial(apart: Collection[int]) -> CompressedActivations:
+        fixed = Controller(bits=bits or start_bits)
+        return CompressedActivations(model, Compressor(fixed, None, seed, threads), apart=apart)
+
+    mix = None if sample is None else cheapest_mix(model, sample, trial, budget_bytes)
     compressor = Compressor(controller, optimizer, seed, threads)
-    compressed = CompressedActivations(model, compressor)
-    if not compressed.wrapped:
+    apart = layers_in(mix.sections) if mix else ()
+    compressed = CompressedActivations(model, compressor, mix, apart)
+    if not (compressed.wrapped or compressed.rerun or (mix and budget_bytes is not None)):
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "
-            "there is nothing to compress. Pass the model that holds them."
+            "there is nothing to compress. Pass the model that holds them, or budget= with a "
+            "sample= to let layers run again."
         )
     return compressed

@@ -141,6 +141,6 @@ def test_a_keras_peak_is_measured_in_a_row():
 
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")
-    row = activations_memory_tensorflow.row_of("CNN", 8, 1)
+    row = activations_memory_tensorflow.row_of("CNN", (8, False), 1)
     assert row["peak_bytes"] < 0.7 * row["plain_peak_bytes"]
     assert "| CNN | 8 bits | " in activations_memory_tensorflow.table([row])

@@ -104,6 +104,7 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow.trace",),
     ("sn_memory.tensorflow.eager", "sn_memory.tensorflow.model"),
     ("sn_memory.tensorflow.modules",),
+    ("sn_memory.tensorflow.reruns",),
     ("sn_memory.tensorflow.activations",),
     ("sn_memory.tensorflow",),
     # The rim of torch.

@@ -281,6 +281,11 @@ def _around_section(section: Section, rerun: Rerun) -> Any:
 _SETTINGS = ("current_call_ctx", "autocast_scope")
 
 
+def settings_now() -> dict[str, Any]:
+    """Return what is in force now, for `in_force`."""
+    return {name: global_state.get_global_attribute(name) for name in _SETTINGS}
+
+
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
     """Run a function of tensors in a graph; in the backward pass, run it again.
 
@@ -295,7 +300,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     masks = [get_keras_mask(value) for value in inputs]
     given = [*inputs, *(mask for mask in masks if mask is not None)]
     before = [(v, tf.identity(v._value)) for v in changed]
-    settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
+    settings = settings_now()
     masked: list[int] = []
 
     def once(tensors: Sequence[Any]) -> list[Any]:
@@ -338,7 +343,7 @@ def _backward(
     incoming = without_made_up_zeros(incoming)
     # Not before it is needed: the executor would run it at once.
     arrived = [grad for grad in incoming if grad is not None]
-    with tf.control_dependencies(arrived), scope, _in_force(settings):
+    with tf.control_dependencies(arrived), scope, in_force(settings):
         sources = [tf.identity(tensor) for tensor in tensors]
         wanted = [source for source in sources if source.dtype.is_floating]
         values = [scope.recorded(weight) for weight in weights]
@@ -453,9 +458,9 @@ def _no_reads() -> Iterator[None]:
 
 
 @contextmanager
-def _in_force(settings: dict[str, Any]) -> Iterator[None]:
+def in_force(settings: dict[str, Any]) -> Iterator[None]:
     """Let Keras' settings be those of another time."""
-    now = {name: global_state.get_global_attribute(name) for name in settings}
+    now = settings_now()
     try:
         for name, value in settings.items():
             global_state.set_global_attribute(name, value)

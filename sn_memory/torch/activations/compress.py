@@ -6,7 +6,7 @@ Between steps a controller chooses bits; in each forward pass all that is saved 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import settings
 from ...activations import Controller
-from ...activations.saved import Cost, Saved, compressed_bytes, packing_of, rates_of
+from ...activations.saved import (
+    Cost,
+    Saved,
+    cheapest_reruns,
+    compressed_bytes,
+    packing_of,
+    rates_of,
+)
 from ...base.sizes import parse_bytes
 from ..errors import TraceError
 from ..model.modes import transformed, warn
@@ -26,8 +33,6 @@ from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor
 
-# Without a budget, times the seconds for which packing frees a byte that running again may take.
-_DEAREST: Final = 4
 # What they save has grids of its own rows, which their input, kept for any module, has not.
 _NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
 
@@ -298,8 +303,18 @@ class CompressedActivations:
             # its products take.
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
-        saving = self._cheaper(kept, again, every.plain_bytes)
-        freed = sum(kept[path].held_bytes - again[path].held_bytes for path in saving)
+        budget, saving = self.controller.budget_bytes, dict[str, float]()
+
+        def freed_by(saving: Iterable[str]) -> float:
+            return sum(kept[path].held_bytes - again[path].held_bytes for path in saving)
+
+        def fits(saving: Iterable[str]) -> bool:
+            return self.controller.held_at(4) - freed_by(saving) <= (budget or 0)
+
+        if budget is None or every.plain_bytes > budget:
+            within, ends = _is_within, None if budget is None else fits
+            saving = cheapest_reruns(kept, again, self.price, within=within, fits=ends)
+        freed = freed_by(saving)
         held = every.held_bytes - freed
         self._choose_images(first, max(held, self.controller.budget_bytes or 0))
         for place in (path for path in candidates if path in saving):
@@ -387,32 +402,6 @@ class CompressedActivations:
         places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
         keys = (f"{place or 'model'}/input{index}/0" for index in places)
         first.foresee(dict(zip(keys, inputs, strict=True)))
-
-    def _cheaper(
-        self, kept: dict[str, Cost], again: dict[str, Cost], plain_bytes: float
-    ) -> dict[str, float]:
-        """Return what runs again and the seconds that each saves, a byte at its price.
-
-        A budget that they leave too small raises the price.
-        """
-        budget, price = self.controller.budget_bytes, self.price
-        if budget is not None and plain_bytes <= budget:
-            return {}
-        dearest = price * (_DEAREST if budget is None else 2**20)
-        price = dearest if budget is None else price
-        while True:
-            saving: dict[str, float] = {}
-            # The innermost first; what is around takes their place if it saves more than they do.
-            for place in reversed(again):
-                gain = kept[place].saved_by(again[place], price)
-                inside = {path for path in saving if _is_within(path, place)}
-                if gain > sum(saving[path] for path in inside):
-                    outside = {path: saving[path] for path in saving if path not in inside}
-                    saving = outside | {place: gain}
-            freed = sum(kept[path].held_bytes - again[path].held_bytes for path in saving)
-            if price >= dearest or budget is None or self.controller.held_at(4) - freed <= budget:
-                return saving
-            price *= 2
 
     def _has_parts(self, name: str) -> bool:
         return next(self.model.get_submodule(name).children(), None) is not None

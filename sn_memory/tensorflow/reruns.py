@@ -1,0 +1,441 @@
+"""Which layers of a Keras model run again in the backward pass, though others are packed.
+
+A layer that is not packed leaves all of its intermediate results; a block of layers leaves them of
+each. Run again (`modules/rerun.py`), it leaves its inputs alone. Which is cheaper is decided before
+a step is traced, on a sample: bytes are counted in a trace, as what the gradients ask for of the
+forward pass; seconds are those of the layers, and of packing, run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from .. import settings
+from ..activations import Controller
+from ..activations.saved import (
+    Cost,
+    Saved,
+    Timed,
+    cheapest_reruns,
+    packing_of,
+    rates_of,
+)
+from ..base.sizes import show_bytes
+from ..plan.plan import BudgetError
+from .guards import refilled, tensors_in
+from .memory import bytes_of, main_device
+from .model import as_tensors, put_back, restore_model, uncast, variables_of
+from .modules.backend import Probe
+from .modules.rerun import Function, Rerun, Section, run_again, run_in_sections
+from .trace.kernels import READS
+
+# Ops that hand on the memory of their first input.
+_VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient")
+# What is there anyway, or is no result of the forward pass.
+_THERE = ("Placeholder", "Const", "VarHandleOp", READS)
+
+
+class Packing(Protocol):
+    """A model some layers of which pack, until closed: see CompressedActivations.
+
+    controller : knows what they packed
+    keys : per name under which something is packed, the layer
+    """
+
+    controller: Controller
+    keys: dict[str, Any]
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds of packing and unpacking by name, and count anew."""
+
+    def close(self) -> None:
+        """Let the layers be as they were."""
+
+
+# Lets a model's layers pack, but for those of these ids.
+Pack = Callable[[Collection[int]], Packing]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What runs again.
+
+    sections, names : these, and what they are called
+    price : seconds that packing takes for each byte that it frees
+    saved : bytes of the sample's forward pass, and how many went each way
+    kept_bytes : of these, what no layer packs: inputs of what runs again, and all else
+    """
+
+    sections: tuple[Section, ...]
+    names: tuple[str, ...]
+    price: float
+    saved: Saved
+    kept_bytes: int
+
+
+def layers_in(sections: Iterable[Section]) -> set[int]:
+    """Return the ids of the layers of some sections."""
+    operations = [item.operation for section in sections for item in section.items]
+    return {
+        id(layer)
+        for operation in operations
+        for layer in (
+            operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else ()
+        )
+    }
+
+
+def put_reruns(sections: Sequence[Section], model: Any) -> ExitStack:
+    """Let sections of a model run again until what is returned is closed."""
+    undo = ExitStack()
+    undo.enter_context(run_in_sections(sections, _rerun, model))
+    return undo
+
+
+# Graphs in which no gradient of ours could read variables.
+_LOOPS = ("WhileCondFuncGraph", "WhileBodyFuncGraph", "CondBranchFuncGraph")
+
+
+def _rerun(section: Section, function: Function, given: list[Any]) -> list[Any]:
+    graph = tf.compat.v1.get_default_graph()
+    symbolic = all(isinstance(value, tf.Tensor) for value in given)
+    # Eagerly, tf.custom_gradient holds on to what it made: nothing would be saved.
+    if not symbolic or tf.executing_eagerly() or type(graph).__name__ in _LOOPS:
+        return function(given)
+    return run_again(function, given, section.changed)
+
+
+def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) -> Mix:
+    """Return what runs again of a model.
+
+    sample : what it is called with in training; it is left as it was
+    budget_bytes : of all that the forward pass keeps. None: four times the price of packing is paid
+
+    Raises BudgetError if no choice fits, with the smallest that was found; TypeError for a sample
+    without values.
+    """
+    args = sample if isinstance(sample, tuple) else (sample,)
+    if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(args)):
+        raise TypeError(
+            "compress_activations: got a tf.TensorSpec in the sample, which is run to measure "
+            "seconds; expected tensors or arrays. Pass one batch of what the model is trained on."
+        )
+    args = as_tensors(args)
+    if not model.built:
+        model(*args)  # not for training, which would change its state
+    with put_back(variables_of(model)), restore_model(model):
+        return _Search(model, args, pack, budget_bytes).mix()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What may run again; the places around it."""
+
+    section: Section
+    around: tuple[str, ...]
+
+
+class _Search:
+    """Measures a model on a sample, and chooses."""
+
+    def __init__(self, model: Any, args: tuple[Any, ...], pack: Pack, budget: int | None) -> None:
+        self.model, self.args, self.pack, self.budget = model, args, pack, budget
+        self.places = dict(_places(Probe(model, args, main_device()), model))
+        self.seconds = _seconds(self.places, model, args)
+        self.plain = _Count(model, args, self.places)
+        trial = pack(())
+        try:
+            self.timed, self.packed = _packing(trial, model, args), trial.controller
+            self.now = _Count(model, args, self.places)
+            self.keys = {key: id(layer) for key, layer in trial.keys.items()}
+        finally:
+            trial.close()
+        self.held = 0.0  # where nothing runs again
+        self._kept = {frozenset[str](): self.now.all}
+
+    def mix(self) -> Mix:
+        """Choose."""
+        rates = rates_of(self.timed)
+        every = packing_of(self.timed, rates)
+        freed = sum(self.plain.all) - sum(self.now.all) - every.held_bytes
+        price = every.seconds / freed if freed > 0 else 0.0
+        self.held = sum(self.now.all) + every.held_bytes
+        kept, again = {}, {}
+        for name in self.places:
+            plain_bytes = self.plain.left.get(name, 0)
+            parts = any(name in other.around for other in self.places.values())
+            # What its parts leave is all there at once when they run again. Bytes do not tell what
+            # its products take.
+            if parts and (settings.deterministic or plain_bytes >= self.held):
+                continue
+            packing = packing_of(self._timed_of([name]), rates)
+            seconds = plain_bytes if settings.deterministic else self.seconds.get(name, 0.0)
+            held = self.now.left.get(name, 0) + packing.held_bytes
+            kept[name] = Cost(packing.seconds, plain_bytes, held)
+            again[name] = Cost(seconds, plain_bytes, self.now.given.get(name, 0))
+
+        def fits(names: Iterable[str]) -> bool:
+            freed = sum(kept[name].held_bytes - again[name].held_bytes for name in names)
+            # A trace takes long, and is not made where a sum, without what is shared, is far off.
+            budget = self.budget or 0
+            near = self.held_bytes((), 4) - freed <= _NEAR * budget
+            return near and self.held_bytes(tuple(names), 4) <= budget
+
+        chosen = cheapest_reruns(
+            kept, again, self._first_price(price, kept, again),
+            within=lambda name, other: other in self.places[name].around,
+            fits=None if self.budget is None else fits,
+        )  # fmt: skip
+        names = tuple(name for name in self.places if name in chosen)
+        self._check(names)
+        return self._mix(names, price)
+
+    def _first_price(self, price: float, kept: dict[str, Cost], again: dict[str, Cost]) -> float:
+        """Return what a byte is worth to begin with: nothing, where a budget has room for all."""
+        if self.budget is None:
+            return price
+        if self.held_bytes((), 8) <= self.budget:
+            return 0.0
+        freed = {name: kept[name].held_bytes - again[name].held_bytes for name in again}
+        # Where nothing is packed, what the cheapest takes that runs again.
+        each = [again[name].seconds / freed[name] for name in again if freed[name] > 0]
+        return price or min(each, default=0.0)
+
+    def _mix(self, names: tuple[str, ...], price: float) -> Mix:
+        sections = self.sections(names)
+        inside = {key for it in self._timed_of(names) for key in it.within}
+        packed = [key for it in self.timed for key in it.within if key not in inside]
+        kept, plain_bytes = self.kept(names), sum(self.plain.all)
+        unpacked_bytes = sum(self._counted(sections)) if names else plain_bytes
+        ways = (
+            ("layers run again", len(names), plain_bytes - unpacked_bytes),
+            ("tensors packed", len(packed), unpacked_bytes - sum(kept)),
+            ("left as they are", len(kept), sum(kept)),
+        )
+        held = sum(kept) + self.packed.held_under(packed)
+        elements = sum(row.n for row in self.packed.rows() if row.key in packed)
+        return Mix(sections, names, price, Saved(plain_bytes, held, elements, ways), sum(kept))
+
+    def _check(self, names: tuple[str, ...]) -> None:
+        least = self.held_bytes(names, 1)
+        if self.budget is not None and least > self.budget:
+            raise BudgetError(
+                f"compress_activations: what the layers keep takes {least} bytes "
+                f"({show_bytes(least)}) at the fewest bits, where all runs again that frees bytes; "
+                f"expected {self.budget} at most. Raise the budget, or give a smaller batch.",
+                peak_bytes=least,
+                budget_bytes=self.budget,
+                op=max(self.now.left, key=self.now.left.__getitem__, default=""),
+            )
+
+    def _timed_of(self, names: Sequence[str]) -> list[Timed]:
+        """Return what layers pack that are in these places."""
+        layers = layers_in(self.places[name].section for name in names)
+        return [it for it in self.timed if any(self.keys[key] in layers for key in it.within)]
+
+    def held_bytes(self, names: Sequence[str], bits: int) -> int:
+        """Return what is held where these run again, inputs of the others in so many bits."""
+        inside = {key for it in self._timed_of(names) for key in it.within}
+        return sum(self.kept(names)) + self.packed.held_under(
+            [key for key in self.keys if key not in inside], bits
+        )
+
+    def kept(self, names: Sequence[str]) -> list[int]:
+        """Return bytes of tensors held unpacked where these run again; some need the same."""
+        chosen = frozenset(names)
+        if chosen not in self._kept:
+            sections = self.sections(names)
+            trial = self.pack(layers_in(sections))
+            try:
+                self._kept[chosen] = self._counted(sections)
+            finally:
+                trial.close()
+        return self._kept[chosen]
+
+    def sections(self, names: Collection[str]) -> tuple[Section, ...]:
+        """Return what runs again: layers next to each other together, while they leave little."""
+        found: list[Section] = []
+        for name in (name for name in self.places if name in names):
+            more, left = self.places[name].section, self.plain.left[name]
+            last = found[-1] if found else more
+            items = more.chain.items
+            joins = last.chain is more.chain and items.index(last.items[-1]) + 1 == items.index(
+                more.items[0]
+            )
+            # All that they leave is there at once when they run again.
+            if joins and last.saved_bytes + left < self.held:
+                changed = (*last.changed, *more.changed)
+                found[-1] = Section(
+                    last.chain, (*last.items, *more.items), changed, last.saved_bytes + left
+                )
+            else:
+                found.append(replace(more, saved_bytes=left))
+        return tuple(found)
+
+    def _counted(self, sections: Sequence[Section]) -> list[int]:
+        """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
+        with put_reruns(sections, self.model):
+            return _Count(self.model, self.args, {}).all
+
+
+def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
+    """Yield what can run again, what is around others first. Layers used twice are left alone."""
+    chains = [chain for chains in probe.chains.values() for chain in chains]
+    uses = Counter(id(item.operation) for chain in chains for item in chain.items)
+    seen: Counter[str] = Counter()
+
+    def visit(layer: Any, around: tuple[str, ...]) -> Iterator[tuple[str, _Place]]:
+        for chain in probe.chains.get(layer, []):
+            for item in chain.items:
+                did, inside = probe.behaviour[item], around
+                if did.calls and did.repeatable and uses[id(item.operation)] == 1:
+                    seen[item.name] += 1
+                    count = f":{seen[item.name]}" if seen[item.name] > 1 else ""
+                    inside = (*around, item.name + count)
+                    yield inside[-1], _Place(Section(chain, (item,), tuple(did.changed)), around)
+                yield from visit(item.operation, inside)
+
+    yield from visit(model, ())
+
+
+def _watch(places: dict[str, _Place], watch: Rerun, model: Any) -> ExitStack:
+    """Let all places go through `watch`, those around others too."""
+    undo = ExitStack()
+    undo.enter_context(run_in_sections([it.section for it in places.values()], watch, model))
+    return undo
+
+
+def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> dict[str, float]:
+    """Return seconds of the forward pass of each place, as a graph of its own."""
+    taken: dict[str, float] = {}
+    names = {place.section: name for name, place in places.items()}
+
+    def watch(section: Section, function: Function, given: list[Any]) -> list[Any]:
+        results = function(given)
+        if tf.executing_eagerly():
+            alone = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
+            name = names[section]
+            taken[name] = taken.get(name, 0.0) + _least_seconds(lambda: alone(*given))
+        return results
+
+    with _watch(places, watch, model):
+        model(*args, training=True)
+    return taken
+
+
+# Times a budget: choices that hold more by a sum are not counted by a trace.
+_NEAR = 2
+# Runs of which the fastest counts, after one that loads what they need.
+_RUNS = 3
+
+
+def _least_seconds(run: Callable[[], Any]) -> float:
+    taken = []
+    for _ in range(1 + _RUNS):
+        began = perf_counter()
+        run()
+        tf.test.experimental.sync_devices()
+        taken.append(perf_counter() - began)
+    return min(taken[1:])
+
+
+def _packing(trial: Packing, model: Any, args: tuple[Any, ...]) -> list[Timed]:
+    """Return seconds and bytes of what a model packs, run eagerly."""
+    weights, runs = uncast(model.trainable_variables), []
+    for _ in range(1 + _RUNS):
+        with tf.GradientTape() as tape:
+            results = tensors_in(model(*args, training=True))
+        tape.gradient([it for it in results if it.dtype.is_floating], weights)
+        runs.append(trial.seconds())
+    rows = {row.key: row for row in trial.controller.rows()}
+    timed = []
+    for key in runs[-1]:
+        held = trial.controller.held_under([key])
+        nbytes = 4 * rows[key].n if key in rows else held
+        # Where each run is to choose alike, bytes stand for seconds.
+        seconds = float(nbytes) if settings.deterministic else min(run[key] for run in runs[1:])
+        way = "rounded" if key in rows else key.rpartition("/")[2]
+        timed.append(Timed(frozenset([key]), way, key in rows, nbytes, 0, held, seconds))
+    return timed
+
+
+class _Count:
+    """Bytes that gradients ask for of a forward pass, but for the model's inputs and variables.
+
+    all : of each tensor of the model
+    left : by place, of it alone: what it makes, and those of its inputs and outputs that it needs
+    given : by place, of its inputs
+
+    Packed bytes have no size in a trace, and do not count.
+    """
+
+    def __init__(self, model: Any, args: tuple[Any, ...], places: dict[str, _Place]) -> None:
+        self.left: dict[str, int] = {}
+        self.given: dict[str, int] = {}
+        self._names = {place.section: name for name, place in places.items()}
+        self._alone = False
+        tensors = tensors_in(args)
+
+        def call(given: list[Any]) -> list[Any]:
+            return tensors_in(model(*refilled(args, given), training=True))
+
+        self.all = _left_bytes(call, tensors, free=set(range(len(tensors))))
+        with tf.__internal__.FuncGraph("all").as_default(), _watch(places, self._watch, model):
+            call(_placeholders(tensors))
+
+    def _watch(self, section: Section, function: Function, given: list[Any]) -> list[Any]:
+        results = function(given)
+        if self._alone:
+            return results
+        self._alone = True
+        try:
+            name, roots = self._names[section], [_root(value) for value in given]
+            free = {slot for slot, root in enumerate(roots) if root.op.type in _THERE}
+            held = {root.ref(): bytes_of(root) for root in roots if root.op.type not in _THERE}
+            self.left[name] = self.left.get(name, 0) + sum(_left_bytes(function, given, free))
+            self.given[name] = self.given.get(name, 0) + sum(held.values())
+        finally:
+            self._alone = False
+        return results
+
+
+def _left_bytes(function: Function, given: list[Any], free: set[int]) -> list[int]:
+    """Return bytes of tensors that a function's gradients ask for; `free` inputs are none."""
+    graph = tf.__internal__.FuncGraph("alone")
+    with graph.as_default():
+        inputs = _placeholders(given)
+        counted = [value for slot, value in enumerate(inputs) if slot not in free]
+        wanted = [value for value in counted if value.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(wanted)
+            results = [value for value in function(inputs) if value.dtype.is_floating]
+        forward = len(graph.get_operations())
+        sources = [*wanted, *tape.watched_variables()]
+        tape.gradient(results, sources, _placeholders(results))
+    ops = graph.get_operations()
+    made, own = {op.name for op in ops[:forward]}, {value.ref() for value in counted}
+    roots = {_root(value).ref() for op in ops[forward:] for value in op.inputs}
+    return [
+        bytes_of(root.deref())
+        for root in roots
+        if root in own or (root.deref().op.name in made and root.deref().op.type not in _THERE)
+    ]
+
+
+def _placeholders(like: Iterable[Any]) -> list[Any]:
+    return [tf.compat.v1.placeholder(value.dtype, value.shape) for value in like]
+
+
+def _root(value: Any) -> Any:
+    """Return the tensor whose memory a tensor in a graph is."""
+    while value.op.type in _VIEWS:
+        value = value.op.inputs[0]
+    return value
