@@ -66,7 +66,7 @@ class Followed:
                 except StopIteration as end:
                     ends.append(end.value)
         self.states = [end.state for end in ends]
-        self.memories = [end.left[0] for end in ends]
+        self.memories = [end.residuals[0] for end in ends]
         left = np.square(mean - ends[0].mean[0]).sum()
         self.sent.append(1 - left / np.square(mean).sum())
         self.owed.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
@@ -91,7 +91,7 @@ def both(name: str, shape: tuple[int, ...], directions: int, mean: Floats) -> li
     if kernels is None:
         return []
     words = sum(low_rank.words(RANKS))
-    high = kernels.count * min(kernels.across, kernels.beside)
+    high = kernels.count * min(kernels.outputs, kernels.inputs)
     size = 1
     while size < high and sum(Frequencies([kernels], [size + 1]).words(RANKS)) <= words:
         size += 1

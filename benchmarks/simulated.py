@@ -220,7 +220,7 @@ class Shared(Exchange):
         dense = [session.dense(self.name, self.shape) for session in self.sessions]
         pairs = list(zip(self.sessions, vectors, strict=True))
         if dense[0]:
-            total = sum_in_order([session.whole(self.name, vector) for session, vector in pairs])
+            total = sum_in_order([own.dense_values(self.name, vector) for own, vector in pairs])
             self._reduced(total.nbytes, ranks)
             mean: Floats = total / np.float32(ranks)
             for session in self.sessions:

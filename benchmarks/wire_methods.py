@@ -144,7 +144,7 @@ def shared(ranks: int, settings: Settings) -> Method:
         if not session.takes(name, shape):
             return (yield from dense(name, shape, values))
         if session.dense(name, shape):
-            total = yield Request("allreduce", session.whole(name, values))
+            total = yield Request("allreduce", session.dense_values(name, values))
             mean = total / np.float32(ranks)
             session.learn(name, mean)
             return mean

@@ -99,8 +99,8 @@ def takes(tensor: Any) -> bool:
     return on_cuda(tensor) and (library_of(tensor) != "torch" or installed())
 
 
-def found() -> str:
-    """The back end for device tensors and why; CuPy is looked for, not loaded."""
+def backend() -> str:
+    """Return the back end for device tensors and why; CuPy is searched for, not loaded."""
     if not installed():
         return "none: CuPy is not installed, so tensors have to be on the CPU; see the extra [cuda]"
     return "cupy: kernels are compiled at the first device tensor"
@@ -270,15 +270,15 @@ def view(tensor: Any) -> View:
     home = library_of(tensor)
     if home == "torch":
         tensor = tensor.detach()
-        shape, whole = tuple(tensor.shape), bool(tensor.is_contiguous())
+        shape, contiguous = tuple(tensor.shape), bool(tensor.is_contiguous())
         address, device = int(tensor.data_ptr()), int(tensor.device.index)
     else:
         if home != "cupy":
             tensor = cupy().from_dlpack(tensor)
-        shape, whole = tensor.shape, bool(tensor.flags.c_contiguous)
+        shape, contiguous = tensor.shape, bool(tensor.flags.c_contiguous)
         address, device = int(tensor.data.ptr), int(tensor.device.id)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if len(shape) != 1 or not whole:
+    if len(shape) != 1 or not contiguous:
         raise CompressError(
             f"cannot encode a tensor of shape {shape} with gaps between its elements or more than "
             "one dimension; expected a contiguous vector. Flatten it: tensor.reshape(-1)."

@@ -33,8 +33,8 @@ def namespace(array: Array) -> Any:
     """The functions of the array's library, by their names in the array API standard."""
     kind = type(array)
     if kind not in _spaces:
-        own = next((_registered[it] for it in kind.__mro__ if it in _registered), None)
-        _spaces[kind] = own or array_api_compat.array_namespace(array)
+        bases = (_registered[base] for base in kind.__mro__ if base in _registered)
+        _spaces[kind] = next(bases, None) or array_api_compat.array_namespace(array)
     return _spaces[kind]
 
 
@@ -48,8 +48,8 @@ def register(kind: type, space: Any) -> None:
     _registered[kind] = space
 
 
-def _own(array: Array) -> Any:
-    """The library of an array if a rim has registered it, else None."""
+def _library(array: Array) -> Any:
+    """Return the library of an array if a rim has registered it, else None."""
     space = namespace(array)
     return space if space in _registered.values() else None
 
@@ -61,7 +61,7 @@ def is_torch(array: Array) -> bool:
 
 def is_fixed(array: Array) -> bool:
     """Whether nothing can be written into it: it stands for a value of a graph."""
-    return _own(array) is not None
+    return _library(array) is not None
 
 
 def device_of(array: Array) -> Any:
@@ -97,13 +97,13 @@ _GLANCE = 4096  # elements of a gradient looked at before all of them
 
 
 def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
-    """The same memory as a NumPy array, for the compiled kernels; None where they cannot reach it.
+    """Return the same memory as a NumPy array, for compiled kernels; None if they cannot use it.
 
-    They can where it lies in the host's memory in order, is of this dtype, and is no stand-in of a
-    graph that is being captured. To be asked before the extension is: a capture cannot follow that.
+    They can if it is contiguous in host memory, of this dtype, and no fake tensor of a
+    capture. Call this before the extension, which a capture cannot follow.
     """
     if type(array) is np.ndarray:
-        found = array
+        view = array
     else:
         torch = sys.modules.get("torch")
         if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
@@ -113,8 +113,8 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
             return None
         if array.device.type != "cpu" or array.layout is not torch.strided:
             return None
-        found = (array.detach() if array.requires_grad else array).numpy()
-    return found if found.dtype == dtype and found.flags.c_contiguous else None
+        view = (array.detach() if array.requires_grad else array).numpy()
+    return view if view.dtype == dtype and view.flags.c_contiguous else None
 
 
 def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
@@ -158,8 +158,8 @@ def asarray_like(array: Array, like: Array) -> Array:
     """An array in the library and on the device of another, in its own dtype; may share memory."""
     if isinstance(like, np.ndarray):
         return to_host(array)
-    if (own := _own(like)) is not None:
-        return own.asarray(array)  # it finds a place for its tensors by itself
+    if (library := _library(like)) is not None:
+        return library.asarray(array)  # it chooses the device of its tensors by itself
     if type(array) is type(like) and array.device == like.device:
         return array
     return _on_device(to_host(array), like)
@@ -185,8 +185,8 @@ class Constant:
         """The array where `like` lies."""
         if isinstance(like, _HOST):
             return self.host
-        if (own := _own(like)) is not None:
-            return own.constant(self, self.host)
+        if (library := _library(like)) is not None:
+            return library.constant(self, self.host)
         key = f"{type(like).__module__} {like.device}"
         if key not in self._copies:
             self._copies[key] = _on_device(self.host, like)
@@ -211,20 +211,20 @@ def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
     """[n]: each value as many times as its run is long, without an index for each."""
     xp = namespace(values)
     pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
-    return join([xp.reshape(xp.broadcast_to(it[:, None], run), (-1,)) for it, run in pieces])
+    return join([xp.reshape(xp.broadcast_to(value[:, None], run), (-1,)) for value, run in pieces])
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
     """The target with other values at [m] places of its first axis; in its place if it can be."""
-    if (own := _own(target)) is not None:
-        return own.put(target, index, values)
+    if (library := _library(target)) is not None:
+        return library.put(target, index, values)
     target[index] = values
     return target
 
 
 def filled(target: Array, value: Array) -> Array:
     """The target with a 0-d value everywhere; in its place if it can be."""
-    if _own(target) is not None:
+    if _library(target) is not None:
         return namespace(target).broadcast_to(value, target.shape)
     target[...] = value
     return target
@@ -232,22 +232,22 @@ def filled(target: Array, value: Array) -> Array:
 
 def bits_of(values: Array) -> Array:
     """The bits of float32 as int32; may share memory."""
-    own = _own(values)
-    return values.view(namespace(values).int32) if own is None else own.bits_of(values)
+    library = _library(values)
+    return values.view(namespace(values).int32) if library is None else library.bits_of(values)
 
 
 def floats_of(bits: Array) -> Array:
     """The float32 that int32 are the bits of; may share memory."""
-    own = _own(bits)
-    return bits.view(namespace(bits).float32) if own is None else own.floats_of(bits)
+    library = _library(bits)
+    return bits.view(namespace(bits).float32) if library is None else library.floats_of(bits)
 
 
 def top(values: Array, count: int) -> Array:
     """[rows, count]: the largest of each row, in any order."""
     if is_torch(values):
         return values.topk(count, dim=1, sorted=False).values
-    if (own := _own(values)) is not None:
-        return own.top(values, count)
+    if (library := _library(values)) is not None:
+        return library.top(values, count)
     if isinstance(values, np.ndarray):
         return np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
     return namespace(values).sort(values, axis=1)[:, -count:]
@@ -260,8 +260,8 @@ def add_at(target: Array, index: Array, values: Array) -> Array:
     """
     if is_torch(target):
         return target.index_add_(0, index, values)
-    if (own := _own(target)) is not None:
-        return own.add_at(target, index, values)
+    if (library := _library(target)) is not None:
+        return library.add_at(target, index, values)
     namespace(target).add.at(target, index, values)
     return target
 
@@ -279,8 +279,8 @@ def rfft(blocks: Array) -> Array:
     if is_torch(blocks):
         torch = sys.modules["torch"]
         return torch.view_as_real(torch.fft.rfft(blocks, norm="ortho")).reshape(len(blocks), -1)
-    if (own := _own(blocks)) is not None:
-        return own.rfft(blocks)
+    if (library := _library(blocks)) is not None:
+        return library.rfft(blocks)
     return scipy_fft(blocks).rfft(blocks, axis=-1, norm="ortho").view(namespace(blocks).float32)
 
 
@@ -290,30 +290,30 @@ def irfft(parts: Array, block: int) -> Array:
         torch = sys.modules["torch"]
         pairs = torch.view_as_complex(parts.reshape(len(parts), -1, 2))
         return torch.fft.irfft(pairs, n=block, norm="ortho")
-    if (own := _own(parts)) is not None:
-        return own.irfft(parts, block)
+    if (library := _library(parts)) is not None:
+        return library.irfft(parts, block)
     bins = parts.view(namespace(parts).complex64)
     return scipy_fft(parts).irfft(bins, n=block, axis=-1, norm="ortho", overwrite_x=True)
 
 
 def shifted_right(values: Array, places: int) -> Array:
     """Whole numbers divided by 2**places and rounded down."""
-    if _own(values) is None:
+    if _library(values) is None:
         return values >> places
     return namespace(values).bitwise_right_shift(values, places)
 
 
 def matrix_transpose(matrix: Array) -> Array:
     """[a, b] as [b, a], a view; in TensorFlow's graphs it becomes a part of the product."""
-    return matrix.T if _own(matrix) is None else namespace(matrix).permute_dims(matrix, (1, 0))
+    return matrix.T if _library(matrix) is None else namespace(matrix).permute_dims(matrix, (1, 0))
 
 
-def where_all(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+def where_all(flag: Array, these: Sequence[Array], otherwise: Sequence[Array]) -> list[Array]:
     """All of the first if a 0-d bool is set, else all of the second."""
-    if (own := _own(flag)) is not None:
-        return own.where_all(flag, these, others)  # type: ignore[no-any-return]
+    if (library := _library(flag)) is not None:
+        return library.where_all(flag, these, otherwise)  # type: ignore[no-any-return]
     xp = namespace(flag)
-    return [xp.where(flag, this, other) for this, other in zip(these, others, strict=True)]
+    return [xp.where(flag, this, other) for this, other in zip(these, otherwise, strict=True)]
 
 
 def clipped(values: Array, least: float, largest: float) -> Array:
@@ -373,8 +373,8 @@ def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
         return [flat]
     if is_torch(flat):
         return list(flat.split(list(sizes)))
-    if (own := _own(flat)) is not None:
-        return own.split(flat, sizes)  # type: ignore[no-any-return]
+    if (library := _library(flat)) is not None:
+        return library.split(flat, sizes)  # type: ignore[no-any-return]
     ends = np.cumsum(sizes)
     return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -401,7 +401,7 @@ def squared_norm(matrix: Array) -> Array:
     flat = namespace(matrix).reshape(matrix, (-1,))
     if is_torch(flat):
         return sys.modules["torch"].dot(flat, flat)
-    return flat @ flat if _own(flat) is None else namespace(flat).vecdot(flat, flat)
+    return flat @ flat if _library(flat) is None else namespace(flat).vecdot(flat, flat)
 
 
 def product(left: Array, right: Array, out: Array | None) -> Array:
@@ -493,7 +493,7 @@ class AsyncScalars:
             self._event.record()
 
     def read(self) -> list[float]:
-        """The numbers; waits for the device if it has not come so far."""
+        """Return the numbers; waits for the device if it has not computed them yet."""
         if self._event is not None:
             self._event.synchronize()
-        return [float(each) for each in to_host(self._numbers)]
+        return [float(number) for number in to_host(self._numbers)]

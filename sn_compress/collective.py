@@ -74,13 +74,13 @@ class Collective:
     sizes: tuple[int, ...] | None = None
 
     def to_ranks(self, rank: int) -> list[int]:
-        """How much a rank sends to each, in an all-to-all."""
-        return [0 if each == rank else size for each, size in enumerate(self.sizes or ())]
+        """Return how many words a rank sends to each rank in an all-to-all."""
+        return [0 if to == rank else size for to, size in enumerate(self.sizes or ())]
 
     def of_ranks(self, rank: int) -> list[int]:
-        """How much comes to a rank from each, in an all-to-all."""
+        """Return how many words a rank receives from each rank in an all-to-all."""
         sizes = self.sizes or ()
-        return [0 if each == rank else sizes[rank] for each in range(len(sizes))]
+        return [0 if source == rank else sizes[rank] for source in range(len(sizes))]
 
 
 # Yields what to carry, nothing at times, is sent the results in the same order.
@@ -94,7 +94,7 @@ class Routing:
     Attributes
     ----------
     plain : as without compression, in their own dtype; the rim's matter
-    dense : likewise in this step, but of what `Engine.whole` says, and `Engine.learn` is told
+    dense : likewise in this step, of `Engine.dense_values`; then `Engine.learn` takes the mean
     coded : by `Engine.rounds`
     """
 
@@ -123,11 +123,11 @@ class Buckets:
     def __init__(self, tensors: Iterable[tuple[str, int, Any]], *, full: int = GROUP) -> None:
         self.members: list[list[str]] = []
         self._number: dict[str, int] = {}
-        held, there = full, None
+        held, last = full, None
         for name, elements, device in tensors:
-            if held >= full or device != there:  # words of a bucket are made in one place
+            if held >= full or device != last:  # words of a bucket are made on one device
                 self.members.append([])
-                held, there = 0, device
+                held, last = 0, device
             self.members[-1].append(name)
             self._number[name] = len(self.members) - 1
             held += elements
@@ -138,10 +138,10 @@ class Buckets:
         self._missing = [len(names) for names in self.members]
         self._filed: dict[int, dict[str, Any]] = {}
 
-    def come(self, name: str, filed: Any = None) -> int | None:
-        """Note that a gradient has come; the number of its bucket, if that is complete now.
+    def add(self, name: str, filed: Any = None) -> int | None:
+        """Add a gradient; return the number of its bucket if that is complete now.
 
-        filed : what is to be handed out with the bucket; None for what travels by itself
+        filed : what `take` returns for it; None for a gradient that travels by itself
         """
         number = self._number[name]
         self._missing[number] -= 1
@@ -150,12 +150,12 @@ class Buckets:
         return number if not self._missing[number] and number in self._filed else None
 
     def take(self, number: int) -> list[tuple[str, Any]]:
-        """What was filed in a bucket, in its order; it is handed out once."""
+        """Remove and return what was filed in a bucket, in its order."""
         filed = self._filed.pop(number)
         return [(name, filed[name]) for name in self.members[number] if name in filed]
 
-    def rest(self) -> list[int]:
-        """Numbers of the buckets in which something was filed that was not taken, in order."""
+    def incomplete(self) -> list[int]:
+        """Return the numbers of buckets whose filed gradients were not taken, in order."""
         return sorted(self._filed)
 
 

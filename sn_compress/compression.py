@@ -80,10 +80,10 @@ class Compression(metaclass=_Shown):
 
     @classmethod
     def with_settings(cls, settings: Settings) -> type[Self]:
-        """A class of these settings, another one each time."""
+        """Return a new class with these settings."""
         bare = vars(cls).get("_bare", cls)
-        made = _Shown(cls.__name__, (bare,), {"settings": settings, "_bare": bare})
-        return cast("type[Self]", made)
+        changed = _Shown(cls.__name__, (bare,), {"settings": settings, "_bare": bare})
+        return cast("type[Self]", changed)
 
     @classmethod
     @_as_written
@@ -296,11 +296,11 @@ copyreg.pickle(_Shown, _reduced)  # type: ignore[arg-type]
 
 
 def settings_of(compression: Any, where: str) -> Settings:
-    """The settings of what was passed as compression; CompressError if it is none of ours."""
+    """Return the settings of an argument `compression`; CompressError if it is none of ours."""
     if isinstance(compression, type) and issubclass(compression, Compression):
-        found = getattr(compression, "settings", None)
-        if isinstance(found, Settings):
-            return found
+        settings = getattr(compression, "settings", None)
+        if isinstance(settings, Settings):
+            return settings
     raise CompressError(
         f"{where} got {_kind(compression)} as compression; expected FFTCompression, "
         "LowRankCompression, CastCompression or AutoCompression, the class itself or what its "

@@ -1,8 +1,7 @@
 """Whether all ranks say the same: their settings and tensors at the start, their weights later.
 
 Ranks that differ end as a mismatch deep in the transport, a wait without end, or, where two tensors
-of one shape have changed names, in silence. So each says what it has, as words, before anything
-depends on it.
+of one shape swap names silently. So each says what it has before anything depends on it.
 
 One all-reduce of whole numbers asks: the number of ranks that speak, pieces of a digest, and their
 squares. All are equal if and only if count * sum of squares = square of sum, which every rank sees
@@ -80,9 +79,9 @@ def all_equal(total: Words) -> bool:
 def difference(
     fingerprint: Fingerprint | None, *, total: Total, rank: int, ranks: int, name: str
 ) -> str:
-    """What ranks say that others do not, in words, the same on all of them; blocks.
+    """Describe where ranks' fingerprints differ, with the same words on all ranks; blocks.
 
-    Called by all ranks, when they know that they differ.
+    All ranks call it, once they know that they differ.
     """
     text = b"" if fingerprint is None else json.dumps(list(fingerprint)).encode()
     lengths = np.zeros(ranks, np.int64)
@@ -91,42 +90,42 @@ def difference(
     words = np.zeros((ranks, -(-int(lengths.max()) // 8)), np.int64)
     words[rank].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
     rows = total(f"{name}.words", words.reshape(-1)).reshape(ranks, -1)
-    every = {
+    by_rank = {
         other: [tuple(pair) for pair in json.loads(row.view(np.uint8)[:length].tobytes())]
         for other, (row, length) in enumerate(zip(rows, lengths, strict=True))
         if length  # none of a rank that has joined, or is not asked
     }
-    return _in_words(every)
+    return _in_words(by_rank)
 
 
-def _in_words(every: dict[int, list[tuple[str, str]]]) -> str:
-    first, *others = every
-    found = []
-    for other in others:
-        for mine, theirs in zip_longest(every[first], every[other], fillvalue=("", _NOTHING)):
+def _in_words(by_rank: dict[int, list[tuple[str, str]]]) -> str:
+    first, *other_ranks = by_rank
+    differences = []
+    for other in other_ranks:
+        for mine, theirs in zip_longest(by_rank[first], by_rank[other], fillvalue=("", _NOTHING)):
             if mine != theirs:
                 what = mine[0] or theirs[0]
-                # Of other things: what the one has in this place, the other has not.
-                own, its = (
+                # With other keys: what one rank has in this place, the other has not.
+                here, elsewhere = (
                     value if key in ("", what) else f"{key} {value}"
                     for key, value in (mine, theirs)
                 )
-                found.append(f"{what}: {own} on rank {first}, {its} on rank {other}")
-    more = len(found) - _SHOWN
-    return "; ".join(found[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+                differences.append(f"{what}: {here} on rank {first}, {elsewhere} on rank {other}")
+    more = len(differences) - _SHOWN
+    return "; ".join(differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def agree(
     fingerprint: Fingerprint, *, total: Total, rank: int, ranks: int, name: str, do: str
 ) -> None:
-    """Raise CompressError, on every rank, unless all say the same; blocks.
+    """Raise CompressError, on every rank, unless all have the same fingerprint; blocks.
 
     name : of the collectives
-    do : how to make them say the same, the end of the message
+    do : how to make them equal, the end of the message
     """
     if not all_equal(total(name, digest_words(fingerprint))):
-        told = difference(fingerprint, total=total, rank=rank, ranks=ranks, name=name)
-        raise CompressError(f"ranks have different settings or tensors: {told}. {do}")
+        differing = difference(fingerprint, total=total, rank=rank, ranks=ranks, name=name)
+        raise CompressError(f"ranks have different settings or tensors: {differing}. {do}")
 
 
 def fingerprint_of(record: Any, *, but: Iterable[str] = ()) -> list[tuple[str, str]]:
@@ -154,35 +153,35 @@ DO = (
 
 
 class ParameterCheck:
-    """When to compare, and what to say if ranks differ; for one optimizer.
+    """When to compare parameters, and the error if ranks differ; for one optimizer.
 
     every : steps from one comparison to the next; 0 for none
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Count from here, as when ranks have come or gone; on all ranks at once."""
+    def reset(self) -> None:
+        """Count from here, as when the number of ranks has changed; on all ranks at once."""
         self.steps, self.same_at = 0, 0
 
     def step(self) -> bool:
-        """A step begins: whether the parameters that it begins with are to be compared."""
-        due = self.every > 0 and self.steps > 0 and self.steps % self.every == 0
+        """Begin a step; return whether to compare the parameters that it begins with."""
+        compares = self.every > 0 and self.steps > 0 and self.steps % self.every == 0
         self.steps += 1
-        return due
+        return compares
 
     @property
     def free_steps(self) -> int:
         """Steps from the next one on in which nothing is compared."""
         return -self.steps % self.every if self.every else 2**62
 
-    def found(self, at: int) -> None:
-        """All were the same before step `at`, counted from 0."""
+    def passed(self, at: int) -> None:
+        """Note that all parameters were the same before step `at`, counted from 0."""
         self.same_at = at
 
-    def apart(
+    def error(
         self,
         at: int,
         fingerprint: Fingerprint | None,
@@ -192,11 +191,11 @@ class ParameterCheck:
         ranks: int,
         hint: str = "",
     ) -> CompressError:
-        """The error to raise, the same on every rank; blocks, and all ranks call it.
+        """Return the error to raise, the same on every rank; blocks, and all ranks call it.
 
-        said : None of a rank that is not asked; hint : alike on all ranks, before what to do
+        fingerprint : None on a rank that sends none; hint : equal on all ranks, before what to do
         """
-        told = difference(fingerprint, total=total, rank=rank, ranks=ranks, name="sn.same")
+        differing = difference(fingerprint, total=total, rank=rank, ranks=ranks, name="sn.same")
         since = f"they were the same after step {self.same_at}"
         if not self.same_at:
             since = (
@@ -204,7 +203,7 @@ class ParameterCheck:
                 "training, so that all start with the same"
             )
         error: CompressError = CompressError(
-            f"ranks have different parameters after step {at}, {since}; {told} (digests). "
+            f"ranks have different parameters after step {at}, {since}; {differing} (digests). "
             f"{hint}{DO}."
         )
         return error
@@ -220,32 +219,30 @@ def weights() -> npt.NDArray[np.int64]:
 def weigh(
     words: Any, factors: Any, wide: Callable[[Any], Any], fetch: Callable[[list[Any]], list[int]]
 ) -> str:
-    """A digest of [n] words of up to 32 bits, on any device: their sum, each times an odd number.
+    """Return a digest of [n] words of up to 32 bits, on any device: a sum weighted by odd numbers.
 
-    Modulo 2**64, so that another value of a single word is never missed, and of several hardly
-    ever: with odds of 2**-32 at most for bits that random numbers do not favour.
+    Modulo 2**64, so that a change of a single word is always detected, and one of several words is
+    missed with a probability of at most 2**-32, unless the bits depend on the weights.
 
     factors : `weights()`, of the same array library and device
     wide : makes int64 of words
-    fetch : brings the sums of all stretches to the host, at once: a device waits for each that
-        comes alone
+    fetch : copies the sums of all pieces to the host at once, as each copy waits for the device
     """
     sums = []
     for start in range(0, len(words), _WIDTH):
         part = wide(words[start : start + _WIDTH])
         sums.append((part * factors[: len(part)]).sum())
-    total = sum((2 * number + 1) * each for number, each in enumerate(fetch(sums)))
+    total = sum((2 * number + 1) * summed for number, summed in enumerate(fetch(sums)))
     return f"{total & _MASK:016x}"
 
 
 def digest(values: npt.NDArray[Any]) -> str:
-    """That of an array on the host, by its bits."""
+    """Return the digest of an array on the host, by its bits."""
     flat = np.ascontiguousarray(values).reshape(-1)
     size = min(flat.dtype.itemsize, 4)
     words = flat.view(np.uint8) if flat.dtype == np.bool_ else flat.view(f"i{size}")
-    return weigh(
-        words, weights(), lambda part: part.astype(np.int64), lambda sums: [int(it) for it in sums]
-    )
+    wide, fetch = (lambda part: part.astype(np.int64)), (lambda sums: list(map(int, sums)))
+    return weigh(words, weights(), wide, fetch)
 
 
 # Seconds between two questions: long enough to leave the core, and short beside what was waited for

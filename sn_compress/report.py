@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .codecs.base import Payload
 
 _log = logging.getLogger(__name__)
-WAYS = ("low_rank", "rows", "frequencies", "whole", "cast", "plain")
+METHODS = ("low_rank", "rows", "frequencies", "whole", "cast", "plain")
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,19 @@ class TensorTraffic:
     elements: int
     dense: int
     sent: int
-    way: str
+    method: str
     steps: int
 
 
 @dataclass(frozen=True)
 class PayloadStats:
-    """What payloads of one tensor tell: see Payload. None where they do not know it."""
+    """Statistics of one tensor's payloads: see Payload. None where unknown."""
 
     nbytes: int
     saturated: int
     energy: float | None
     error: float | None
-    way: str = "frequencies"  # of WAYS
+    method: str = "frequencies"  # of METHODS
 
     @classmethod
     def of(cls, payloads: Sequence[Payload]) -> PayloadStats:
@@ -86,34 +86,34 @@ class Traffic:
         self._energy = self._error = 0.0
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
-        self._beside = 0
-        self._ways: dict[str, str] = {}  # how each tensor travels: a key of WAYS
-        self._told = ""
-        self.speaks = True  # whether this rank logs what is chosen; rims leave it to rank 0
+        self._overhead = 0
+        self._methods: dict[str, str] = {}  # how each tensor travels: a key of METHODS
+        self._logged = ""
+        self.logs = True  # whether this rank logs what is chosen; rims leave it to rank 0
 
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
         """Count a tensor that travels uncompressed."""
         self._count(name, elements, nbytes, compressed=False)
-        self._ways[name or ""] = "plain"
+        self._methods[name or ""] = "plain"
 
     def dense(self, name: str, elements: int, nbytes: int) -> None:
         """Count a tensor that was sent whole for this step only."""
         self._count(name, elements, nbytes, compressed=False)
-        self._ways.setdefault(name, "plain")
+        self._methods.setdefault(name, "plain")
 
     def sparse(self, name: str, elements: int, nbytes: int) -> None:
         """Count a sparse gradient of so many values, which travelled with where they are."""
         self._count(name, elements, nbytes, compressed=False, dense=nbytes)
-        self._ways[name] = "plain"
+        self._methods[name] = "plain"
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
-        self._ways[name] = "plain"
+        self._methods[name] = "plain"
         self._fixed[name] = elements, nbytes
 
-    def beside(self, nbytes: int) -> None:
+    def overhead(self, nbytes: int) -> None:
         """Count what is no gradient: what ranks agree on and compare, and what a tuner measures."""
-        self._beside += nbytes
+        self._overhead += nbytes
 
     def ran(
         self,
@@ -140,7 +140,7 @@ class Traffic:
                 steps,
                 sum(tensor.steps * tensor.dense for tensor in tensors),
                 sum(tensor.steps * tensor.sent for tensor in tensors),
-                any(tensor.way != "plain" for tensor in tensors),
+                any(tensor.method != "plain" for tensor in tensors),
             )
         )
         for tensor in tensors:
@@ -150,9 +150,9 @@ class Traffic:
                 tensor.elements,
                 tensor.dense,
                 tensor.sent,
-                tensor.way != "plain",
+                tensor.method != "plain",
             )
-            self._ways[tensor.name] = tensor.way
+            self._methods[tensor.name] = tensor.method
         self._relative_sum += relative[0]
         self._relative_count += round(relative[1])
         return first
@@ -162,23 +162,23 @@ class Traffic:
         """Counted so far."""
         return self._steps
 
-    def payload(self, name: str | None, elements: int, told: PayloadStats) -> bool:
+    def payload(self, name: str | None, elements: int, stats: PayloadStats) -> bool:
         """Count the payloads of a tensor; True when values saturated first."""
-        self._count(name, elements, told.nbytes, compressed=True)
-        self._ways[name or ""] = told.way
-        if told.energy is not None and told.error is not None:
-            self._energy += told.energy
-            self._error += told.error
-        first = told.saturated > 0 and self._saturated == 0
-        self._saturated += told.saturated
+        self._count(name, elements, stats.nbytes, compressed=True)
+        self._methods[name or ""] = stats.method
+        if stats.energy is not None and stats.error is not None:
+            self._energy += stats.energy
+            self._error += stats.error
+        first = stats.saturated > 0 and self._saturated == 0
+        self._saturated += stats.saturated
         return first
 
     def shared(
-        self, name: str, elements: int, nbytes: int, energy: float, error: float, *, way: str
+        self, name: str, elements: int, nbytes: int, energy: float, error: float, *, method: str
     ) -> None:
-        """Count what one tensor adds to the sums by a way of WAYS, and what it remembers of it."""
+        """Count what one tensor sends by a method of METHODS, and its energy and error."""
         self._count(name, elements, nbytes, compressed=True)
-        self._ways[name] = way
+        self._methods[name] = method
         self._energy += energy
         self._error += error
 
@@ -218,23 +218,23 @@ class Traffic:
         self._settled.add(self._now)
         self._now = _Sums(steps=1)
 
-    def _ways_now(self) -> dict[str, int]:
-        """Tensors by the way they travel."""
-        count = Counter(self._ways.values())
-        return {way: count[way] for way in WAYS}
+    def _counts(self) -> dict[str, int]:
+        """Return the number of tensors by method."""
+        count = Counter(self._methods.values())
+        return {method: count[method] for method in METHODS}
 
     def _say(self) -> None:
-        """One line, behind the first step in which something was compressed, and when it changes.
+        """Log methods in one line after the first compressed step, and when they change.
 
-        By the end of a step, as tensors come one by one.
+        At the end of a step, as tensors are counted one by one.
         """
-        ways = self._ways_now()
-        told = ", ".join(f"{n} {way.replace('_', ' ')}" for way, n in ways.items() if n)
-        if told == self._told or not any(ways[way] for way in WAYS if way != "plain"):
+        counts = self._counts()
+        line = ", ".join(f"{n} {method.replace('_', ' ')}" for method, n in counts.items() if n)
+        if line == self._logged or not any(counts[m] for m in METHODS if m != "plain"):
             return
-        self._told = told
-        if self.speaks:
-            _log.info("gradients travel as: %s", told)
+        self._logged = line
+        if self.logs:
+            _log.info("gradients travel as: %s", line)
 
     def report(self) -> dict[str, float]:
         """See Compression.report; all zeros before the first step."""
@@ -262,6 +262,6 @@ class Traffic:
             "ratio_after_warmup": settled_dense / settled_sent if settled_sent else 0.0,
             "relative_error": relative_sum / count if count else 0.0,
             "saturated": self._saturated,
-            "other_bytes": self._beside,
-            **self._ways_now(),
+            "other_bytes": self._overhead,
+            **self._counts(),
         }

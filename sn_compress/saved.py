@@ -84,7 +84,7 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
 
 
 def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """A copy of a saved array of this shape as float32, finite, or CompressError."""
+    """Return a copy of a saved array of this shape as float32; CompressError unless finite."""
     array = np.asarray(value)
     if array.shape != size or (array.size and array.dtype.kind not in "iuf"):
         raise CompressError(
@@ -92,20 +92,20 @@ def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float
             "float32. Was it saved with other settings, or for another layer?"
         )
     with np.errstate(over="ignore"):
-        made = np.array(array, np.float32, order="C")
-    if not np.isfinite(made).all():
+        copy = np.array(array, np.float32, order="C")
+    if not np.isfinite(copy).all():
         raise CompressError(f"saved {what} holds NaN or Inf; load another, or none")
-    return made
+    return copy
 
 
 def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
     """The arrays of a file as np.savez writes it, by name, as views of its bytes.
 
-    `np.load` makes an array of the size that its header says, and reads then.
+    `np.load` allocates an array of the size that its header declares before it reads.
 
     Raises CompressError if it is not such a file, or an array not of the size of its bytes.
     """
-    found = {}
+    arrays = {}
     with reading("the file"), zipfile.ZipFile(io.BytesIO(data)) as file:
         for entry in file.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
@@ -119,13 +119,13 @@ def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
                 2: np.lib.format.read_array_header_2_0,
             }[major]
             sizes, by_columns, dtype = read(stream)
-            rest = stream.read()
-            if dtype.hasobject or math.prod(sizes) * dtype.itemsize != len(rest):
+            body = stream.read()
+            if dtype.hasobject or math.prod(sizes) * dtype.itemsize != len(body):
                 raise CompressError(
-                    f"{entry.filename!r} declares {sizes} of {dtype}, contains {len(rest)} bytes"
+                    f"{entry.filename!r} declares {sizes} of {dtype}, contains {len(body)} bytes"
                 )
-            array = np.frombuffer(rest, dtype) if rest else np.zeros(0, dtype)
-            found[entry.filename.removesuffix(".npy")] = array.reshape(
+            array = np.frombuffer(body, dtype) if body else np.zeros(0, dtype)
+            arrays[entry.filename.removesuffix(".npy")] = array.reshape(
                 sizes, order="F" if by_columns else "C"
             )
-    return found
+    return arrays

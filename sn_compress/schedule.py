@@ -158,8 +158,8 @@ class Annealed:
 
     def theta(self, step: int) -> float:
         rate = _fraction(self, self.rate, min(step, self.steps - 1))
-        kept = self._highest * rate**self.power  # type: ignore[attr-defined]
-        return on_ladder(1 - min(1.0, max(kept, _LEAST_KEPT)))
+        fraction = self._highest * rate**self.power  # type: ignore[attr-defined]
+        return on_ladder(1 - min(1.0, max(fraction, _LEAST_KEPT)))
 
 
 def stays(schedule: Schedule, step: int) -> bool:

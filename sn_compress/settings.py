@@ -115,8 +115,8 @@ class Settings:
     @property
     def exchange(self) -> Exchange:
         """How it travels: payloads all-gathered, words that an all-reduce sums, or casts."""
-        own: dict[str, Exchange] = {"FFTCompression": "gather", "CastCompression": "cast"}
-        return own.get(self.compression, "shared")
+        exchanges: dict[str, Exchange] = {"FFTCompression": "gather", "CastCompression": "cast"}
+        return exchanges.get(self.compression, "shared")
 
     @property
     def tune(self) -> bool:
@@ -124,7 +124,7 @@ class Settings:
         return self.compression == "AutoCompression"
 
     def changed(self, **changes: Any) -> Settings:
-        """These settings with changes; CompressError names what is unknown or not legal."""
+        """Return these settings with changes; CompressError names what is unknown or illegal."""
         self._refuse_others(changes)
         types = _types(self.compression)
         for name, value in changes.items():
@@ -144,7 +144,7 @@ class Settings:
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
             )
-        if lost := [it for it in ("feedback", "decay") if it in changes and settings._is_exact]:
+        if lost := [key for key in ("feedback", "decay") if key in changes and settings._is_exact]:
             raise CompressError(
                 f"CastCompression: {lost[0]}={changes[lost[0]]!r} has no effect with "
                 f"dtype={settings.dtype!r}, of which nothing is remembered. Leave it out, or use "
@@ -166,12 +166,12 @@ class Settings:
         """Whether blocks of this transform can be cut into FFTs of so many elements."""
         return self.transform == "fft" and (self.block or 0) >= (self.span or 0)
 
-    def _refuse_others(self, given: Iterable[str]) -> None:
-        own = _types(self.compression)
-        for name in given:
-            if name in own:
+    def _refuse_others(self, names: Iterable[str]) -> None:
+        known = _types(self.compression)
+        for name in names:
+            if name in known:
                 continue
-            has = f"{self.compression} has {', '.join(sorted(own))}"
+            has = f"{self.compression} has {', '.join(sorted(known))}"
             owners = [other for other in _KEYWORDS if name in _types(other)]
             if not owners:
                 raise CompressError(f"there is no setting {name}; {has}")
@@ -181,14 +181,14 @@ class Settings:
             )
 
     def call(self) -> str:
-        """The call of `using` that makes these of the defaults; "" for the defaults."""
+        """Return the call of `using` that makes these from the defaults; "" for the defaults."""
         default = Settings(compression=self.compression)
-        given = [
+        changes = [
             f"{name}={getattr(self, name)!r}"
             for name in (field.name for field in fields(self))
             if getattr(self, name) != getattr(default, name)
         ]
-        return f".using({', '.join(given)})" if given else ""
+        return f".using({', '.join(changes)})" if changes else ""
 
     def refuse_overlap(self, where: str) -> None:
         """Raise CompressError if overlap=True is set where it has no effect."""
@@ -249,32 +249,32 @@ def _types(compression: CompressionName) -> dict[str, Any]:
     return get_type_hints(_KEYWORDS[compression])
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of an annotation made of Literal, unions and classes."""
-    if get_origin(wanted) is Literal:
-        return any(value is one or (isinstance(value, str) and value == one) for one in _of(wanted))
-    if get_origin(wanted) in (Union, UnionType):
-        return any(_fits(value, one) for one in _of(wanted))
-    if wanted is Schedule:  # a protocol: whatever tells theta
+    if get_origin(kind) is Literal:
+        return any(value is one or (isinstance(value, str) and value == one) for one in _of(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in _of(kind))
+    if kind is Schedule:  # a protocol: whatever tells theta
         return callable(getattr(value, "theta", None))
-    if wanted in (int, float):
-        number = Integral if wanted is int else Real
+    if kind in (int, float):
+        number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, wanted)
+    return isinstance(value, kind)
 
 
-def _words(wanted: Any) -> str:
-    """An annotation in words."""
-    if get_origin(wanted) is Literal:
-        return " or ".join(map(repr, _of(wanted)))
-    if get_origin(wanted) in (Union, UnionType):
-        return " or ".join(map(_words, _of(wanted)))
+def _words(kind: Any) -> str:
+    """Describe an annotation in words."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, _of(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_words, _of(kind)))
     known = {bool: "True or False", int: "a whole number", float: "a number", NoneType: "None"}
-    return known.get(wanted, "a schedule of sn_compress.schedule")
+    return known.get(kind, "a schedule of sn_compress.schedule")
 
 
-def _of(wanted: Any) -> tuple[Any, ...]:
-    return get_args(wanted)
+def _of(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind)
 
 
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
@@ -309,16 +309,16 @@ class ThetaInTime:
             )
 
     def steady_steps(self) -> int:
-        """Steps from the next one on that have one theta.
+        """Return for how many steps from the next one on theta stays the same.
 
         At most 2**12 where a schedule could change later.
         """
         if stays(self._schedule, self.steps):
             return _FOR_GOOD
-        own = self._schedule.theta(self.steps)
+        theta = self._schedule.theta(self.steps)
         for ahead in range(_AHEAD):
             try:
-                if self._schedule.theta(self.steps + ahead) != own:
+                if self._schedule.theta(self.steps + ahead) != theta:
                     return ahead
             except Exception:  # noqa: BLE001 - of a step that may never come; raised when it does
                 return ahead

@@ -17,7 +17,7 @@ from typing import Any
 
 from sn_compress import CompressError, Link, measure_rates, predict
 from sn_compress.prediction.cost import ALONE, INSIDE, MODELS, Host, Layer, Route, layers, step
-from sn_compress.prediction.predict import METHODS, Prediction, ways
+from sn_compress.prediction.predict import METHODS, Prediction, routes_by_method
 from sn_compress.prediction.rates import FREE, GLOO, RECORDED, Rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
@@ -132,7 +132,7 @@ def _predict(args: argparse.Namespace) -> Answer:
     if args.nodes is not None:
         grown = []
         for many in _sizes(link.gpus):
-            routes = ways(
+            routes = routes_by_method(
                 model, ranks=many, gpus=link.gpus, settings=settings, rates=rates, host=host
             )  # fmt: skip
             by = {name: replace(link, tree=name == "tree") for name in ("ring", "tree")}
@@ -283,7 +283,7 @@ def _map(
     seen: set[str] = set()
     for (name, of_panel), panel in zip(panels.items(), axes[:, 0], strict=True):
         for x, ranks in enumerate(sizes):
-            routes = ways(
+            routes = routes_by_method(
                 model, ranks=ranks, gpus=link.gpus, settings=settings, rates=of_panel, host=host
             )  # fmt: skip
             for y, gbit in enumerate(MAPPED_GBIT):

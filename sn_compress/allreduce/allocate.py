@@ -35,7 +35,7 @@ from ..ops.bits import slot_words
 from ..ops.fixed_point import PRIME, Digits, word_sum
 from ..ops.products import cut, directions, first_factor
 from .methods.base import HEAD, Method
-from .methods.dense import Whole
+from .methods.dense import Dense
 from .methods.frequencies import Frequencies, kernels_of, waves
 from .methods.low_rank import LowRank
 from .methods.rows import Rows
@@ -67,29 +67,29 @@ def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
 
 
 Words = npt.NDArray[np.int32]
-Way = Literal["low_rank", "rows", "frequencies"]
+Kind = Literal["low_rank", "rows", "frequencies"]
 
-WAYS: tuple[Way, ...] = get_args(Way)
+METHODS: tuple[Kind, ...] = get_args(Kind)
 MOST = 64  # directions looked at
 MOST_FREQUENCIES = 256  # of them, which are about a quarter as long
 _SILENT = 0  # in a rank's place, of one that has joined
-_TOLD = 3  # words: ranks that speak, the checksum, and a digest of the shapes
+_HEADER = 3  # words: ranks that speak, the checksum, and a digest of the shapes
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """How much of a tensor travels.
+    """How much of a tensor is sent.
 
     Attributes
     ----------
     shape : the tensor's, as it is made a matrix
     size : directions, or rows that each rank names; 0 is the whole tensor
-    way : what is sent: directions, rows, or directions of frequencies
+    method : what is sent: directions, rows, or directions of frequencies
     """
 
     shape: tuple[int, ...]
     size: int
-    way: Way = "low_rank"
+    method: Kind = "low_rank"
 
     @property
     def waits(self) -> bool:
@@ -99,28 +99,28 @@ class Allocation:
     def part(self) -> Method:
         """What sends it."""
         if self.size == 0:
-            return Whole([(1, math.prod(self.shape))])
-        if self.way == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
+            return Dense([(1, math.prod(self.shape))])
+        if self.method == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
             return Frequencies([kernels], [self.size])
         matrix = cut(self.shape)
-        kind = Rows if self.way == "rows" else LowRank
+        kind = Rows if self.method == "rows" else LowRank
         return kind([matrix], [self.size])
 
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """What directions, rows or directions of frequencies of one tensor would catch.
+    """The share of energy that directions, rows or directions of frequencies of a tensor hold.
 
     Attributes
     ----------
     shape : the tensor's
     shares : [directions] or [rows], share of the squared norm in each, falling
-    way : what is sent; rows in parcels of one for each rank
+    method : what is sent; rows in parcels of one for each rank
     """
 
     shape: tuple[int, ...]
     shares: npt.NDArray[np.float64]
-    way: Way = "low_rank"
+    method: Kind = "low_rank"
 
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve:
@@ -147,30 +147,31 @@ class EnergyCurve:
     @classmethod
     def of_frequencies(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve | None:
         """Of directions of frequencies, measured likewise; None where there are no kernels."""
-        if (it := kernels_of(shape)) is None:
+        if (kernels := kernels_of(shape)) is None:
             return None
-        side = min(it.across, it.beside)
-        most = min(it.count * side, MOST_FREQUENCIES)
+        side = min(kernels.outputs, kernels.inputs)
+        most = min(kernels.count * side, MOST_FREQUENCIES)
         total = np.square(mean, dtype=np.float64).sum()
         if not np.isfinite(total) or not total:
             return cls(tuple(shape), np.full(most, 1 / most), "frequencies")
-        wave = waves(it.sides).host
-        if it.last:
-            cube = (mean.reshape(-1, it.count) @ wave.T).reshape(it.across, it.beside, -1)
-            cube = cube.transpose(2, 0, 1)
+        wave = waves(kernels.sides).host
+        if kernels.last:
+            cube = mean.reshape(-1, kernels.count) @ wave.T
+            cube = cube.reshape(kernels.outputs, kernels.inputs, -1).transpose(2, 0, 1)
         else:
-            cube = (wave @ mean.reshape(it.count, -1)).reshape(-1, it.beside, it.across)
-        sigma = np.concatenate([_singular_values(each, min(side, most)) for each in cube])
+            cube = wave @ mean.reshape(kernels.count, -1)
+            cube = cube.reshape(-1, kernels.inputs, kernels.outputs)
+        sigma = np.concatenate([_singular_values(matrix, min(side, most)) for matrix in cube])
         energy = np.sort(np.square(sigma, dtype=np.float64))[::-1]
         return cls(tuple(shape), energy[:most] / total, "frequencies")
 
     def caught(self, size: int, ranks: int) -> float:
         """Share of the energy in `size` directions, or parcels of rows."""
-        return float(self.shares[: size * ranks if self.way == "rows" else size].sum())
+        return float(self.shares[: size * ranks if self.method == "rows" else size].sum())
 
     def most(self, ranks: int) -> int:
         """The largest size."""
-        return -(-self.shares.size // ranks) if self.way == "rows" else self.shares.size
+        return -(-self.shares.size // ranks) if self.method == "rows" else self.shares.size
 
     def largest(self, words: int, ranks: int) -> int:
         """The largest size that fits the words; 0 if none does."""
@@ -215,12 +216,12 @@ def budget(taken: int, left_out: float, ratio: float) -> int:
 
 
 def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[str, int]:
-    """The size of each tensor: its rank, or the rows each rank names; 0 for vectors: all of it.
+    """Return the size of each tensor: its rank, or rows that a rank names; 0 for vectors: dense.
 
     words : budget of 4-byte words over all these tensors; the smallest sizes may exceed it
     """
     chosen = {name: 0 if curve.flat else 1 for name, curve in curves.items()}
-    left = words - sum(_words(curves[name], rank, ranks) for name, rank in chosen.items())
+    remaining = words - sum(_words(curves[name], rank, ranks) for name, rank in chosen.items())
     # Ties by name: every rank decides alike.
     queue = [(-_gain(curves[name], 1, ranks), name) for name, rank in chosen.items() if rank]
     heapq.heapify(queue)
@@ -228,31 +229,31 @@ def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[
         _, name = heapq.heappop(queue)
         curve, rank = curves[name], chosen[name]
         price = _words(curve, rank + 1, ranks) - _words(curve, rank, ranks)
-        if price > left:
+        if price > remaining:
             continue
-        left -= price
+        remaining -= price
         chosen[name] = rank + 1
         if rank + 1 < curve.most(ranks):
             heapq.heappush(queue, (-_gain(curve, rank + 1, ranks), name))
     return chosen
 
 
-def words_of(shape: Sequence[int], size: int, ranks: int, way: Way = "low_rank") -> list[int]:
-    """Words that a tensor of its own sends in each round at a size; 0 is whole."""
+def words_of(shape: Sequence[int], size: int, ranks: int, method: Kind = "low_rank") -> list[int]:
+    """Return the words that a tensor sends by itself in each round at a size; 0 is dense."""
     rows, columns = cut(shape)
     if size == 0:
         return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
     digits = Digits.of(ranks)
-    if way == "frequencies" and (it := kernels_of(shape)) is not None:
-        return [HEAD + 1 + digits.words(side * size) for side in (it.across, it.beside)]
-    if way == "rows":
+    if method == "frequencies" and (kernels := kernels_of(shape)) is not None:
+        return [HEAD + 1 + digits.words(side * size) for side in (kernels.outputs, kernels.inputs)]
+    if method == "rows":
         values = digits.words(min(size * ranks, rows) * columns)
         return [HEAD + 1 + values + ranks * slot_words(size, rows)]
     return [HEAD + size + digits.words(side * size) for side in (rows, columns)]
 
 
 def _words(curve: EnergyCurve, size: int, ranks: int) -> int:
-    return sum(words_of(curve.shape, size, ranks, curve.way))
+    return sum(words_of(curve.shape, size, ranks, curve.method))
 
 
 def _gain(curve: EnergyCurve, size: int, ranks: int) -> float:
@@ -278,19 +279,19 @@ def _singular_values(matrix: Floats, count: int) -> Floats:
 
 
 def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> Words:
-    """What a rank adds to the sum that tells the sizes, [3 + ranks * tensors] int32.
+    """Return this rank's addend to the sum that agrees on sizes, [3 + ranks * tensors] int32.
 
-    Every rank has computed sizes, from floats in which the last bit may be another. Each writes its
-    own into a slot that the others leave at zero, and all take those of the first rank that has
-    not joined: of one rank, then, whatever became of the others.
+    Every rank has computed sizes from floats whose last bits may differ. Each writes its sizes into
+    a slot that the others leave at zero, and all take those of the first rank that has not joined,
+    so that all use the sizes of one rank.
     """
     if not 0 <= rank < ranks:
         raise CompressError(f"rank={rank!r} of {ranks}; expected 0 to {ranks - 1}")
-    words = np.zeros(_TOLD + ranks * len(chosen), np.int32)
+    words = np.zeros(_HEADER + ranks * len(chosen), np.int32)
     sizes = [chosen[name] for name in sorted(chosen)]
-    own = [1 + len(WAYS) * size.size + WAYS.index(size.way) for size in sizes]
+    slot = [1 + len(METHODS) * size.size + METHODS.index(size.method) for size in sizes]
     words[0], words[2] = 1, _digest({name: size.shape for name, size in chosen.items()})
-    words[_TOLD:].reshape(ranks, -1)[rank] = own
+    words[_HEADER:].reshape(ranks, -1)[rank] = slot
     words[1] = int(word_sum(words))
     return words
 
@@ -298,17 +299,17 @@ def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> 
 def decode_sizes(
     total: Words, shapes: Mapping[str, Sequence[int]], *, ranks: int
 ) -> dict[str, Allocation]:
-    """The sizes that all ranks take, from the sum of what they have said.
+    """Return the sizes that all ranks take, from the sum over ranks of `encode_sizes`.
 
     Raises PayloadError where the sum is damaged, and CompressError where ranks have other tensors;
     either way all of them do.
     """
-    if total.shape != (_TOLD + ranks * len(shapes),):
+    if total.shape != (_HEADER + ranks * len(shapes),):
         raise CompressError(
-            f"got {total.size} words of sizes; expected {_TOLD + ranks * len(shapes)}: "
+            f"got {total.size} words of sizes; expected {_HEADER + ranks * len(shapes)}: "
             f"{len(shapes)} tensors, {ranks} ranks. Do all ranks have the same tensors?"
         )
-    slots = total[_TOLD:].reshape(ranks, -1)
+    slots = total[_HEADER:].reshape(ranks, -1)
     spoken = (slots != _SILENT).all(axis=1)
     sound = (int(word_sum(total)) - int(total[1])) % PRIME == 0
     if not sound or not spoken.any() or spoken.sum() != total[0]:
@@ -323,26 +324,27 @@ def decode_sizes(
             f"{[tuple(shape) for shape in list(shapes.values())[:3]]}, ... Give all ranks the same "
             "model."
         )
-    found = {}
+    chosen = {}
     for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
-        size, which = divmod(word - 1, len(WAYS))
-        way = WAYS[which]
-        if not (way == "low_rank" and size == 0) and not 1 <= size <= largest(shapes[name], way):
+        size, which = divmod(word - 1, len(METHODS))
+        method = METHODS[which]
+        lowest = 0 if method == "low_rank" else 1
+        if not lowest <= size <= largest(shapes[name], method):
             raise PayloadError(
-                f"size {size} of {name!r}, {way} of {tuple(shapes[name])}: corrupt, or two ranks "
-                "share a rank id"
+                f"size {size} of {name!r}, {method} of {tuple(shapes[name])}: corrupt, or two "
+                "ranks share a rank id"
             )
-        found[name] = Allocation(tuple(shapes[name]), size, way)
-    return found
+        chosen[name] = Allocation(tuple(shapes[name]), size, method)
+    return chosen
 
 
-def largest(shape: Sequence[int], way: Way) -> int:
-    """The largest size of a tensor; 0 where it cannot be sent in this way."""
-    if way == "frequencies":
-        it = kernels_of(shape)
-        return 0 if it is None else it.count * min(it.across, it.beside)
+def largest(shape: Sequence[int], method: Kind) -> int:
+    """Return the largest size of a tensor; 0 where this method cannot send it."""
+    if method == "frequencies":
+        kernels = kernels_of(shape)
+        return 0 if kernels is None else kernels.count * min(kernels.outputs, kernels.inputs)
     rows, columns = cut(shape)
-    return rows if way == "rows" else min(rows, columns)
+    return rows if method == "rows" else min(rows, columns)
 
 
 def _digest(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -387,7 +389,7 @@ def _next(first: int, since: int) -> int:
 
 def is_small(size: Allocation, even: float, ranks: int) -> bool:
     """Whether a size is less than half of `even` words; that of all of a tensor never is."""
-    return size.size > 0 and (sum(words_of(size.shape, size.size, ranks, size.way)) < SMALL * even)
+    return size.size > 0 and sum(words_of(size.shape, size.size, ranks, size.method)) < SMALL * even
 
 
 def norm_of(vector: Array) -> float:
@@ -397,9 +399,9 @@ def norm_of(vector: Array) -> float:
         return math.sqrt(float(xp.sum(vector * vector)))
 
 
-def is_outgrown(held: float, others: Iterable[float]) -> bool:
-    """What a rank votes of a small tensor that holds so many gradients, and others so many."""
-    known = list(others)
+def is_outgrown(held: float, held_by_others: Iterable[float]) -> bool:
+    """Return a rank's vote on a small tensor: whether it holds far more gradients than others."""
+    known = list(held_by_others)
     return bool(known) and held > max(MOST_HELD, MOST_OVER_OTHERS * statistics.median(known))
 
 

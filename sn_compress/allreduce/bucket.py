@@ -31,15 +31,15 @@ class Result:
 
     Attributes
     ----------
-    left, mean : [rows, columns] float32 of each; see Outcome
+    residuals, mean : [rows, columns] float32 of each; see Outcome
     state : the next step's; the old one if this was lost
-    lost : 0-d bool: a rank had numbers that are not finite. `left` is undefined then
+    lost : 0-d bool: a rank had numbers that are not finite; `residuals` is undefined then
     damaged : 0-d bool: a sum does not have the sum of the checksums, an error
     energy : 0-d, the squared norm of gradients and memories; None where there were no memories
-    sent : 0-d, the same less that of what is left
+    sent : 0-d, the same minus the squared norm of the residuals
     """
 
-    left: list[Array]
+    residuals: list[Array]
     mean: list[Array]
     state: State
     lost: Array
@@ -49,11 +49,11 @@ class Result:
 
     def numbers(self) -> Array:
         """[4] float64: lost and damaged as 0 or 1, energy, sent."""
-        each = (self.lost, self.damaged, self.energy, self.sent)
+        values = (self.lost, self.damaged, self.energy, self.sent)
         if isinstance(self.lost, np.bool_ | np.ndarray):
-            return np.array(each, np.float64)
+            return np.array(values, np.float64)
         xp = namespace(self.lost)
-        return xp.stack([xp.astype(number, xp.float64) for number in each])
+        return xp.stack([xp.astype(number, xp.float64) for number in values])
 
 
 Rounds = Generator[Array, Array, Result]
@@ -84,12 +84,12 @@ class Bucket:
     def split(self, state: State) -> list[State]:
         """The state of each tensor, in the order of `shapes`."""
         pieces = zip(self.parts, self._states(state), strict=True)
-        return [each for part, own in pieces for each in part.split(own)]
+        return [piece for part, of_part in pieces for piece in part.split(of_part)]
 
     def join(self, states: Sequence[State]) -> State:
-        """What `split` has split."""
-        given = zip(self.parts, self._given(states), strict=True)
-        return self._named(part.join(own) for part, own in given)
+        """Invert `split`."""
+        by_part = zip(self.parts, self._by_part(states), strict=True)
+        return self._named(part.join(pieces) for part, pieces in by_part)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -98,9 +98,9 @@ class Bucket:
 
     def words(self, ranks: int) -> list[int]:
         """Words of 4 bytes that travel in each round, heads included."""
-        each = [part.words(ranks) for part in self.parts]
+        words_of = [part.words(ranks) for part in self.parts]
         return [
-            HEAD + sum(words[place] for words in each if place < len(words))
+            HEAD + sum(words[place] for words in words_of if place < len(words))
             for place in range(self.rounds)
         ]
 
@@ -110,14 +110,14 @@ class Bucket:
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         """Directions and scales for gradients like these means; see Method.begin."""
-        states, given = self._states(state), self._given(means)
-        pieces = zip(self.parts, states, given, strict=True)
-        return self._named(part.begin(own, mine) for part, own, mine in pieces)
+        states, by_part = self._states(state), self._by_part(means)
+        pieces = zip(self.parts, states, by_part, strict=True)
+        return self._named(part.begin(of_part, mine) for part, of_part, mine in pieces)
 
     def rescale(self, state: State, quarters: int) -> State:
         """Expect gradients 2**(quarters / 4) times as large from now on."""
         pieces = zip(self.parts, self._states(state), strict=True)
-        return self._named(part.rescale(own, quarters) for part, own in pieces)
+        return self._named(part.rescale(of_part, quarters) for part, of_part in pieces)
 
     def step(
         self,
@@ -138,7 +138,7 @@ class Bucket:
         ----------
         state : what ranks share, as `begin` or the last step left it
         gradients, memories : of each tensor, [n] float32; without memories the gradients are the
-            step's own, [rows, columns], and hold what is left in the end
+            step's own, [rows, columns], and hold the residuals in the end
         ranks, rank : how many may add to the sum; which of them this is, where it matters
         decay : factor on the memories before they are added
         exact : the same bits on ranks of unlike hardware
@@ -169,7 +169,7 @@ class Bucket:
             # step is not lost when some parts of it have ended.
             finite = None if energy is None else xp.isfinite(energy)
             words = _round(sends, finite)
-        found: dict[int, Outcome] = {}
+        ended: dict[int, Outcome] = {}
         lost = damaged = None
         while sends:
             total = yield words
@@ -188,16 +188,16 @@ class Bucket:
                     try:
                         following[place] = steps[place].send(Summed(total[at:end], poison))
                     except StopIteration as stop:
-                        found[place] = stop.value
+                        ended[place] = stop.value
                     at = end
                 sends = following
                 words = _round(sends, finite) if sends else words
-        outcomes = [found[place] for place in range(len(steps))]
+        outcomes = [ended[place] for place in range(len(steps))]
         with full_fp32_matmul(gradients[0]):
             new = self._named(outcome.state for outcome in outcomes)
             return Result(
-                left=[each for outcome in outcomes for each in outcome.left],
-                mean=[each for outcome in outcomes for each in outcome.mean],
+                residuals=[residual for end in outcomes for residual in end.residuals],
+                mean=[mean for end in outcomes for mean in end.mean],
                 state={name: xp.where(lost, state[name], value) for name, value in new.items()},
                 lost=lost,
                 damaged=damaged,
@@ -239,22 +239,22 @@ class Bucket:
         rank: int | None,
         exact: bool,
     ) -> list[Step]:
-        """Each part's own, not begun."""
-        into = self._given(outs) if outs is not None else [None] * len(self.parts)
+        """Each part's step, not started."""
+        into = self._by_part(outs) if outs is not None else [None] * len(self.parts)
         return [
-            part.step(own, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
-            for part, own, mine, out in zip(
-                self.parts, self._states(state), self._given(matrices), into, strict=True
+            part.step(of_part, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
+            for part, of_part, mine, out in zip(
+                self.parts, self._states(state), self._by_part(matrices), into, strict=True
             )
         ]
 
-    def _given(self, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Each part's own."""
-        found, at = [], 0
+    def _by_part(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """Split a list by parts: the values of each part's tensors."""
+        by_part, at = [], 0
         for part in self.parts:
-            found.append(values[at : at + len(part.shapes)])
+            by_part.append(values[at : at + len(part.shapes)])
             at += len(part.shapes)
-        return found
+        return by_part
 
     def _named(self, states: Any) -> State:
         return {
@@ -302,22 +302,22 @@ def traced_step(
     decay: float = 1.0,
     exact: bool = False,
 ) -> Generator[Array, Array, StepResult]:
-    """A step of a graph, which cannot take one back that turns out to be lost; see Bucket.step."""
+    """Run a step of a graph, which keeps the old state if the step is lost; see Bucket.step."""
     for gradient, shape in zip(gradients, bucket.shapes, strict=True):
         check(gradient, shape)
     result = yield from bucket.step(
         state, gradients, memories, ranks=ranks, rank=rank, decay=decay, exact=exact
     )
     xp, names, count = namespace(gradients[0]), list(state), len(memories)
-    left = [xp.reshape(it, (-1,)) for it in result.left]
-    kept = where_all(
+    residuals = [xp.reshape(residual, (-1,)) for residual in result.residuals]
+    values = where_all(
         result.lost | result.damaged,
         [*memories, *(state[name] for name in names)],
-        [*left, *(result.state[name] for name in names)],
+        [*residuals, *(result.state[name] for name in names)],
     )
-    means = [xp.reshape(it, (-1,)) for it in result.mean]
-    following = dict(zip(names, kept[count:], strict=True))
-    return StepResult(means, kept[:count], following, result.numbers())
+    means = [xp.reshape(mean, (-1,)) for mean in result.mean]
+    following = dict(zip(names, values[count:], strict=True))
+    return StepResult(means, values[:count], following, result.numbers())
 
 
 def _one_thread_of_host(parts: Sequence[Method], gradients: Sequence[Array]) -> bool:

@@ -133,17 +133,17 @@ class AllReduceExchange:
         step = tensor.step
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
-    def whole(self, name: str, values: Array, *, wire: Any = None) -> Array:
-        """What to send on a dense step, [n] of `wire`: the values and all that was not sent yet.
+    def dense_values(self, name: str, values: Array, *, wire: Any = None) -> Array:
+        """Return what to send on a dense step, [n] of `wire`: the values and what was not sent yet.
 
-        What rounding to the wire's type takes is owed. wire : a dtype of the library that `values`
-        is of; float32 by default
+        The rounding error of `wire` is carried over to later steps. wire : a dtype of the library
+        of `values`; float32 by default
         """
         tensor = self._next(name)
         xp = namespace(values)
         vector = xp.astype(values, xp.float32)
-        if (left := tensor.left()) is not None:
-            vector = vector + asarray_like(left, vector) * self.decay
+        if (residual := tensor.residual()) is not None:
+            vector = vector + asarray_like(residual, vector) * self.decay
         tensor.owed = None
         if wire in (None, xp.float32):
             return vector
@@ -177,11 +177,11 @@ class AllReduceExchange:
         ranks: int,
         rank: int | None = None,
     ) -> Generator[Array, Array, list[Array]]:
-        """The rounds of tensors, [n] each, for who adds words up by hand; returns the means."""
+        """Yield the words of tensors, [n] each, for a caller that sums them; return the means."""
         xp = namespace(values[0])
-        means = [xp.reshape(xp.astype(it, xp.float32, copy=True), (-1,)) for it in values]
-        given = [Gradient(*it) for it in zip(names, [m.shape for m in means], means, strict=True)]
-        return _by_hand(self.rounds(given, ranks=ranks, rank=rank), means)
+        means = [xp.reshape(xp.astype(value, xp.float32, copy=True), (-1,)) for value in values]
+        gradients = [Gradient(n, m.shape, m) for n, m in zip(names, means, strict=True)]
+        return _by_hand(self.rounds(gradients, ranks=ranks, rank=rank), means)
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int | None) -> Rounds:
         """Average gradients in their place, in a step that is dense for none of them.
@@ -211,7 +211,7 @@ class AllReduceExchange:
         with self._seconds.coding():
             xp = namespace(like)
             # The same memory if they are float32.
-            means = [numpy_view(xp.astype(it.values, xp.float32, copy=False)) for it in gradients]
+            means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
             late = not on_host(means[0])
             self._exclude_unused(names, means)
         try:
@@ -220,9 +220,9 @@ class AllReduceExchange:
                 if new and rank is not None:
                     if not late:
                         # By the time their words are made, the caller's may be others.
-                        vectors = [namespace(it).asarray(it, copy=True) for it in means]
+                        vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
                     words = encode_sizes(new, ranks=ranks, rank=rank)
-                    self.tensors[names[0]].told = words.size
+                    self.tensors[names[0]].size_words = words.size
                 else:
                     step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
                     words = next(step.joint.rounds)
@@ -231,9 +231,9 @@ class AllReduceExchange:
                     # The last step has long ended; to ask at its end would have been to wait.
                     self._tell_lost(names)
                 nbytes += words.nbytes
-                (came,) = yield [Collective("sum", asarray_like(words, like))]
+                (summed,) = yield [Collective("sum", asarray_like(words, like))]
                 with self._seconds.coding():
-                    total = numpy_view(came, INT32)
+                    total = numpy_view(summed, INT32)
                     if step is None:
                         shapes = {name: size.shape for name, size in new.items()}
                         new = decode_sizes(to_host(total), shapes, ranks=ranks)
@@ -299,7 +299,7 @@ class AllReduceExchange:
             times_power(xp.reshape(value, (-1,)), -tensor.exponent)
             for value, tensor in zip(values, tensors, strict=True)
         ]
-        looked = [it for it in zip(tensors, vectors, strict=True) if looks(self._since(it[0]))]
+        looked = [(t, v) for t, v in zip(tensors, vectors, strict=True) if looks(self._since(t))]
         joint = JointStep(
             [tensor.summable for tensor in tensors if tensor.summable is not None],
             vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact, outs=means,
@@ -325,11 +325,11 @@ class AllReduceExchange:
         return [tensor for tensor, _ in step.norms if self._votes(tensor)]
 
     def _own_votes(self, step: _Step, voted: Sequence[Tensor]) -> Array | None:
-        """What this rank says of tensors; None where nobody votes."""
+        """Return this rank's votes on tensors; None where no rank votes."""
         if not voted:
             return None
         words = votes([self._outgrown(tensor) for tensor in voted])
-        step.tensors[0].told += words.size
+        step.tensors[0].size_words += words.size
         return words
 
     def _take_votes(self, tensors: Sequence[Tensor], total: Array) -> None:
@@ -367,7 +367,8 @@ class AllReduceExchange:
         for gradient in gradients:
             name = str(gradient.name)
             energy, error = (0.0, 0.0) if late else self.lost(name)
-            self._traffic.shared(name, gradient.elements, nbytes, energy, error, way=self.way(name))
+            method = self.method(name)
+            self._traffic.shared(name, gradient.elements, nbytes, energy, error, method=method)
             nbytes = 0
 
     def until_vote(self, name: str) -> int | None:
@@ -390,32 +391,31 @@ class AllReduceExchange:
         return tensor.size is not None and is_small(tensor.size, even, self._ranks)
 
     def _outgrown(self, tensor: Tensor) -> bool:
-        """What this rank votes: it holds more than others do, and alone it would get more."""
-        every = list(self.tensors.values())
+        """Return this rank's vote: it holds more than others, and would get a larger size alone."""
+        tensors = list(self.tensors.values())
         n, left_out = math.prod(tensor.shape), sum(self._left_out.values())
-        even = budget(n, left_out * n / sum(math.prod(it.shape) for it in every), self.ratio)
+        even = budget(n, left_out * n / sum(math.prod(t.shape) for t in tensors), self.ratio)
         if tensor.size is None or not is_small(tensor.size, even, self._ranks):
             return False
-        others = [it.held for it in every if it.held is not None and not self._is_small(it)]
-        return tensor.held is not None and is_outgrown(tensor.held, others)
+        held = [t.held for t in tensors if t.held is not None and not self._is_small(t)]
+        return tensor.held is not None and is_outgrown(tensor.held, held)
 
     def words(self, name: str, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel of a tensor in each round, once its size is chosen.
+        """Return the 4-byte words that a tensor sends in each round, once its size is chosen.
 
-        Those in which sizes travelled are the first; of tensors that travelled together, the first
-        one has them.
+        Words that agreed on sizes come first; of tensors in one exchange, the first counts them.
         """
         tensor = self.tensors[name]
-        told = [tensor.told] if tensor.told else []
-        return told + tensor.summable.words(ranks) if tensor.summable else []
+        sizes = [tensor.size_words] if tensor.size_words else []
+        return sizes + tensor.summable.words(ranks) if tensor.summable else []
 
     def stop(self, name: str) -> None:
-        """A tensor travels elsewhere from now on, on all ranks; what was not sent of it is owed."""
+        """Stop exchanging a tensor, on all ranks; what was not sent of it is kept."""
         tensor = self.tensors.get(name)
         if tensor is not None and tensor.summable is not None:
-            left = tensor.left()
+            residual = tensor.residual()
             self._next(name)
-            tensor.summable, tensor.proposed, tensor.owed = None, None, left
+            tensor.summable, tensor.proposed, tensor.owed = None, None, residual
 
     def release(self, name: str) -> Floats:
         """What is owed of a tensor, [n], which now travels elsewhere; it is owed no more."""
@@ -433,15 +433,15 @@ class AllReduceExchange:
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
 
-    def way(self, name: str) -> str:
-        """How a tensor travels whose size is chosen: one of choose.WAYS, or "whole"."""
+    def method(self, name: str) -> str:
+        """Return how a tensor whose size is chosen is sent: one of allocate.METHODS, or "whole"."""
         size = self.tensors[name].size
-        return "whole" if size is None or size.size == 0 else size.way
+        return "whole" if size is None or size.size == 0 else size.method
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         tensor.open()
-        tensor.step, tensor.told = tensor.step + 1, 0
+        tensor.step, tensor.size_words = tensor.step + 1, 0
         return tensor
 
     def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -471,8 +471,8 @@ class AllReduceExchange:
             tensor.undo()
 
     def _some(self, names: Iterable[str] | None) -> list[Tensor]:
-        every = self.tensors
-        return [every[name] for name in (every if names is None else names) if name in every]
+        known = self.tensors
+        return [known[name] for name in (known if names is None else names) if name in known]
 
     def rescale(self, factor: float) -> None:
         """Multiply what is of the size of gradients, as when a loss scaler changed its scale."""
@@ -508,25 +508,25 @@ class AllReduceExchange:
             }
         self.tensors, self._left_out = loaded, left_out
 
-    def kept(self) -> tuple[Any, Any]:
-        """What loading replaces, for `put_back` where something else could not be loaded."""
+    def snapshot(self) -> tuple[Any, Any]:
+        """Return what loading replaces, for `restore` if something else cannot be loaded."""
         return self.tensors, self._left_out
 
-    def put_back(self, kept: tuple[Any, Any]) -> None:
-        """As before loading."""
-        self.tensors, self._left_out = kept
+    def restore(self, snapshot: tuple[Any, Any]) -> None:
+        """Undo loading."""
+        self.tensors, self._left_out = snapshot
 
     def remembers(self, name: str) -> bool:
         """Whether there is a memory of `name`."""
-        return name in self.tensors and self.tensors[name].left() is not None
+        return name in self.tensors and self.tensors[name].residual() is not None
 
     def residual(self, name: str) -> Floats:
-        """What this rank has not sent of `name` yet, [n] float32."""
+        """Return what this rank has not sent of `name` yet, [n] float32."""
         tensor = self.tensors.get(name)
-        left = None if tensor is None else tensor.left()
-        if left is None:
+        residual = None if tensor is None else tensor.residual()
+        if residual is None:
             raise CompressError(f"there is no memory of {name!r}; known: {sorted(self.tensors)}")
-        return np.array(to_host(left))
+        return np.array(to_host(residual))
 
     def change(self, name: str, function: Callable[[Floats], Floats]) -> None:
         """Put function(vector), [n] float32, in the place of all that is remembered of a tensor."""
@@ -537,29 +537,29 @@ class AllReduceExchange:
             if (values := getattr(tensor, kind)) is not None:
                 setattr(tensor, kind, function(to_host(values)))
         if tensor.summable is not None:
-            tensor.replace(function(to_host(tensor.left())))
+            tensor.replace(function(to_host(tensor.residual())))
 
     def move(self, name: str, function: Callable[[Floats], Floats]) -> None:
-        """A tensor lies otherwise from now on, and so is another matrix: it begins anew.
+        """Restart a tensor whose layout, and thus matrix, has changed, and keep its residual.
 
-        With dense steps, as no direction is known; what was not sent of it goes along.
-        function : from [n] float32 as it lay to its new shape
+        It begins with dense steps, as no direction is known.
+        function : maps [n] float32 of the old layout to its new shape
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             return
-        left = tensor.left()
+        residual = tensor.residual()
         lies = function(
-            np.zeros(math.prod(tensor.shape), np.float32) if left is None else to_host(left)
+            np.zeros(math.prod(tensor.shape), np.float32) if residual is None else to_host(residual)
         )
-        self.tensors[name] = Tensor(lies.shape, owed=None if left is None else lies.reshape(-1))
+        self.tensors[name] = Tensor(lies.shape, owed=None if residual is None else lies.reshape(-1))
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Forget all tensors but what was not sent of these; shapes may be others from now on."""
+        """Forget all tensors except these residuals; shapes may differ from now on."""
         self._left_out.clear()
         self.tensors = {
-            name: Tensor(left.shape, owed=left.reshape(-1).copy())
-            for name, left in residuals.items()
+            name: Tensor(residual.shape, owed=residual.reshape(-1).copy())
+            for name, residual in residuals.items()
         }
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
@@ -571,7 +571,7 @@ class AllReduceExchange:
             if "summable" in entry or "owed" in entry
         }
 
-    def take_over(self, state: dict[str, Any], residuals: Mapping[str, Floats]) -> None:
+    def load_with_residuals(self, state: dict[str, Any], residuals: Mapping[str, Floats]) -> None:
         """Load another rank's state, with these residuals, [n] each, in place of its own."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
@@ -585,10 +585,10 @@ def _name(name: Any) -> str:
 
 
 def _by_hand(rounds: Rounds, means: list[Array]) -> Generator[Array, Array, list[Array]]:
-    came: Any = None
+    sums: Any = None
     with suppress(StopIteration):
         while True:
-            came = [(yield rounds.send(came)[0].words)]
+            sums = [(yield rounds.send(sums)[0].words)]
     return means
 
 

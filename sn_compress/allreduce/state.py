@@ -21,7 +21,7 @@ from ..errors import CompressError, PayloadError
 from ..ops.fixed_point import MOST_EXPONENT, exponent_of, times_power
 from ..saved import floats, reading
 from .allocate import (
-    WAYS,
+    METHODS,
     Allocation,
     EnergyCurve,
     allocate,
@@ -38,7 +38,7 @@ _QUARTERS = 4  # of an octave: the steps of scales
 
 @dataclass
 class StepStatus:
-    """How a step has ended, known when the device has come so far.
+    """How a step has ended, known once the device has computed it.
 
     Attributes
     ----------
@@ -46,23 +46,23 @@ class StepStatus:
     """
 
     later: AsyncScalars
-    _told: tuple[bool, float, float] | None = None
+    _result: tuple[bool, float, float] | None = None
 
     def read(self) -> tuple[bool, float, float]:
-        """Whether the step was lost, and squared norms of what it held and of what is left.
+        """Return whether the step was lost, and squared norms of what it held and of the residual.
 
         Raises PayloadError if a sum was damaged.
         """
-        if self._told is None:
+        if self._result is None:
             lost, damaged, energy, sent = self.later.read()
-            self._told = bool(lost or damaged), energy, max(energy - sent, 0.0)
-            if damaged:  # said once: for all else the step is a lost one
+            self._result = bool(lost or damaged), energy, max(energy - sent, 0.0)
+            if damaged:  # raised once: everything else treats the step as lost
                 raise PayloadError(
                     "the checksum of the sum does not match the sum of the checksums: corrupt in "
                     "transit, or ranks run with different settings. If it happens again, suspect "
                     "memory or the network."
                 )
-        return self._told
+        return self._result
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class TensorState:
         if type(self.memory) is not type(like) or _device(self.memory) != _device(like):
             self.conclude()
             self.memory = asarray_like(self.memory, like)
-            self.state = {name: asarray_like(it, like) for name, it in self.state.items()}
+            self.state = {name: asarray_like(value, like) for name, value in self.state.items()}
             self._spare = self._before = self._committed = None
 
     def buffer(self, gradient: Array) -> Array | None:
@@ -119,11 +119,11 @@ class TensorState:
         needed = self._committed is not None and self._committed[0] is out
         return None if needed else out
 
-    def end(self, left: Array, state: State, verdict: StepStatus) -> None:
-        """Take a step as it has ended, or will turn out to have."""
+    def end(self, residual: Array, state: State, verdict: StepStatus) -> None:
+        """Store the results of a step, whose status may be known only later."""
         self._before = self.memory, self.state
         self._committed = self._committed or self._before
-        self.memory, self.state = namespace(left).reshape(left, (-1,)), state
+        self.memory, self.state = namespace(residual).reshape(residual, (-1,)), state
         self._spare, self._verdict = None, verdict
 
     def conclude(self) -> None:
@@ -198,13 +198,13 @@ class TensorState:
         return {"memory": np.array(to_host(self.memory)), "shared": shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned; nothing changes if it does not fit."""
+        """Load what state_dict returned; nothing changes if it does not fit."""
         self.conclude()
         mine = {"memory": self.memory, **self.state}
         with reading("the saved state"):
             saved = {"memory": state["memory"], **state["shared"]}
-            found = {name: _like(saved[name], name, to_host(it)) for name, it in mine.items()}
-        self.memory, self.state = found.pop("memory"), found
+            loaded = {name: _like(saved[name], name, to_host(old)) for name, old in mine.items()}
+        self.memory, self.state = loaded.pop("memory"), loaded
         self._spare = self._before = self._committed = None
 
 
@@ -241,11 +241,11 @@ class JointStep:
             check(gradient, one.part.shapes[0])
         self._bucket, order = bucket_of(tuple(one.part for one in tensors))
         self._order, self._tensors = order, [tensors[at] for at in order]
-        given = [gradients[at] for at in order]
-        added = [one.buffer(it) for one, it in zip(self._tensors, given, strict=True)]
+        ordered = [gradients[at] for at in order]
+        added = [one.buffer(gradient) for one, gradient in zip(self._tensors, ordered, strict=True)]
         self.rounds = self._bucket.step(
             self._bucket.join([one.state for one in self._tensors]),
-            given,
+            ordered,
             [one.memory for one in self._tensors],
             ranks=ranks,
             rank=rank,
@@ -256,13 +256,13 @@ class JointStep:
         )
 
     def end(self, result: Result) -> tuple[list[Array], StepStatus]:
-        """Keep what the step has made; the means, [n] each, and how it has ended."""
+        """Store the results of the step; return the means, [n] each, and its status."""
         status = StepStatus(AsyncScalars(result.numbers()))
         states = self._bucket.split(result.state)
-        for one, left, own in zip(self._tensors, result.left, states, strict=True):
-            one.end(left, own, status)
+        for one, residual, state in zip(self._tensors, result.residuals, states, strict=True):
+            one.end(residual, state, status)
         means = dict(zip(self._order, result.mean, strict=True))
-        return [namespace(it).reshape(it, (-1,)) for _, it in sorted(means.items())], status
+        return [namespace(mean).reshape(mean, (-1,)) for _, mean in sorted(means.items())], status
 
 
 def exchange(
@@ -278,12 +278,12 @@ def _device(array: Array) -> Any:
 
 
 def _like(saved: Any, name: str, value: Any) -> Any:
-    """A copy of a saved array, checked to be of the shape and kind of the one there is."""
+    """Return a copy of a saved array; CompressError unless its shape and kind are `value`'s."""
     if value.dtype.kind == "f":
         return floats(saved, name, value.shape)
     array = np.asarray(saved)
-    wanted = "b" if value.dtype.kind == "b" else "iu"
-    if array.shape != value.shape or array.dtype.kind not in wanted:
+    kinds = "b" if value.dtype.kind == "b" else "iu"
+    if array.shape != value.shape or array.dtype.kind not in kinds:
         raise CompressError(
             f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
             f"and {value.dtype}. Was it saved with other settings, or for another layer?"
@@ -307,7 +307,7 @@ class Tensor:
     step: int = 0  # that the next gradient belongs to
     proposed: Allocation | None = None  # by this rank, until the ranks have agreed on one
     size: Allocation | None = None  # that they have agreed on
-    told: int = 0  # words in which sizes travelled in the last step
+    size_words: int = 0  # words that agreed on sizes in the last step
     mean: Array | None = None  # of the last dense step, until then
     owed: Array | None = None  # what was not sent of it when the exchange began anew
     exponent: int = 0  # of numbers near the ends of float32
@@ -318,8 +318,8 @@ class Tensor:
     before: dict[str, Any] | None = None  # the fields above, before the last step
     committed: dict[str, Any] | None = None  # and before the first that was not committed
 
-    def left(self) -> Array | None:
-        """What was not sent of it, [n]; no copy in the ordinary range."""
+    def residual(self) -> Array | None:
+        """Return what was not sent of it, [n]; without a copy in the ordinary range."""
         if self.summable is None:
             return self.owed
         self.summable.conclude()
@@ -333,11 +333,11 @@ class Tensor:
             self.owed = memory
 
     def listen(self, mean: Array) -> None:
-        """Take note of the mean of a coded step, the same on all ranks, for `wake`."""
+        """Note the mean of a coded step, the same on all ranks, for `wake`."""
         if self.size is not None and self.size.waits:
             xp = namespace(mean)
-            found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
-            self.awake = AsyncScalars(xp.reshape(xp.astype(found, xp.float64), (1,)))
+            has_energy = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
+            self.awake = AsyncScalars(xp.reshape(xp.astype(has_energy, xp.float64), (1,)))
 
     def look(self, memory: float, gradient: float) -> None:
         """Take note of how many gradients the memory holds, from the norms of both."""
@@ -383,28 +383,28 @@ class Tensor:
             setattr(self, name, value)
 
     def abort(self) -> None:
-        """Remember what was remembered after the last commit.
+        """Restore the memory of the last commit.
 
         Steps stay counted, and what is dense stays so: ranks that disagreed about an abort would
-        otherwise wait for each other for ever. The mean of an aborted step shows nothing.
+        otherwise wait for each other forever. The mean of an aborted step is discarded.
         """
         committed, self.committed, self.before = self.committed, None, None
         if committed is None:
             return
-        own = committed["summable"]
-        for summable in (own, self.summable, self.earlier):
+        saved_state = committed["summable"]
+        for summable in (saved_state, self.summable, self.earlier):
             if summable is not None:
                 summable.abort()
-        left = committed["owed"]
-        if own is not None:
-            left = times_power(own.memory, committed["exponent"])
+        residual = committed["owed"]
+        if saved_state is not None:
+            residual = times_power(saved_state.memory, committed["exponent"])
         if self.summable is None:
-            self.owed = left
-            if own is not None or committed["mean"] is not None:
+            self.owed = residual
+            if saved_state is not None or committed["mean"] is not None:
                 self.mean = committed["mean"]
-        elif self.summable is not own:
+        elif self.summable is not saved_state:
             memory = self.summable.memory
-            self.replace(namespace(memory).zeros_like(memory) if left is None else left)
+            self.replace(namespace(memory).zeros_like(memory) if residual is None else residual)
 
     def begin(self, size: Allocation) -> None:
         """Go on at a size, from the mean gradient that the dense steps showed."""
@@ -429,7 +429,7 @@ class Tensor:
         if self.owed is not None:
             entry["owed"] = np.array(to_host(self.owed))
         if self.summable is not None and self.size is not None:
-            entry["sides"], entry["way"] = list(self.size.shape), self.size.way
+            entry["sides"], entry["way"] = list(self.size.shape), self.size.method
             entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
             if self.exponent:
                 entry["exponent"] = self.exponent
@@ -463,13 +463,14 @@ class Tensor:
 
 
 def _size(entry: dict[str, Any], n: int) -> Allocation:
-    sides, way = saved.shape(entry["sides"], "shape of sides"), entry["way"]
-    if math.prod(sides) != n or way not in WAYS:
+    sides, method = saved.shape(entry["sides"], "shape of sides"), entry["way"]
+    if math.prod(sides) != n or method not in METHODS:
         raise CompressError(
-            f"got sides {sides} and way {way!r}; expected sides of {n} elements, and a way of "
-            f"{WAYS}"
+            f"got sides {sides} and method {method!r}; expected sides of {n} elements, and a "
+            f"method of {METHODS}"
         )
-    return Allocation(sides, saved.count(entry["size"], "size", high=largest(sides, way)), way)
+    size = saved.count(entry["size"], "size", high=largest(sides, method))
+    return Allocation(sides, size, method)
 
 
 def _exponent(value: Any) -> int:
@@ -491,14 +492,14 @@ def propose(
     rows: bool,
     frequencies: bool,
 ) -> None:
-    """Sizes for all tensors that have none yet, from what the dense steps showed this rank.
+    """Propose sizes for all tensors that have none, from the means of this rank's dense steps.
 
-    left_out : elements that travel plain; each tensor pays its part of them
+    left_out : elements that travel plain; each tensor's budget is lowered by its share of them
     rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
     """
     # A copy: where a thread encodes, a hook may add a tensor meanwhile.
-    every = dict(tensors)
-    new = {name: t for name, t in every.items() if t.summable is None and t.proposed is None}
+    tensors = dict(tensors)
+    new = {name: t for name, t in tensors.items() if t.summable is None and t.proposed is None}
     for name, tensor in list(new.items()):
         known = None if tensor.mean is None else to_host(tensor.mean)
         if known is not None and not np.isfinite(known).all():
@@ -528,8 +529,8 @@ def propose(
         if frequencies and curves[name] is low_rank:
             by_frequencies = EnergyCurve.of_frequencies(mean, shape)
             curves[name] = with_frequencies(low_rank, by_frequencies, n / ratio, ranks)
-    taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, every))
+    taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, tensors))
     chosen = allocate(curves, budget(taken, left_out * taken / all_taken, ratio), ranks)
     for name, tensor in new.items():
         curve, size = curves[name], chosen[name]
-        tensor.proposed = Allocation(curve.shape, size, curve.way if size else "low_rank")
+        tensor.proposed = Allocation(curve.shape, size, curve.method if size else "low_rank")

@@ -7,8 +7,7 @@ length, of up to 48 tensors. Larger blocks and whole vectors go through the arra
 Nothing here waits for the device. So a payload's `saturated`, `energy` and `error` are not known
 on the host (the header has the first), and a damaged payload decodes to NaN where an error would
 need waiting: `raise_if_damaged` asks, once a step, say. Of tensors for the kernels, `Encoder` and
-`Decoder` allocate when they are made and only launch when they run, so a run may be captured in a
-CUDA graph.
+`Decoder` allocate when created and only launch when run, so a CUDA graph may capture a run.
 """
 
 from __future__ import annotations
@@ -161,15 +160,15 @@ class Encoder:
     def _encode_as_arrays(
         self, device: _cuda.CudaDevice, i: int, view: _cuda.View, decay: float
     ) -> None:
-        """Tensor i by array code: its payload and memory are written where kernels would."""
+        """Encode tensor i by array code; writes its payload and memory where kernels would."""
         state = None if self._states is None else self._states[i]
         with device.context():
             memories = None if state is None else [[_wide(part) for part in state]]
-            made = batched.encode(self.codec, [view.array()], memories, decay=decay)
-            self.buffers[i].view("int32")[:] = made.words
-            if state is not None and made.memories is not None:
-                for part, left in zip(state, made.memories[0], strict=True):
-                    part[...] = left if part.dtype == left.dtype else _narrow(left)
+            encoded = batched.encode(self.codec, [view.array()], memories, decay=decay)
+            self.buffers[i].view("int32")[:] = encoded.words
+            if state is not None and encoded.memories is not None:
+                for part, residual in zip(state, encoded.memories[0], strict=True):
+                    part[...] = residual if part.dtype == residual.dtype else _narrow(residual)
 
     def _prepared(self, device: _cuda.CudaDevice, view: _cuda.View) -> _cuda.View:
         """The vector as the blocks take it: cast to half precision, or turned along axes."""
@@ -355,9 +354,9 @@ def raise_if_damaged(device: int = 0) -> None:
         return
     with _cuda.cupy().cuda.Device(device) as chosen:
         chosen.synchronize()  # whatever stream it was decoded on
-        found = int(_flags[device].get()[0])
+        damage = int(_flags[device].get()[0])
         _flags[device].fill(0)
-    kinds = [text for bit, text in _DAMAGE.items() if found & bit]
+    kinds = [text for bit, text in _DAMAGE.items() if damage & bit]
     if kinds:
         raise PayloadError(
             f"decoded on CUDA device {device}: {' and '.join(kinds)}; expected payloads of this "

@@ -125,9 +125,9 @@ class Payload:
             raise PayloadError(
                 f"header claims {claimed} elements; the format allows {MAX_ELEMENTS}"
             )
-        if (found := _CHECKSUMS[version](buffer)) != written:
+        if (checksum := _CHECKSUMS[version](buffer)) != written:
             raise PayloadError(
-                f"checksum is {found:#010x}, header says {written:#010x}: corrupt in transit. "
+                f"checksum is {checksum:#010x}, header says {written:#010x}: corrupt in transit. "
                 "Resend; if it happens again, suspect memory or the network."
             )
         check_size(claimed, n, buffer.size)
@@ -262,16 +262,16 @@ def saved_item(saved: Any, key: str) -> Any:
 def check_held(arrays: Any, n: int) -> None:
     """Raise CompressError unless saved arrays have at least n elements.
 
-    So nothing is made of a size that only a number in a file asks for.
+    So no size that only a number in a file declares is allocated.
     """
-    if (found := saved_.held(arrays)) < n:
-        raise CompressError(f"declares {n} elements, contains {found}. {_OTHER}")
+    if (contained := saved_.held(arrays)) < n:
+        raise CompressError(f"declares {n} elements, contains {contained}. {_OTHER}")
 
 
 def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy of a saved array, checked to be of the shape and kind of `like`, and finite.
+    """Return a copy of a saved array; CompressError unless it has `like`'s shape and kind.
 
-    Counters, of an integer type, are checked to be 0 or more.
+    Floats must be finite, and counters, of an integer type, 0 or more.
     """
     array = np.asarray(saved)
     numbers = "iu" if like.dtype.kind == "i" else "iuf"
@@ -281,15 +281,15 @@ def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
             f"{like.shape} and {like.dtype}. {_OTHER}"
         )
     with np.errstate(over="ignore"):
-        made = np.array(array, like.dtype, order="C")
-    if like.dtype.kind == "i" and (made < 0).any():
-        raise CompressError(f"step count is {made.min()}; expected 0 or more. {_OTHER}")
-    if not np.isfinite(made).all():
+        copy = np.array(array, like.dtype, order="C")
+    if like.dtype.kind == "i" and (copy < 0).any():
+        raise CompressError(f"step count is {copy.min()}; expected 0 or more. {_OTHER}")
+    if not np.isfinite(copy).all():
         raise CompressError(
             "contains NaN or Inf, which error feedback would keep for ever: the state is corrupt. "
             f"{_OTHER}"
         )
-    return made
+    return copy
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -186,7 +186,7 @@ class Batch:
         self.words = sum(nbytes) // 4
         self.starts = [int(at) // 4 for at in np.cumsum([0, *nbytes])[:-1]]
         self.groups = self._grouped()
-        self.checksums = Checksums([each // 4 for each in nbytes])
+        self.checksums = Checksums([size // 4 for size in nbytes])
         heads = [header(codec, n) + bytes(8) for n in sizes]
         self.heads = Constant(np.frombuffer(b"".join(heads), "<i4").copy())
         places = np.add.outer(self.starts, np.arange(_SATURATED)).reshape(-1)
@@ -198,17 +198,17 @@ class Batch:
         tensors = [
             np.repeat([r.tensor for r in g.runs], [r.count for r in g.runs]) for g in self.groups
         ]
-        self.tensor_of = [Constant(each) for each in tensors]  # of each block
-        every = np.concatenate([np.zeros(0, np.int64), *tensors])
-        self.by_tensor = Constant(np.argsort(every, kind="stable"))
-        blocks = np.bincount(every, minlength=len(sizes))
+        self.tensor_of = [Constant(of_group) for of_group in tensors]  # of each block
+        of_all = np.concatenate([np.zeros(0, np.int64), *tensors])
+        self.by_tensor = Constant(np.argsort(of_all, kind="stable"))
+        blocks = np.bincount(of_all, minlength=len(sizes))
         self.ends = Constant(np.cumsum([0, *blocks]))
 
     def _grouped(self) -> list[_Group]:
-        found: dict[Layout, list[_Run]] = {}
+        groups: dict[Layout, list[_Run]] = {}
         for tensor, n in enumerate(self.sizes):
             for at, section in enumerate(self.codec.sections(n)):
-                runs = found.setdefault(section.layout, [])
+                runs = groups.setdefault(section.layout, [])
                 first = runs[-1].first + runs[-1].count if runs else 0
                 place = self.starts[tensor] + HEADER_WORDS + section.words_at
                 runs.append(
@@ -220,7 +220,7 @@ class Batch:
                 Transform(blockwise(self.codec), layout.block, self.codec.span),
                 tuple(runs),
             )
-            for layout, runs in found.items()
+            for layout, runs in groups.items()
         ]
 
     def encode(
@@ -239,7 +239,7 @@ class Batch:
         peaks = [largest_of_rows(values) for values in blocks]
         used = self._used(peaks) if unused_waits and memories is not None else None
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.sizes]
-        kept: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
+        residuals: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
         saturated, energies, errors = [], [], []
         for place, (group, values) in enumerate(zip(self.groups, blocks, strict=True)):
             memory = None
@@ -251,20 +251,20 @@ class Batch:
             if used is not None:
                 factor = factor * xp.astype(used[place], xp.float32)[:, None]
             coefficients = group.transform.forward(values * down)
-            made = group.records.encode(
+            encoded = group.records.encode(
                 coefficients, memory, factor, self.top, tally, is_large, down
             )
-            words, left = bits.as_int32(made.words), made.left
-            saturated.append(made.saturated)
-            energies.append(made.energy)
-            errors.append(made.error)
+            words, residual = bits.as_int32(encoded.words), encoded.residual
+            saturated.append(encoded.saturated)
+            energies.append(encoded.energy)
+            errors.append(encoded.error)
             if used is not None:
-                left = xp.where(used[place][:, None], left, memory)
+                residual = xp.where(used[place][:, None], residual, memory)
             for run in group.runs:
                 here = slice(run.first, run.first + run.count)
                 pieces[run.tensor].append((run.at, xp.reshape(words[here], (-1,))))
-                if left is not None:
-                    kept[run.tensor][run.at] = left[here]
+                if residual is not None:
+                    residuals[run.tensor][run.at] = residual[here]
         wire = self._wire(gradients[0], pieces)
         if self.top is not None:
             counts = xp.astype(self._by_tensor(saturated), xp.int32)
@@ -274,10 +274,10 @@ class Batch:
         numbers = None
         if tally:
             none = [xp.zeros(1, dtype=xp.float64, device=device_of(wire))]
-            clipped = [xp.astype(each, xp.float64) for each in saturated]
-            each = [xp.sum(join(it or none)) for it in (energies, errors, clipped)]
-            numbers = xp.stack(each)
-        return Encoded(wire, None if memories is None else kept, numbers)
+            clipped = [xp.astype(count, xp.float64) for count in saturated]
+            totals = [xp.sum(join(parts or none)) for parts in (energies, errors, clipped)]
+            numbers = xp.stack(totals)
+        return Encoded(wire, None if memories is None else residuals, numbers)
 
     def decode(self, gathered: Array) -> Decoded:
         """See `decode`."""
@@ -291,8 +291,8 @@ class Batch:
                 gathered[:, run.words_at : run.words_at + run.count * layout.words]
                 for run in group.runs
             ]
-            whole = records[0] if len(records) == 1 else xp.concat(records, axis=1)
-            words = bits.as_int64(xp.reshape(whole, (ranks * group.blocks, layout.words)))
+            joined = records[0] if len(records) == 1 else xp.concat(records, axis=1)
+            words = bits.as_int64(xp.reshape(joined, (ranks * group.blocks, layout.words)))
             decoded = group.records.decode(words, ranks=ranks)
             shape = (group.blocks * layout.bins, layout.parts)
             accum = xp.zeros(shape, dtype=xp.float32, device=device_of(gathered))
@@ -316,7 +316,7 @@ class Batch:
         for flag in flags:
             damaged = damaged | flag
         empty = xp.zeros(0, dtype=xp.float32, device=device_of(gathered))
-        means = [join(own) if own else empty for own in pieces]
+        means = [join(of_tensor) if of_tensor else empty for of_tensor in pieces]
         return Decoded(self._finished(means), damaged)
 
     def _prepared(self, gradients: Sequence[Array]) -> Sequence[Array]:
@@ -359,10 +359,10 @@ class Batch:
         return xp.reshape(values, (group.blocks, block))
 
     def _used(self, peaks: Sequence[Array]) -> list[Array]:
-        """Of each group, [blocks] bool: whether the gradient that a block is of has a value."""
+        """Return for each group, [blocks] bool, whether a block's gradient has any value."""
         xp = namespace(peaks[0])
-        found = [xp.astype(own != 0, xp.int64) for own in peaks]
-        used = self._by_tensor(found) > 0
+        flags = [xp.astype(peak != 0, xp.int64) for peak in peaks]
+        used = self._by_tensor(flags) > 0
         return [take(used, tensor_of.on(used)) for tensor_of in self.tensor_of]
 
     def _by_tensor(self, values: Sequence[Array]) -> Array:
@@ -380,9 +380,9 @@ class Batch:
         heads = self.heads.on(like)
         padding = xp.zeros(3, dtype=xp.int32, device=device_of(like))
         parts = []
-        for tensor, own in enumerate(pieces):
+        for tensor, records in enumerate(pieces):
             parts.append(heads[tensor * HEADER_WORDS : (tensor + 1) * HEADER_WORDS])
-            parts += [words for _, words in sorted(own, key=lambda piece: piece[0])]
+            parts += [words for _, words in sorted(records, key=lambda piece: piece[0])]
             words = self.codec.payload_bytes(self.sizes[tensor]) // 4 - HEADER_WORDS
             used = sum(s.count * s.layout.words for s in self.codec.sections(self.sizes[tensor]))
             if words > used:

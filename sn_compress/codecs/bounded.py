@@ -50,8 +50,7 @@ class BoundedCodec(Codec):
     -----
     An element that no code stands for escapes: it is kept as it is, NaN and Inf too. Where the
     fixed form has no room for it, `Payload.saturated` counts it, and only a payload in which that
-    is 0 keeps the bound everywhere; more NaN or Inf than there is room for make NaN of their
-    groups.
+    is 0 keeps the bound everywhere; more NaN or Inf than fit make their groups NaN.
 
     The expectation of the fixed form's `decode(encode(x))` is x, but for the rounding of float32.
     Its errors are below the step of their group, which is the bound or finer. At one bit a group
@@ -87,11 +86,11 @@ class BoundedCodec(Codec):
         frame.check_setting(self, "bound", bound, ok, "2**-100 to 2**120, or inf if form='fixed'")
         widths = ", ".join(map(str, groups.WIDTHS))
         frame.check_setting(self, "bits", bits, bits in groups.WIDTHS, widths)
-        ok = frame.whole(group, 32, 65536) and group & (group - 1) == 0
+        ok = frame.is_int(group, 32, 65536) and group & (group - 1) == 0
         frame.check_setting(self, "group", group, ok, "a power of two from 32 to 65536")
         frame.check_setting(self, "escapes", escapes, frame.fraction(escapes, 0, 1), "0 to 1")
-        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
-        frame.check_setting(self, "threads", threads, frame.whole(threads, 1, 1024), "1 to 1024")
+        frame.check_int(self, "seed", seed, 0, 2**64 - 1, "0 to 2**64 - 1")
+        frame.check_int(self, "threads", threads, 1, 1024, "1 to 1024")
         frame.check_setting(self, "measure", measure, isinstance(measure, bool), "True or False")
         self.bound, self.form, self.bits, self.group = bound, form, bits, group
         self.escapes, self.seed, self.threads, self.measure = escapes, seed, threads, measure
@@ -147,21 +146,21 @@ class BoundedCodec(Codec):
         key = groups.keys(self.seed, step)
         return groups.pack(array, self.bits, self.group, self._bound, key, self.threads)
 
-    def restore(self, kept: groups.Grids | lorenzo.Stream, n: int) -> Floats:
-        """The values, [n] float32, of what `quantise` gave."""
-        if isinstance(kept, lorenzo.Stream):
-            out = lorenzo.unpack(kept.coded, n, self._bound)
+    def restore(self, quantised: groups.Grids | lorenzo.Stream, n: int) -> Floats:
+        """Return the values, [n] float32, of what `quantise` returned."""
+        if isinstance(quantised, lorenzo.Stream):
+            out = lorenzo.unpack(quantised.coded, n, self._bound)
         else:
-            out = self._values(kept.bases, kept.steps, kept.codes, n)
-        out[kept.at] = kept.values
+            out = self._values(quantised.bases, quantised.steps, quantised.codes, n)
+        out[quantised.at] = quantised.values
         return out
 
-    def kept_bytes(self, kept: groups.Grids | lorenzo.Stream) -> int:
-        """Bytes that what `quantise` gave has to hold on to: no room left empty, no header."""
-        escaped = kept.at.nbytes + kept.values.nbytes
-        if isinstance(kept, lorenzo.Stream):
-            return len(kept.coded) + escaped
-        return kept.bases.nbytes + kept.steps.nbytes + kept.codes.nbytes + escaped
+    def kept_bytes(self, quantised: groups.Grids | lorenzo.Stream) -> int:
+        """Return the bytes that the result of `quantise` occupies, without header or free room."""
+        escaped = quantised.at.nbytes + quantised.values.nbytes
+        if isinstance(quantised, lorenzo.Stream):
+            return len(quantised.coded) + escaped
+        return quantised.bases.nbytes + quantised.steps.nbytes + quantised.codes.nbytes + escaped
 
     def _values(self, bases: Floats, steps: groups.Steps, packed: codes.Bytes, n: int) -> Floats:
         out = np.empty(n, np.float32)
@@ -173,38 +172,38 @@ class BoundedCodec(Codec):
     ) -> Payload:
         """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
         array = frame.as_floats(values)
-        kept = self.quantise(array, step=0 if state is None else int(state[0][0]))
+        quantised = self.quantise(array, step=0 if state is None else int(state[0][0]))
         if state is not None:
             state[0] += 1
-        if isinstance(kept, lorenzo.Stream):
-            return self._seal_paper(array, kept)
-        return self._seal_fixed(array, kept)
+        if isinstance(quantised, lorenzo.Stream):
+            return self._seal_paper(array, quantised)
+        return self._seal_fixed(array, quantised)
 
-    def _seal_fixed(self, array: Floats, kept: groups.Grids) -> Payload:
+    def _seal_fixed(self, array: Floats, grids: groups.Grids) -> Payload:
         n, room = array.size, self.room(array.size)
-        at, lost, saturated = kept.at, kept.values, 0
+        at, lost, saturated = grids.at, grids.values, 0
         if at.size > room:
-            at, lost, saturated = _crowd_out(kept, self.group, room)
+            at, lost, saturated = _crowd_out(grids, self.group, room)
         positions, values = np.zeros(room, np.int64), np.zeros(room, np.float32)
         positions[: at.size], values[: at.size] = at, lost
         kind = self._parts(n)[1]
         parts = [
-            kept.bases.astype("<f4", copy=False),
+            grids.bases.astype("<f4", copy=False),
             np.array([at.size], "<u8"),
             positions.astype(kind),
             values.astype("<f4", copy=False),
-            kept.steps.astype("<u2", copy=False),
-            kept.codes,
+            grids.steps.astype("<u2", copy=False),
+            grids.codes,
         ]
         payload = frame.seal(self, n, self.settings, parts, (0.0, 0.0), saturated)
         return self._measured(payload, array)
 
-    def _seal_paper(self, array: Floats, kept: lorenzo.Stream) -> Payload:
+    def _seal_paper(self, array: Floats, stream: lorenzo.Stream) -> Payload:
         parts = [
-            np.frombuffer(_COUNTS.pack(len(kept.coded), kept.at.size), np.uint8),
-            kept.at.astype("<u8").view(np.uint8),
-            kept.values.astype("<f4").view(np.uint8),
-            np.frombuffer(kept.coded, np.uint8),
+            np.frombuffer(_COUNTS.pack(len(stream.coded), stream.at.size), np.uint8),
+            stream.at.astype("<u8").view(np.uint8),
+            stream.values.astype("<f4").view(np.uint8),
+            np.frombuffer(stream.coded, np.uint8),
         ]
         body = np.concatenate(parts)
         buffer = np.zeros(frame.framed_bytes(body.size), np.uint8)
@@ -280,19 +279,19 @@ class BoundedCodec(Codec):
 
 
 def _crowd_out(
-    kept: groups.Grids, group: int, room: int
+    grids: groups.Grids, group: int, room: int
 ) -> tuple[npt.NDArray[np.int64], Floats, int]:
-    """The escapes there is room for, and how many finite ones were left out.
+    """Return the escapes that fit, and how many finite ones were dropped.
 
-    Those that are not finite go first, as nothing else tells of them; if even they are too many,
-    their groups become NaN, which is written into `kept`.
+    Non-finite ones come first, as only escapes can hold them; if even these are too many, their
+    groups become NaN, which is written into `grids`.
     """
-    at, lost = kept.at, kept.values
+    at, lost = grids.at, grids.values
     finite = np.isfinite(lost)
     if (~finite).sum() > room:
         broken = np.unique(at[~finite] // group)
-        kept.bases[broken] = np.nan
-        kept.steps[broken] = _NAN_STEP
+        grids.bases[broken] = np.nan
+        grids.steps[broken] = _NAN_STEP
         outside = ~np.isin(at // group, broken)
         at, lost = at[outside], lost[outside]
         finite = np.ones(at.size, bool)

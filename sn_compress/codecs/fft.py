@@ -96,7 +96,7 @@ class FFTCodec(Codec):
         threads: int = 1,
     ) -> None:
         # Tuples, so that a list of the same numbers makes the same payloads.
-        shape, axes = (None if given is None else tuple(given) for given in (shape, axes))
+        shape, axes = (None if sides is None else tuple(sides) for sides in (shape, axes))
         check_settings(
             theta, block, span, bits, mantissa, positions, values, window, transform, shape, axes,
             threads,
@@ -128,10 +128,10 @@ class FFTCodec(Codec):
         return f"FFTCodec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def at(self, theta: float) -> FFTCodec:
-        """The codec of another theta; its memories are of the same kind."""
+        """Return the codec with another theta; its memories are of the same kind."""
         names = inspect.signature(FFTCodec.__init__).parameters
-        own = {name: getattr(self, name) for name in names if name != "self"}
-        return FFTCodec(**own | {"theta": theta})
+        settings = {name: getattr(self, name) for name in names if name != "self"}
+        return FFTCodec(**settings | {"theta": theta})
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -160,10 +160,10 @@ class FFTCodec(Codec):
                 )
             if len(self._sections_of) >= _LENGTHS_KNOWN:
                 self._sections_of.clear()
-            self._sections_of[n] = cut(n, self.block, self._whole, self._layout)
+            self._sections_of[n] = cut(n, self.block, self._one_block, self._layout)
         return self._sections_of[n]
 
-    def _whole(self, n: int) -> int:
+    def _one_block(self, n: int) -> int:
         if self.transform == "hadamard":
             return 1 << (n - 1).bit_length()
         return spectrum.fast_length(n)
@@ -208,9 +208,9 @@ class FFTCodec(Codec):
         return self._from_axes(out)
 
     def place_state(self, state: OptimizerState, like: Any) -> OptimizerState:
-        """On the device of the vector, as an array of CuPy if the kernels are to encode it.
+        """Move the state to the device of the vector, as CuPy arrays if kernels encode it.
 
-        Copied only if it is elsewhere.
+        Nothing is copied if it is there already.
         """
         if _cuda.takes(like):
             from . import _fft_cuda
@@ -220,7 +220,7 @@ class FFTCodec(Codec):
             return [asarray_like(part, like) for part in state]
         return (
             state
-            if all(isinstance(it, np.ndarray) for it in state)
+            if all(isinstance(array, np.ndarray) for array in state)
             else batched.memory_on_host(state)
         )
 
@@ -275,20 +275,20 @@ class FFTCodec(Codec):
             for first in section.chunks()
         ]
 
-        def given(
-            section: Section, memory: Floats | None, own: npt.NDArray[np.uint32], first: int
+        def arguments(
+            section: Section, memory: Floats | None, records: npt.NDArray[np.uint32], first: int
         ) -> tuple[Any, ...]:
             last = min(first + section.chunk, section.count)
             part = section.blocks(array, first, last, self._rounds_blocks)
-            kept = None if memory is None else memory[first:last]
-            rows, layout = own[first:last], section.layout
-            return self._within, part, kept, rows, layout, decay, top, self.span
+            held = None if memory is None else memory[first:last]
+            rows, layout = records[first:last], section.layout
+            return self._within, part, held, rows, layout, decay, top, self.span
 
         def work(places: Iterator[int]) -> list[Tally]:
-            return [encode_blocks(*given(*chunks[place])) for place in places]
+            return [encode_blocks(*arguments(*chunks[place])) for place in places]
 
         if self.threads < 2:
-            tallies = [encode_blocks(*given(*chunk)) for chunk in chunks]
+            tallies = [encode_blocks(*arguments(*chunk)) for chunk in chunks]
         else:
             shares = parallel(work, range(len(chunks)), self.threads)
             tallies = list(chain.from_iterable(shares))
@@ -364,7 +364,7 @@ class FFTCodec(Codec):
                 f"decoding {n} elements into an array of shape {out.shape} and dtype {out.dtype}; "
                 f"expected ({n},) and float32, contiguous"
             )
-        weight, bodies = 1.0 / len(payloads), [it.body.view("<u4") for it in payloads]
+        weight, bodies = 1.0 / len(payloads), [payload.body.view("<u4") for payload in payloads]
         calls = [
             (
                 section,
@@ -378,16 +378,15 @@ class FFTCodec(Codec):
 
         def work(places: Iterator[int]) -> None:
             for place in places:
-                it, first, parts, room = calls[place]
-                made = decode_blocks(self._within, parts, room, it.layout, weight, self.span)
-                it.put(made, out, first)
+                section, first, parts, room = calls[place]
+                layout = section.layout
+                values = decode_blocks(self._within, parts, room, layout, weight, self.span)
+                section.put(values, out, first)
 
         if self.threads > 1:
             parallel(work, range(len(calls)), self.threads)
         else:
-            for it, first, parts, room in calls:
-                made = decode_blocks(self._within, parts, room, it.layout, weight, self.span)
-                it.put(made, out, first)
+            work(iter(range(len(calls))))
         if self.transform == "axes":
             out[:] = self._from_axes(out)
 

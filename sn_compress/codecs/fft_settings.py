@@ -191,7 +191,7 @@ class Section:
 
 
 def cut(
-    n: int, block: int | None, whole: Callable[[int], int], layout: Callable[[int], Layout]
+    n: int, block: int | None, one_block: Callable[[int], int], layout: Callable[[int], Layout]
 ) -> list[Section]:
     """Sections of n elements: full blocks, then the rest padded to a power of two.
 
@@ -202,8 +202,8 @@ def cut(
     if block and n >= block:
         start = n // block * block
         cuts.append((0, start, n // block, block))
-    if rest := n - start:
-        length = max(_SMALLEST, 1 << (rest - 1).bit_length() if block else whole(rest))
+    if tail := n - start:
+        length = max(_SMALLEST, 1 << (tail - 1).bit_length() if block else one_block(tail))
         cuts.append((start, n, 1, length))
     sections, at = [], 0
     for first, stop, count, length in cuts:

@@ -39,7 +39,12 @@ def check_setting(owner: object, name: str, got: object, ok: bool, expected: str
         raise CompressError(f"{type(owner).__name__}: {name}={got!r}; expected {expected}")
 
 
-def whole(value: object, low: int, high: int) -> bool:
+def check_int(owner: object, name: str, got: object, low: int, high: int, expected: str) -> None:
+    """Raise CompressError unless a setting is an integer from low to high; see check_setting."""
+    check_setting(owner, name, got, is_int(got, low, high), expected)
+
+
+def is_int(value: object, low: int, high: int) -> bool:
     """Whether `value` is an integer from low to high; True and False are not integers here."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -144,15 +149,15 @@ def mean(parts: Iterable[Floats], n: int, count: int) -> Floats:
 
 
 def losses(values: Floats, decoded: Floats) -> tuple[float, float]:
-    """Squared norm of what went in and of what was lost, over what decodes to finite numbers."""
+    """Return the squared norms of input and error, over what decodes to finite numbers."""
     energy = error = 0.0
     # In pieces that stay in the cache: whole float64 copies take longer than many a codec.
     for start in range(0, values.size, _PIECE):
         got = decoded[start : start + _PIECE].astype(np.float64)
         finite = np.isfinite(got)
-        kept = np.where(finite, values[start : start + _PIECE], 0).astype(np.float64)
-        lost = kept - np.where(finite, got, 0)
-        energy += float(np.dot(kept, kept))
+        encoded = np.where(finite, values[start : start + _PIECE], 0).astype(np.float64)
+        lost = encoded - np.where(finite, got, 0)
+        energy += float(np.dot(encoded, encoded))
         error += float(np.dot(lost, lost))
     return energy, error
 

@@ -62,7 +62,7 @@ class OneBitCodec(Codec):
     ) -> None:
         ok = variant in _VARIANTS
         frame.check_setting(self, "variant", variant, ok, " or ".join(_VARIANTS))
-        ok = bucket is None or frame.whole(bucket, 1, 2**32 - 1)
+        ok = bucket is None or frame.is_int(bucket, 1, 2**32 - 1)
         frame.check_setting(self, "bucket", bucket, ok, "1 to 2**32 - 1, or None")
         frame.check_setting(self, "packing", packing, packing in _PACKINGS, " or ".join(_PACKINGS))
         self.variant, self.bucket, self.packing = variant, bucket, packing

@@ -65,12 +65,12 @@ class QSGDCodec(Codec):
         packing: Literal["bits", "bytes"] = "bits",
         seed: int = 0,
     ) -> None:
-        frame.check_setting(self, "levels", levels, frame.whole(levels, 1, 32767), "1 to 32767")
-        ok = bucket is None or frame.whole(bucket, 1, 2**32 - 1)
+        frame.check_int(self, "levels", levels, 1, 32767, "1 to 32767")
+        ok = bucket is None or frame.is_int(bucket, 1, 2**32 - 1)
         frame.check_setting(self, "bucket", bucket, ok, "1 to 2**32 - 1, or None")
         frame.check_setting(self, "norm", norm, norm in _NORMS, " or ".join(_NORMS))
         frame.check_setting(self, "packing", packing, packing in _PACKINGS, " or ".join(_PACKINGS))
-        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
+        frame.check_int(self, "seed", seed, 0, 2**64 - 1, "0 to 2**64 - 1")
         self.levels, self.bucket, self.norm = levels, bucket, norm
         self.packing, self.seed = packing, seed
         tight = (2 * levels).bit_length()
@@ -122,9 +122,9 @@ class QSGDCodec(Codec):
         usable = (np.isfinite(norms) & (norms > 0))[:, None]
         divisor = np.where(usable, norms[:, None], 1).astype(np.float64)
         # levels * |x| is exact in float64, so the quotient is never above `levels`.
-        wanted = np.where(usable, np.abs(rows), 0).astype(np.float64) * self.levels / divisor
-        below = np.floor(wanted)
-        level = below + codes.happens(wanted - below, self.seed, step)
+        exact = np.where(usable, np.abs(rows), 0).astype(np.float64) * self.levels / divisor
+        below = np.floor(exact)
+        level = below + codes.happens(exact - below, self.seed, step)
         return np.where(np.signbit(rows), -level, level).astype(np.int64)
 
     def _values(self, norms: Floats, signed: npt.NDArray[np.int64]) -> Floats:

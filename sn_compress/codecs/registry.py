@@ -160,7 +160,7 @@ def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
 def make(
     table: Mapping[str, Entry], name: str, preset: str | None, settings: Mapping[str, Any]
 ) -> Codec:
-    """The codec that a table calls `name`; see `codec`."""
+    """Return the codec called `name` in a table; see `codec`."""
     entry = find(table, name)
     chosen = dict(entry.settings)
     if preset is not None:
@@ -172,11 +172,11 @@ def make(
         raise CompressError(f"codec {name!r} fixes {key}={entry.settings[key]!r}; leave it out")
     cls = getattr(import_module(entry.module, __package__), entry.cls)
     try:
-        made: Codec = cls(**(chosen | dict(settings)))
+        codec: Codec = cls(**(chosen | dict(settings)))
     except TypeError as wrong:
         legal = ", ".join(cls.__init__.__kwdefaults__)
         raise CompressError(f"codec {name!r}: {wrong}. Its settings are: {legal}") from wrong
-    return made
+    return codec
 
 
 def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
@@ -187,8 +187,8 @@ def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
     """
     for entry in CODECS.values():
         if entry.cls == name:
-            made: Codec = getattr(import_module(entry.module, __package__), name)(**settings)
-            return made
+            codec: Codec = getattr(import_module(entry.module, __package__), name)(**settings)
+            return codec
     known = ", ".join(sorted({entry.cls for entry in CODECS.values()}))
     raise CompressError(f"no codec is of class {name!r}; known: {known}")
 
@@ -220,13 +220,13 @@ def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
 
 
 def load(codec: Codec, entry: dict[str, Any]) -> Any:
-    """The state, for this codec; CompressError if it is damaged or cannot be carried over.
+    """Return the state for this codec; CompressError if it is corrupt or cannot be converted.
 
-    None if nothing is remembered in it that this codec could go on with.
+    None if it holds nothing that this codec could use.
     """
     n = elements(entry)
-    own = saved_item(entry, "codec") == type(codec).__name__
-    if own and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
+    same_class = saved_item(entry, "codec") == type(codec).__name__
+    if same_class and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
         return codec.load_state(saved_item(entry, "state"), n)
     values = load_values(entry)
     return None if values is None else codec.values_to_state(values)
@@ -263,13 +263,13 @@ def _plain(basis: Any) -> Any:
     return [_plain(item) for item in basis] if isinstance(basis, (list, tuple)) else basis
 
 
-def each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
-    """Dicts and lists with everything of one kind changed: arrays to a framework's, and back."""
+def map_tree(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
+    """Apply `change` to every value of one kind in nested dicts and lists."""
     if isinstance(node, kind):
         return change(node)
     if isinstance(node, dict):
-        return {key: each(kind, change, value) for key, value in node.items()}
-    return [each(kind, change, item) for item in node] if isinstance(node, list) else node
+        return {key: map_tree(kind, change, value) for key, value in node.items()}
+    return [map_tree(kind, change, item) for item in node] if isinstance(node, list) else node
 
 
 def backends() -> dict[str, str]:
@@ -279,8 +279,8 @@ def backends() -> dict[str, str]:
     ['cpu', 'cuda']
     """
     kernels = ", ".join(sorted(name for name, entry in CODECS.items() if entry.kernels))
-    others = ", ".join(sorted(name for name, entry in CODECS.items() if not entry.kernels))
+    plain = ", ".join(sorted(name for name, entry in CODECS.items() if not entry.kernels))
     return {
         "cpu": _native.load()[1],
-        "cuda": f"{_cuda.found()}. Kernels: {kernels}. Copied to the host: {others}",
+        "cuda": f"{_cuda.backend()}. Kernels: {kernels}. Copied to the host: {plain}",
     }

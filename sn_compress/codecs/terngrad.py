@@ -70,10 +70,10 @@ class TernGradCodec(Codec):
         ok = clip is None or (frame.fraction(clip, 0, 1e30) and clip > 0)
         frame.check_setting(self, "clip", clip, ok, "a positive number of deviations, or None")
         frame.check_setting(self, "spread", spread, spread in _SPREADS, " or ".join(_SPREADS))
-        ok = bucket is None or frame.whole(bucket, 1, 2**32 - 1)
+        ok = bucket is None or frame.is_int(bucket, 1, 2**32 - 1)
         frame.check_setting(self, "bucket", bucket, ok, "1 to 2**32 - 1, or None")
         frame.check_setting(self, "packing", packing, packing in _PACKINGS, ", ".join(_PACKINGS))
-        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
+        frame.check_int(self, "seed", seed, 0, 2**64 - 1, "0 to 2**64 - 1")
         self.clip, self.spread, self.bucket = clip, spread, bucket
         self.packing, self.seed = packing, seed
         self.settings = frame.settings(_SETTINGS.pack(bucket or 0, _PACKINGS.index(packing), 0))
@@ -102,8 +102,8 @@ class TernGradCodec(Codec):
         rows = codes.bucket_rows(array, self.bucket)
         magnitudes, scales = self._clipped(rows, codes.bucket_lengths(array.size, self.bucket))
         probability = magnitudes.astype(np.float64) / np.where(scales > 0, scales, 1)[:, None]
-        kept = codes.happens(probability, self.seed, step)
-        signs = np.where(np.signbit(rows), -1, 1) * kept
+        drawn = codes.happens(probability, self.seed, step)
+        signs = np.where(np.signbit(rows), -1, 1) * drawn
         trits = (signs + 1).reshape(-1)[: array.size].astype(np.uint8)
         if state is not None:
             state[0] += 1
@@ -138,8 +138,8 @@ class TernGradCodec(Codec):
         return codes.pack_codes(trits, _BITS[self.packing])
 
     def _values(self, scales: Floats, trits: npt.NDArray[np.uint8]) -> Floats:
-        each = codes.bucket_spread(scales, trits.size, self.bucket)
-        return each * (trits.astype(np.float32) - 1)
+        scale_of = codes.bucket_spread(scales, trits.size, self.bucket)
+        return scale_of * (trits.astype(np.float32) - 1)
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32."""
@@ -155,9 +155,9 @@ class TernGradCodec(Codec):
         if self.packing == "trits":
             trits = codes.unpack_trits(data, payload.n)
         else:
-            found = codes.unpack_codes(data, payload.n, _BITS[self.packing])
-            if (found > 2).any():
-                raise PayloadError(f"code {found.max()}; TernGrad has 0, 1 and 2")
-            trits = found.astype(np.uint8)
+            read = codes.unpack_codes(data, payload.n, _BITS[self.packing])
+            if (read > 2).any():
+                raise PayloadError(f"code {read.max()}; TernGrad has 0, 1 and 2")
+            trits = read.astype(np.uint8)
         scales = np.where(np.isfinite(scales), scales, np.nan).astype(np.float32)
         return self._values(scales, trits)

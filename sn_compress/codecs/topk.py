@@ -68,7 +68,7 @@ class TopKCodec(Codec):
     ) -> None:
         ok = frame.fraction(theta, 0, 1) and theta < 1
         frame.check_setting(self, "theta", theta, ok, "a fraction from 0 (keep all) to below 1")
-        ok = chunk is None or frame.whole(chunk, 2, 65536)
+        ok = chunk is None or frame.is_int(chunk, 2, 65536)
         frame.check_setting(self, "chunk", chunk, ok, "2 to 65536, or None")
         frame.check_setting(self, "indices", indices, indices in _INDICES, ", ".join(_INDICES))
         frame.check_setting(self, "values", values, values in _VALUES, ", ".join(_VALUES))
@@ -176,8 +176,8 @@ class TopKCodec(Codec):
             at = values.nbytes
             finite = np.isfinite(values).all()
         data = body[at : at + indexed.index_bytes(cut, self._index_bits)]
-        found = indexed.read_indices(data, k, self._index_bits)
-        positions = indexed.locate(found, cut)
+        indices = indexed.read_indices(data, k, self._index_bits)
+        positions = indexed.locate(indices, cut)
         out = np.full(payload.n, 0 if finite else np.nan, np.float32)
         if finite:
             out[positions] = values

@@ -55,17 +55,17 @@ Begins = Callable[[list[str]], object]
 
 
 def total(vectors: Vectors) -> Array:
-    """The sum of words, each modulo 2**32, or of floats, in their order."""
-    found = namespace(vectors[0]).asarray(vectors[0], copy=True)
-    for each in vectors[1:]:
-        found += each
-    return found
+    """Return the sum in this order: of words modulo 2**32, or of floats."""
+    summed = namespace(vectors[0]).asarray(vectors[0], copy=True)
+    for vector in vectors[1:]:
+        summed += vector
+    return summed
 
 
 def mean(vectors: Vectors) -> Array:
-    """The mean, in their dtype; half precision is summed in single precision."""
+    """Return the mean in the vectors' dtype; half precision is summed in single precision."""
     xp, dtype = namespace(vectors[0]), vectors[0].dtype
-    summed = total([xp.astype(each, wide(each), copy=False) for each in vectors])
+    summed = total([xp.astype(vector, wide(vector), copy=False) for vector in vectors])
     return xp.astype(summed / len(vectors), dtype, copy=False)
 
 
@@ -75,15 +75,15 @@ def pieces_of(size: int, nodes: int) -> list[int]:
 
 
 def combined(words: Array, combine: Callable[[Vectors], Array], place: Place) -> Work:
-    """What is made of all nodes' words, element by element; the same bits on all of them."""
+    """Combine all nodes' words element by element; every node gets the same bits."""
     nodes = len(place.layout.nodes)
     if nodes == 2:  # as many bytes as below, in one round
-        (came,) = yield [([words] * 2, [len(words)] * 2)]
-        return combine(came)
+        (received,) = yield [([words] * 2, [len(words)] * 2)]
+        return combine(received)
     sizes = pieces_of(len(words), nodes)
-    (came,) = yield [(split(words, sizes), [sizes[place.node]] * nodes)]
-    (came,) = yield [([combine(came)] * nodes, sizes)]
-    return _joined(came)
+    (received,) = yield [(split(words, sizes), [sizes[place.node]] * nodes)]
+    (received,) = yield [([combine(received)] * nodes, sizes)]
+    return _joined(received)
 
 
 def averaged(views: Vectors, place: Place) -> Work:
@@ -93,64 +93,64 @@ def averaged(views: Vectors, place: Place) -> Work:
 
 
 def carried(carry: Collective, place: Place) -> Work:
-    """A collective of the engine's, over the owners of this number; returns its result."""
+    """Run a collective of the engine over the owners of this number; return its result."""
     nodes, words = len(place.layout.nodes), carry.words
     if carry.kind == "sum":
         return (yield from combined(words, total, place))
     parcels: Parcels = [words] * nodes, carry.sizes or [len(words)] * nodes
     if carry.kind == "alltoall":
         parcels = split(words, carry.to_ranks(place.node)), carry.of_ranks(place.node)
-    (came,) = yield [parcels]
-    return _joined(came)
+    (received,) = yield [parcels]
+    return _joined(received)
 
 
 def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
     """The rounds of gradients that are compressed."""
     rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
-    came: Any = None
+    results: Any = None
     with suppress(StopIteration):
         while True:
-            # Where it asks for nothing it goes on: on other owners it need not ask the same.
-            asked = rounds.send(came)
-            came = yield from together([carried(carry, place) for carry in asked])
+            # Without requests it goes on: other owners need not request the same.
+            collectives = rounds.send(results)
+            results = yield from together([carried(carry, place) for carry in collectives])
 
 
 def together(works: Sequence[Work]) -> Work:
-    """Several at once: what they have in one round travels together. Returns their results."""
+    """Run several at once, with one exchange per round; return their results."""
     results: list[Any] = [None] * len(works)
-    came: dict[int, Any] = dict.fromkeys(range(len(works)))
-    while came:
-        asked: dict[int, list[Parcels]] = {}
-        for at, each in came.items():
+    received: dict[int, Any] = dict.fromkeys(range(len(works)))
+    while received:
+        requests: dict[int, list[Parcels]] = {}
+        for at, answer in received.items():
             try:
-                asked[at] = works[at].send(each)
+                requests[at] = works[at].send(answer)
             except StopIteration as end:
                 results[at] = end.value
-        if not asked:
+        if not requests:
             break
-        answers = iter((yield [parcels for each in asked.values() for parcels in each]))
-        came = {at: [next(answers) for _ in each] for at, each in asked.items()}
+        answers = iter((yield [parcels for answer in requests.values() for parcels in answer]))
+        received = {at: [next(answers) for _ in answer] for at, answer in requests.items()}
     return results
 
 
 def exchanged(
     engine: Engine,
     place: Place,
-    given: Sequence[Sequence[Gradient]],
+    owned: Sequence[Sequence[Gradient]],
     begins: Begins,
     taken: bool = False,
 ) -> Work:
-    """What this rank owns becomes the mean over nodes. `given` has a list of each dtype."""
-    begins([str(gradient.name) for gradients in given for gradient in gradients])
+    """Replace what this rank owns by the mean over nodes; `owned` has a list for each dtype."""
+    begins([str(gradient.name) for gradients in owned for gradient in gradients])
     nodes = len(place.layout.nodes)
     works: list[Work] = []
     dense: list[Gradient] = []
     compressed: list[Gradient] = []
-    for gradients in given:
-        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken, begun=True)
+    for gradients in owned:
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken, already_begun=True)
         for gradient in step.dense:
-            put_all([gradient.values], [engine.whole(gradient)])
-        if views := [each.values for each in (*step.plain, *step.dense)]:
+            put_all([gradient.values], [engine.dense_values(gradient)])
+        if views := [gradient.values for gradient in (*step.plain, *step.dense)]:
             works.append(averaged(views, place))
         dense += step.dense
         compressed += step.coded
@@ -177,7 +177,7 @@ def rounds(
 
     `engine.begin` was called with them.
 
-    begins : is told the names of those that this rank owns, when the engine's step of them begins
+    begins : called with the names of those that this rank owns, when the engine begins their step
     taken : see Engine.sort
 
     Raises CompressError where another rank has failed.
@@ -185,15 +185,15 @@ def rounds(
     by_dtype: dict[Any, list[Gradient]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.values.dtype, []).append(gradient)
-    shards = [Shard(place, each) for each in by_dtype.values()]
+    shards = [Shard(place, of_dtype) for of_dtype in by_dtype.values()]
     ranks, like = place.layout.size * len(place.layout.nodes), gradients[0].values
     steps = _steps(shards, partial(exchanged, engine, place, begins=begins, taken=taken))
-    came: Any = None
+    received: Any = None
     while True:
         try:
-            to = steps.send(came)
-            every = [
-                [it for vectors in to.get(rank, ()) for it in _octets(vectors)]
+            to = steps.send(received)
+            by_rank = [
+                [piece for vectors in to.get(rank, ()) for piece in _octets(vectors)]
                 for rank in range(ranks)
             ]
         except StopIteration as end:
@@ -207,12 +207,12 @@ def rounds(
             yield [AllToAll(_joined([words] * ranks), (len(words),) * ranks)]
             raise
         none = _octets([like[:0]])
-        words = _joined([*none, *(each for of_one in every for each in of_one)]).view(
+        words = _joined([*none, *(piece for of_one in by_rank for piece in of_one)]).view(
             namespace(like).int64
         )
-        splits = tuple(sum(map(len, of_one)) // _WORD for of_one in every)
-        (came,) = yield [AllToAll(words, splits)]
-        if failed := [words for words in came if len(words) % 2]:
+        splits = tuple(sum(map(len, of_one)) // _WORD for of_one in by_rank)
+        (received,) = yield [AllToAll(words, splits)]
+        if failed := [words for words in received if len(words) % 2]:
             reason = to_host(failed[0]).tobytes().rstrip(b"\0").decode()
             raise CompressError(f"another rank has failed in this step: {reason}")
     for number, shard in enumerate(shards):
@@ -222,48 +222,48 @@ def rounds(
 def _steps(
     shards: Sequence[Shard], exchange: Callable[..., Work]
 ) -> Generator[Mapping[int, Sequence[Vectors]], list[Array], list[list[Array]]]:
-    """What each rank is to have, all-to-all by all-to-all; returns all owners' means."""
+    """Yield what each rank is to receive, all-to-all by all-to-all; return all owners' means."""
     place = shards[0].place
     inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
     owned = {
         rank: [(shard.dtype, shard.sizes[number]) for shard in shards]
         for number, rank in enumerate(inside)
     }
-    others = [rank for rank in inside if rank != place.rank]
-    missing = {rank for rank in others if any(size for _, size in owned[rank])}
+    peers = [rank for rank in inside if rank != place.rank]
+    missing = {rank for rank in peers if any(size for _, size in owned[rank])}
 
-    def take(came: list[Array]) -> None:
-        for rank in missing & {rank for rank in others if len(came[rank])}:
-            means[rank] = came[rank]
+    def take(received: list[Array]) -> None:
+        for rank in missing & {rank for rank in peers if len(received[rank])}:
+            means[rank] = received[rank]
         missing.difference_update(means)
 
     parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
     place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
-    came = yield {rank: of for rank, of in zip(inside, parts, strict=True) if rank in others}
-    summed = zip(*(_opened(came[rank], owned[place.rank]) for rank in others), strict=True)
-    given = [shard.gradients(each) for shard, each in zip(shards, summed, strict=True)]
-    means = {rank: came[rank][:0] for rank in others if rank not in missing}  # words
-    work = exchange(given)
+    received = yield {rank: of for rank, of in zip(inside, parts, strict=True) if rank in peers}
+    summed = zip(*(_unpacked(received[rank], owned[place.rank]) for rank in peers), strict=True)
+    reduced = [shard.gradients(vectors) for shard, vectors in zip(shards, summed, strict=True)]
+    means = {rank: received[rank][:0] for rank in peers if rank not in missing}  # words
+    work = exchange(reduced)
     answers: Any = None
     with suppress(StopIteration):
         while True:
-            asked = work.send(answers)
-            to = {rank: [[each[at]] for each, _ in asked] for at, rank in enumerate(owners)}
+            requests = work.send(answers)
+            to = {rank: [[of[at]] for of, _ in requests] for at, rank in enumerate(owners)}
             here = [vector for (vector,) in to.pop(place.rank)]
-            came = yield to
-            take(came)
+            received = yield to
+            take(received)
             of_nodes = [
                 here
                 if rank == place.rank
-                else _opened(came[rank], [(each[0].dtype, sizes[at]) for each, sizes in asked])
+                else _unpacked(received[rank], [(of[0].dtype, sizes[at]) for of, sizes in requests])
                 for at, rank in enumerate(owners)
             ]
             answers = list(zip(*of_nodes, strict=True))
     mine = [shard.values for shard in shards]
-    take((yield {rank: [[values] for values in mine] for rank in others}))
+    take((yield {rank: [[values] for values in mine] for rank in peers}))
     while missing:
         take((yield {}))
-    return [_opened(means[rank], owned[rank]) for rank in others]
+    return [_unpacked(means[rank], owned[rank]) for rank in peers]
 
 
 def _words(vectors: Vectors) -> Array:
@@ -279,14 +279,14 @@ def _octets(vectors: Vectors) -> list[Array]:
     return [*octets, xp.zeros(missing, dtype=xp.uint8, device=device_of(octets[0]))]
 
 
-def _opened(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:
-    """The vectors in what came of a rank: of each its dtype and elements are known."""
-    found, start, octets = [], 0, words.view(namespace(words).uint8)
+def _unpacked(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:
+    """Split what a rank sent into vectors, whose dtypes and numbers of elements are `kinds`."""
+    vectors, start, octets = [], 0, words.view(namespace(words).uint8)
     for dtype, elements in kinds:
         nbytes = elements * dtype.itemsize
-        found.append(octets[start : start + nbytes].view(dtype))
+        vectors.append(octets[start : start + nbytes].view(dtype))
         start += nbytes + -nbytes % _ALIGNED
-    return found
+    return vectors
 
 
 def _joined(vectors: Vectors) -> Array:

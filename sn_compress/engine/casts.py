@@ -60,10 +60,10 @@ class CastBucket:
         self._cuts = [blocks * owner // ranks * cast.block for owner in range(ranks + 1)]
         shares = (self._cuts[owner + 1] - self._cuts[owner] for owner in range(ranks))
         self.parts_bytes = self.means_bytes = tuple(map(cast.nbytes, shares))
-        self._own = slice(self._cuts[rank], self._cuts[rank + 1])
+        self._share = slice(self._cuts[rank], self._cuts[rank + 1])
         # What is remembered: of each gradient with a name, and of all blocks, float32.
         self._memories: list[Array] = []
-        self._left: Array = None
+        self._unsent: Array = None
 
     def begin(self) -> Array:
         """What the other ranks are to have of their shares, [bytes] uint8, in order of rank."""
@@ -73,70 +73,70 @@ class CastBucket:
             words = self._remembering(values, self._feedback)
         else:
             words = self._cast.encode(values)
-        start, stop = (self._cast.nbytes(at) for at in (self._own.start, self._own.stop))
+        start, stop = (self._cast.nbytes(at) for at in (self._share.start, self._share.stop))
         self._mine = words[start:stop]
         return namespace(words).concat([words[:start], words[stop:]])
 
-    def own(self, came: Array) -> Array:
-        """The means of this rank's share, [bytes] uint8.
+    def reduce(self, received: Array) -> Array:
+        """Return the means of this rank's share, [bytes] uint8.
 
-        came : [bytes] uint8, what the others have sent of it, in order of rank
+        received : [bytes] uint8, the others' parts of this share, in order of rank
         """
         xp, size = namespace(self._like), self.parts_bytes[self._rank]
-        parts = split(came, [size] * (self._ranks - 1)) if self._ranks > 1 else []
-        own = self._own.stop - self._own.start
-        mean = xp.zeros(own, dtype=xp.float32, device=device_of(self._like))
+        parts = split(received, [size] * (self._ranks - 1)) if self._ranks > 1 else []
+        elements = self._share.stop - self._share.start
+        mean = xp.zeros(elements, dtype=xp.float32, device=device_of(self._like))
         for part in (*parts[: self._rank], self._mine, *parts[self._rank :]):
             mean += self._cast.decode(part)
         mean /= self._ranks
         words = self._cast.encode(mean)
-        if self._left is not None:
+        if self._unsent is not None:
             lost = (mean - self._cast.decode(words)) * self._ranks
-            self._left[self._own] += xp.where(xp.isfinite(lost), lost, 0)
+            self._unsent[self._share] += xp.where(xp.isfinite(lost), lost, 0)
             if self._memories:
-                put_all(self._memories, self._named(self._left))
+                put_all(self._memories, self._named(self._unsent))
         return words
 
-    def end(self, came: Array) -> None:
+    def end(self, received: Array) -> None:
         """Write the means into the gradients.
 
-        came : [bytes] uint8, of all owners in their order
+        received : [bytes] uint8, of all owners in their order
         """
-        means = self._pieces(self._cast.decode(came))
+        means = self._pieces(self._cast.decode(received))
         put_all([gradient.values for gradient in self.gradients], means)
 
-    def told(self) -> list[PayloadStats]:
-        """Of each gradient, the bytes of what this rank hands on: others' shares, own means."""
+    def stats(self) -> list[PayloadStats]:
+        """Return for each gradient the bytes that this rank sends: others' shares, own means."""
         return [PayloadStats(self._cast.nbytes(n), 0, None, None, "cast") for n in self._sizes]
 
     def _remembering(self, values: Array, feedback: ErrorFeedback) -> Array:
-        """Encode values and what was left of them before; note what is left now."""
+        """Encode the values plus their residuals of earlier steps; store the new residuals."""
         xp, held = namespace(values), self._cast.room(sum(self._sizes), self._like)
-        for it in self.gradients:
-            if it.name is not None:
-                # The codec itself works on the host, and leaves it there.
-                memory = feedback.memory_of(it.name, it.values)
-                placed = [asarray_like(part, it.values) for part in memory]
-                feedback.replace(it.name, placed)
+        for gradient in self.gradients:
+            if gradient.name is not None:
+                # The codec itself works on the host and leaves the memory on it.
+                memory = feedback.memory_of(gradient.name, gradient.values)
+                placed = [asarray_like(part, gradient.values) for part in memory]
+                feedback.replace(gradient.name, placed)
                 self._memories += placed
         if self._memories:
             put_all(self._named(held), self._memories)
         adds = held * feedback.decay
-        waits = [self._looks and not is_used(it.values) for it in self.gradients]
+        waits = [self._looks and not is_used(gradient.values) for gradient in self.gradients]
         for piece in compress(self._pieces(adds), waits):
             piece[...] = 0
         values += adds
         words = self._cast.encode(values)
-        left = values - self._cast.decode(words)
-        self._left = xp.where(xp.isfinite(left), left, held)
-        both = zip(self._pieces(self._left), self._pieces(held), strict=True)
+        unsent = values - self._cast.decode(words)
+        self._unsent = xp.where(xp.isfinite(unsent), unsent, held)
+        both = zip(self._pieces(self._unsent), self._pieces(held), strict=True)
         for piece, before in compress(both, waits):
             piece[...] = before
         return words
 
     def _named(self, flat: Array) -> list[Array]:
         """The pieces of gradients that have a name."""
-        return list(compress(self._pieces(flat), [it.name is not None for it in self.gradients]))
+        return list(compress(self._pieces(flat), [g.name is not None for g in self.gradients]))
 
     def _pieces(self, flat: Array) -> list[Array]:
         """Of a vector of all blocks the elements of each gradient: views."""

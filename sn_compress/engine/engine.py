@@ -1,7 +1,7 @@
 """All tensors of one optimizer on one rank: what each step does with them, and what is kept.
 
     step = engine.sort(gradients, ranks=ranks, total=total)
-    for gradient in step.dense: send engine.whole(gradient), and tell engine.learn the mean
+    for gradient in step.dense: send engine.dense_values(gradient), and tell engine.learn the mean
     rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
 
 A rim brings gradients as vectors, does the collectives it is asked for, and knows nothing of what
@@ -161,7 +161,7 @@ class Engine:
     ) -> None:
         """Raise CompressError on every rank unless all have the same settings and tensors.
 
-        Asked once, and anew after `begin_anew`. like : an array where the gradients are
+        Asked once, and anew after `reset`. like : an array where the gradients are
         """
         if self.agreed == ranks:
             return
@@ -176,7 +176,7 @@ class Engine:
             self.shared.exact = not all_equal(
                 total("hardware", digest_words(products.hardware_fingerprint(numpy_view(like))))
             )
-        self.agreed, self.traffic.speaks = ranks, rank == 0
+        self.agreed, self.traffic.logs = ranks, rank == 0
 
     def compare(
         self, parameters: Fingerprint | None, *, total: Total, rank: int, ranks: int, hint: str = ""
@@ -190,11 +190,11 @@ class Engine:
         if parameters is not None:
             parameters = [*self.counted(), *parameters]
         if not all_equal(total("same", digest_words(parameters))):
-            raise self.sameness.apart(
+            raise self.sameness.error(
                 at, parameters, total=total, rank=rank, ranks=ranks, hint=hint
             )
         if parameters is not None:
-            self.sameness.found(at)
+            self.sameness.passed(at)
 
     def counted(self) -> Fingerprint:
         """What ranks decide by themselves, and have to decide alike, to be compared."""
@@ -210,23 +210,23 @@ class Engine:
         self.transaction.forget()
         self._seen.clear()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """When ranks have come or gone: all agree again, and count steps from here."""
         self.tuner = self.agreed = None  # it counted the steps of other ranks
         self.transaction.aborted = 0
-        self.sameness.begin_anew()
+        self.sameness.reset()
         self.new_step()
 
     # A step
 
     def begin(self, gradients: Sequence[Gradient]) -> None:
-        """What becomes of these gradients is followed from now on, all ranks' alike.
+        """Track these gradients from now on until they are committed or aborted, on all ranks.
 
-        For those that `sort` is not called with, or later, as by nodes: it is told that they begun.
+        Called where `sort` is called later or never, as by nodes; pass it `already_begun` then.
         """
         with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
             self._open_step({gradient.name for gradient in gradients})
-        self.transaction.begin([it.name for it in gradients if it.name is not None])
+        self.transaction.begin([grad.name for grad in gradients if grad.name is not None])
 
     def sort(
         self,
@@ -236,17 +236,17 @@ class Engine:
         total: Total,
         plain_itemsize: int | None = None,
         taken: bool = False,
-        begun: bool = False,
+        already_begun: bool = False,
     ) -> Routing:
-        """How these gradients travel, the same on every rank; they are counted as that.
+        """Decide how these gradients travel, the same on every rank, and count them.
 
-        Where the tuner has given compression up, what was not sent yet is added to their values.
+        Where the tuner has given up compression, what was not sent yet is added to their values.
 
-        plain_itemsize : bytes of an element where it travels plain; by default as it is
-        taken : the rim has asked which are compressed, when it traced its graph: all of these are
-        begun : `begin` was called with these
+        plain_itemsize : bytes of an element that travels plain; by default that of its dtype
+        taken : the rim asked which are compressed when it traced its graph: all of these are
+        already_begun : `begin` was called with these
         """
-        if not begun:
+        if not already_begun:
             self.begin(gradients)
         step = Routing([], [], [])
         for gradient in gradients:
@@ -277,10 +277,10 @@ class Engine:
         return shared and self.shared.dense(name, shape)
 
     def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
-        """Whether the tuner has gradients travel plain; what was not sent yet goes along.
+        """Return whether the tuner sends this gradient plain; adds what was not sent yet to it.
 
-        Where this rank has no gradient, as of a parameter that was not used, what goes along might
-        be dropped with it, and waits.
+        Where this rank has no gradient, as of an unused parameter, the framework might drop the
+        sum, so the residual is kept.
         """
         name, values = gradient.name, gradient.values
         if self._make_tuner is None or name is None:
@@ -289,23 +289,23 @@ class Engine:
             self.tuner = self._make_tuner(
                 self.settings, ranks=ranks, total=total, plain=self._stock
             )
-        way = self.tuner.method(name, gradient.shape)
-        self._casts_all = way == "cast"
-        if way != "plain":
+        method = self.tuner.method(name, gradient.shape)
+        self._casts_all = method == "cast"
+        if method != "plain":
             return False
         self.shared.stop(name)
         if self.shared.remembers(name) and is_used(values):
-            left = asarray_like(self.shared.release(name), values)
-            values += namespace(values).astype(left, values.dtype)
+            unsent = asarray_like(self.shared.release(name), values)
+            values += namespace(values).astype(unsent, values.dtype)
         return True
 
-    def whole(self, gradient: Gradient, *, wire: Any = None) -> Array:
-        """What to average of a dense gradient, [n] of `wire`: with all that was not sent yet.
+    def dense_values(self, gradient: Gradient, *, wire: Any = None) -> Array:
+        """Return what to average of a dense gradient, [n] of `wire`: it and what was not sent yet.
 
         wire : a dtype of its library; by default that of the gradient
         """
         values = gradient.values
-        return self.shared.whole(str(gradient.name), values, wire=wire or values.dtype)
+        return self.shared.dense_values(str(gradient.name), values, wire=wire or values.dtype)
 
     def learn(self, name: str, mean: Array) -> None:
         """The mean that a dense gradient has got, [n]; the same on every rank."""
@@ -322,7 +322,7 @@ class Engine:
             return self.shared.rounds(gradients, ranks=ranks, rank=rank)
         codec, shares = self.codec, None
         if self.settings.scatter:
-            shares = shares_of(codec, tuple(each.elements for each in gradients), ranks)
+            shares = shares_of(codec, tuple(gradient.elements for gradient in gradients), ranks)
         encode = partial(
             payloads.encode,
             find_unused=self._find_unused,
@@ -357,13 +357,13 @@ class Engine:
     def _scattered(self, bucket: payloads.Bucket | CastBucket) -> Rounds:
         with self.seconds.coding():
             words = bucket.begin()
-        (came,) = yield [Collective("alltoall", words, bucket.parts_bytes)]
+        (received,) = yield [Collective("alltoall", words, bucket.parts_bytes)]
         with self.seconds.coding():
-            words = bucket.own(came)
-        (came,) = yield [Collective("gather", words, bucket.means_bytes)]
+            words = bucket.reduce(received)
+        (received,) = yield [Collective("gather", words, bucket.means_bytes)]
         with self.seconds.coding():
-            bucket.end(came)
-            self._tell(bucket.gradients, bucket.told())
+            bucket.end(received)
+            self._tell(bucket.gradients, bucket.stats())
             self.transaction.checks += bucket.arrivals
 
     def _open_step(self, names: set[str | None]) -> None:
@@ -375,10 +375,10 @@ class Engine:
                 self.codec = self.theta.codec_at(self.theta.begin_step())
         self._seen |= names
 
-    def _tell(self, gradients: Sequence[Gradient], told: Sequence[PayloadStats]) -> None:
+    def _tell(self, gradients: Sequence[Gradient], stats: Sequence[PayloadStats]) -> None:
         """Count what was sent of gradients."""
-        for gradient, each in zip(gradients, told, strict=True):
-            if self.traffic.payload(gradient.name, gradient.elements, each):
+        for gradient, payload in zip(gradients, stats, strict=True):
+            if self.traffic.payload(gradient.name, gradient.elements, payload):
                 _log.warning(
                     "%s: values beyond the fixed window were clipped; see `saturated` in the "
                     "report",

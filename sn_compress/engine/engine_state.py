@@ -57,12 +57,12 @@ def load_state_dict(
     mean : take the mean of a list from as many ranks as there are now, too
     """
     with reading("the saved state"):
-        every = [state] if isinstance(state, dict) else list(state)
-        states = every if mean else _chosen(state, ranks, rank)
+        all_states = [state] if isinstance(state, dict) else list(state)
+        states = all_states if mean else _chosen(state, ranks, rank)
         _load(engine, states, changes(states[0]))
 
 
-def take_loaded(
+def load_pending(
     engine: Engine,
     states: Sequence[dict[str, Any]] | None,
     nodes: Place | None,
@@ -71,16 +71,16 @@ def take_loaded(
     ranks: int,
     rank: int,
 ) -> None:
-    """Go on from what was loaded before the nodes were known; CompressError if it cannot be.
+    """Load the states that were given before the nodes were known; CompressError if impossible.
 
-    states : what was loaded; None where all ranks have the same of all tensors
-    tensors : see Place.own
+    states : those states; None where all ranks have the same state of all tensors
+    tensors : see Place.owned_names
     """
     if states is None and nodes is not None:
         states = [state_dict(engine, ranks=1, rank=0)]
-    found = states_to_load(states, nodes, tensors) if states else None
-    if found is not None:
-        load_state_dict(engine, found, ranks=ranks, rank=rank, mean=True)
+    chosen = states_to_load(states, nodes, tensors) if states else None
+    if chosen is not None:
+        load_state_dict(engine, chosen, ranks=ranks, rank=rank, mean=True)
 
 
 def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
@@ -91,7 +91,7 @@ def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
         arrays.append(array)
         return {_ARRAY: len(arrays) - 1}
 
-    tree = registry.each(np.ndarray, put, state)
+    tree = registry.map_tree(np.ndarray, put, state)
     # A number of NumPy is none of JSON.
     head = json.dumps(
         {"rank": state["rank"], "exchange": settings.exchange, "state": tree}, default=float
@@ -108,7 +108,7 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
     def array_of(node: dict[str, Any]) -> Any:
         if set(node) == {_ARRAY}:
             return arrays[str(node[_ARRAY])]
-        return {key: registry.each(dict, array_of, value) for key, value in node.items()}
+        return {key: registry.map_tree(dict, array_of, value) for key, value in node.items()}
 
     with reading("this error memory"):
         arrays = arrays_of(data)
@@ -120,21 +120,21 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
                 f"{settings.compression}. Save one checkpoint per rank, with the rank in its name, "
                 "and resume with the same compression."
             )
-        state: dict[str, Any] = registry.each(dict, array_of, head["state"])
+        state: dict[str, Any] = registry.map_tree(dict, array_of, head["state"])
     return state
 
 
 def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
-    """The states to take the mean of; or one."""
+    """Return the states to take the mean of, or this rank's alone."""
     held(state)
     states = [state] if isinstance(state, dict) else list(state)
     for entry in states:
         if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
             raise CompressError("not a state of state_dict(); expected what it returned, unchanged")
     saved = states[0]["ranks"] if states else 0
-    own = [entry for entry in states if entry["rank"] == rank]
-    if saved == ranks and len(own) == 1:
-        return own
+    of_rank = [entry for entry in states if entry["rank"] == rank]
+    if saved == ranks and len(of_rank) == 1:
+        return of_rank
     if not saved or [entry["rank"] for entry in states] != list(range(saved)):
         raise CompressError(
             f"got states {[entry['rank'] for entry in states]} of {saved} for rank {rank} "
@@ -155,7 +155,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> Non
 
 def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> None:
     """Both exchanges, or none."""
-    shared, feedback = engine.shared.kept(), engine.feedback.kept()
+    shared, feedback = engine.shared.snapshot(), engine.feedback.snapshot()
     try:
         engine.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
         if len(states) == 1:
@@ -166,8 +166,8 @@ def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Chang
             engine.feedback.change(name, _flat(change))
             engine.shared.move(name, change)
     except Exception:
-        engine.shared.put_back(shared)
-        engine.feedback.put_back(feedback)
+        engine.shared.restore(shared)
+        engine.feedback.restore(feedback)
         raise
 
 
@@ -176,17 +176,17 @@ def _flat(change: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
 
 
 def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of the shared exchange with the mean of the ranks' memories."""
+    """Return the shared exchange's state with the mean of the ranks' memories."""
     first = states[0]
     tensors = dict(first["tensors"])
     for name, entry in tensors.items():
-        every = [state["tensors"][name] for state in states]
-        if len(states) == 1 or not any({"summable", "owed"} & each.keys() for each in every):
+        entries = [state["tensors"][name] for state in states]
+        if len(states) == 1 or not any({"summable", "owed"} & saved.keys() for saved in entries):
             continue
-        memories = [_memory(each) for each in every]
+        memories = [_memory(saved) for saved in entries]
         mean = np.asarray(np.mean(memories, axis=0, dtype=np.float64), np.float32)
-        kept = {**entry["summable"], "memory": mean} if "summable" in entry else mean
-        tensors[name] = {**entry, "summable" if "summable" in entry else "owed": kept}
+        summable = {**entry["summable"], "memory": mean} if "summable" in entry else mean
+        tensors[name] = {**entry, "summable" if "summable" in entry else "owed": summable}
     return {**first, "tensors": tensors}
 
 

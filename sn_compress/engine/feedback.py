@@ -78,11 +78,11 @@ class ErrorFeedback:
             FFTCodec of another theta
         Raises CompressError if `name` was used with another number of elements.
         """
-        own = self.codec_of(name)
-        codec = codec or own
-        if (type(codec), codec.basis) != (type(own), own.basis):
+        known = self.codec_of(name)
+        codec = codec or known
+        if (type(codec), codec.basis) != (type(known), known.basis):
             raise CompressError(
-                f"the error memory of {name!r} is that of {own!r}; expected this codec, or one "
+                f"the error memory of {name!r} is that of {known!r}; expected this codec, or one "
                 f"with the same kind of memory; got {codec!r}"
             )
         array: Any = values if on_cuda(values) else as_vector(values)
@@ -183,7 +183,7 @@ class ErrorFeedback:
         """Elements of each memory in a saved state, by name."""
         return {name: registry.elements(entry) for name, entry in state["memory"].items()}
 
-    def take_over(
+    def load_with_residuals(
         self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
     ) -> None:
         """Load another rank's state, with these residuals, [n] each, in place of its own."""
@@ -226,13 +226,13 @@ class ErrorFeedback:
         with reading("the saved memories"):
             self._memory = self._read(state)
 
-    def kept(self) -> dict[str, tuple[int, Any]]:
-        """What loading replaces, for `put_back` where something else could not be loaded."""
+    def snapshot(self) -> dict[str, tuple[int, Any]]:
+        """Return what loading replaces, for `restore` if something else cannot be loaded."""
         return self._memory
 
-    def put_back(self, kept: dict[str, tuple[int, Any]]) -> None:
-        """As before loading."""
-        self._memory = kept
+    def restore(self, snapshot: dict[str, tuple[int, Any]]) -> None:
+        """Undo loading."""
+        self._memory = snapshot
 
     def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
         held(state)
@@ -244,14 +244,14 @@ class ErrorFeedback:
                 f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
                 "state_dict() returned, unchanged"
             )
-        known, found = dict(self._codecs), {}
+        known, loaded = dict(self._codecs), {}
         try:
             for name, entry in read(state).items():
-                found[name] = self._load(name, entry)
+                loaded[name] = self._load(name, entry)
         except BaseException:
             self._codecs = known  # those of names that there may not be
             raise
-        return found
+        return loaded
 
     def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over the mean of states saved on several ranks; nothing changes if one does not fit.

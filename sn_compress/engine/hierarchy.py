@@ -84,7 +84,7 @@ def find_layout(total: Total, node: str, *, rank: int, ranks: int) -> NodeLayout
     """
     ids = np.zeros(ranks, np.int64)
     ids[rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:7], "big")
-    return layout_of([int(each) for each in total("sn.nodes", ids)])
+    return layout_of([int(node_id) for node_id in total("sn.nodes", ids)])
 
 
 def may_have_nodes(settings: Settings, process_set: Any) -> bool:
@@ -154,10 +154,10 @@ class Place:
         self.owners = Owners(layout.size)
         self.sent_bytes = 0
 
-    def own(self, tensors: Iterable[tuple[str, int]]) -> list[str]:
-        """Which tensors this rank owns, of all with their elements, in the order they come in."""
-        every = [(name, self.owners.of(name, elements)) for name, elements in tensors]
-        return [name for name, owner in every if owner == self.number]
+    def owned_names(self, tensors: Iterable[tuple[str, int]]) -> list[str]:
+        """Return which tensors this rank owns, of all (name, elements), in their order."""
+        owners = [(name, self.owners.of(name, elements)) for name, elements in tensors]
+        return [name for name, owner in owners if owner == self.number]
 
     def state(self) -> dict[str, Any]:
         """What a saved state says of it."""
@@ -174,10 +174,10 @@ class Place:
 def states_to_load(
     states: Sequence[Mapping[str, Any]], place: Place | None, tensors: Iterable[tuple[str, int]]
 ) -> list[dict[str, Any]] | None:
-    """Of what mean this rank goes on, once nodes are known; None: of its own state, as it was.
+    """Return the states whose mean this rank resumes from; None: from its own, unchanged.
 
     states : the one that was saved on this rank, or those of all ranks, in order of rank
-    tensors : see Place.own
+    tensors : see Place.owned_names
 
     Raises CompressError where one state is not enough.
     """
@@ -189,9 +189,9 @@ def states_to_load(
         if len(states) > 1 or place.layout.place(at)[1] == place.number:
             place.owners.of_name.update(saved["owners"])
             return None
-    own = set(place.own(tensors))
+    names = set(place.owned_names(tensors))
     # Each node begins with the mean of what all remember: in the mean it is what it was.
-    return [state_of(each, own) for each in whole_states(states)]
+    return [state_of(saved_state, names) for saved_state in whole_states(states)]
 
 
 def loadable(states: Any, ranks: int) -> Any:
@@ -234,14 +234,14 @@ def saved_place(place: Place | None, loaded: Any, ranks: int) -> dict[str, Any] 
 def with_rest(
     state: dict[str, Any], mine: Mapping[str, Any], gather: Callable[[Any], Iterable[Any]]
 ) -> dict[str, Any]:
-    """What a root has sent of its exchange, and what it has not, as by nodes others own the rest.
+    """Complete the state that a root has sent by tensors that other ranks of its node own.
 
-    mine : this rank's; gather : brings an object of all ranks
+    mine : this rank's state; gather : collects an object of every rank
     """
     keys = [key for key in BY_TENSOR if key in state]
-    rest = {key: {n: it for n, it in mine[key].items() if n not in state[key]} for key in keys}
-    for each in gather(rest):
-        state = state | {key: each[key] | state[key] for key in keys}
+    owned = {key: {n: v for n, v in mine[key].items() if n not in state[key]} for key in keys}
+    for other in gather(owned):
+        state = state | {key: other[key] | state[key] for key in keys}
     return state
 
 
@@ -251,22 +251,22 @@ BY_TENSOR = tuple(key for keys in _BY_TENSOR.values() for key in keys)
 
 
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of the tensors of several, none of which has another's."""
+    """Merge states whose tensors are disjoint."""
     merged = dict(states[0])
     for part, keys in _BY_TENSOR.items():
         merged[part] = dict(merged[part])
         for key in keys:
             parts = [state[part][key] for state in states]
-            merged[part][key] = {name: kept for each in parts for name, kept in each.items()}
+            merged[part][key] = {name: value for of in parts for name, value in of.items()}
     return merged
 
 
 def state_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Of a state, what is of these tensors."""
+    """Return a state restricted to these tensors."""
     chosen = dict(state)
     for part, keys in _BY_TENSOR.items():
         chosen[part] = dict(chosen[part])
         for key in keys:
-            every = chosen[part][key]
-            chosen[part][key] = {name: kept for name, kept in every.items() if name in names}
+            by_name = chosen[part][key]
+            chosen[part][key] = {name: value for name, value in by_name.items() if name in names}
     return chosen

@@ -154,8 +154,8 @@ def decode(
     ends = list(accumulate(sizes, initial=0))
     if _cuda.takes(gathered):
         with on_stream_of(gathered):
-            whole = _cuda.view(gathered).array().reshape(ranks, -1)
-            arrays = [whole[:, first:last] for first, last in pairwise(ends)]
+            words = _cuda.view(gathered).array().reshape(ranks, -1)
+            arrays = [words[:, first:last] for first, last in pairwise(ends)]
         from ..codecs import _fft_cuda
 
         _fft_cuda.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
@@ -198,18 +198,18 @@ def _encode_as_arrays(
             else feedback.memory_of(gradient.name, vector)
             for gradient, vector in zip(gradients, vectors, strict=True)
         ]
-    made = batched.encode(
+    encoded = batched.encode(
         codec,
         vectors,
         memories,
         decay=1.0 if feedback is None else feedback.decay,
         unused_waits=drops_unused,
     )
-    if memories is not None and made.memories is not None:
+    if memories is not None and encoded.memories is not None:
         held = [part for memory in memories for part in memory]
         if held:
-            put_all(held, [part for memory in made.memories for part in memory])
-    wire = made.words.view(namespace(made.words).uint8)
+            put_all(held, [part for memory in encoded.memories for part in memory])
+    wire = encoded.words.view(namespace(encoded.words).uint8)
     payloads = [
         Payload(piece, codec.codec_id, gradient.elements, codec.settings)
         for piece, gradient in zip(split(wire, sizes), gradients, strict=True)
@@ -222,9 +222,9 @@ def _decode_as_arrays(
 ) -> DeferredCheck:
     xp = namespace(gathered)
     words = xp.reshape(gathered.view(xp.int32), (ranks, -1))
-    made = batched.decode(codec, words, [gradient.elements for gradient in gradients])
-    put_all([gradient.values for gradient in gradients], made.means)
-    return DeferredCheck(AsyncScalars(xp.reshape(xp.astype(made.damaged, xp.float64), (1,))))
+    decoded = batched.decode(codec, words, [gradient.elements for gradient in gradients])
+    put_all([gradient.values for gradient in gradients], decoded.means)
+    return DeferredCheck(AsyncScalars(xp.reshape(xp.astype(decoded.damaged, xp.float64), (1,))))
 
 
 def _encode_by_kernels(
@@ -244,9 +244,9 @@ def _encode_by_kernels(
         if feedback is not None:
             states = [
                 feedback.memory_of(gradient.name, vector)
-                if there and gradient.name is not None
+                if is_used and gradient.name is not None
                 else codec.new_state(gradient.elements, like=vector)
-                for gradient, vector, there in zip(gradients, vectors, used, strict=True)
+                for gradient, vector, is_used in zip(gradients, vectors, used, strict=True)
             ]
         buffers = [_cuda.view(piece).array() for piece in pieces]
     decay = 1.0 if feedback is None else feedback.decay
@@ -303,9 +303,9 @@ class Shares:
     parts: FFTCodec
     means: FFTCodec
 
-    def others(self, rank: int) -> list[Piece]:
-        """What a rank does not own, in the order of the owners."""
-        return [it for owner, own in enumerate(self.pieces) if owner != rank for it in own]
+    def outgoing(self, rank: int) -> list[Piece]:
+        """Return the pieces that a rank sends to their owners, in the order of the owners."""
+        return [piece for owner, of in enumerate(self.pieces) if owner != rank for piece in of]
 
     @property
     def parts_bytes(self) -> tuple[int, ...]:
@@ -318,21 +318,21 @@ class Shares:
         return self._bytes(self.means)
 
     def _bytes(self, codec: FFTCodec) -> tuple[int, ...]:
-        return tuple(sum(codec.payload_bytes(it.elements) for it in own) for own in self.pieces)
+        return tuple(sum(codec.payload_bytes(piece.elements) for piece in of) for of in self.pieces)
 
     def sent(self, rank: int, tensors: int) -> list[int]:
-        """Of each tensor, bytes of the payloads that a rank makes."""
-        found = [0] * tensors
-        for piece in self.others(rank):
-            found[piece.tensor] += self.parts.payload_bytes(piece.elements)
+        """Return for each tensor the bytes of the payloads that a rank encodes."""
+        nbytes = [0] * tensors
+        for piece in self.outgoing(rank):
+            nbytes[piece.tensor] += self.parts.payload_bytes(piece.elements)
         for piece in self.pieces[rank]:
-            found[piece.tensor] += self.means.payload_bytes(piece.elements)
-        return found
+            nbytes[piece.tensor] += self.means.payload_bytes(piece.elements)
+        return nbytes
 
     def received(self, rank: int) -> int:
-        """Bytes that come to a rank: what others send of its pieces, and what they make."""
-        ranks, made = len(self.pieces), self.means_bytes
-        return (ranks - 1) * self.parts_bytes[rank] + sum(made) - made[rank]
+        """Return the bytes that a rank receives: others' parts of its pieces, and their means."""
+        ranks, means = len(self.pieces), self.means_bytes
+        return (ranks - 1) * self.parts_bytes[rank] + sum(means) - means[rank]
 
 
 def parts_theta(theta: float) -> float:
@@ -349,51 +349,52 @@ def parts_theta(theta: float) -> float:
 
 @lru_cache(maxsize=256)
 def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | None:
-    """How the blocks of tensors are divided; None where payloads are gathered.
+    """Divide the blocks of tensors among ranks; None where gathering payloads costs less.
 
     codec : of the means; sizes : elements of each tensor
 
-    Gathered is what gains nothing: of one or two ranks, of one block; and what cannot be cut: a
-    transform of the whole tensor, a range that all blocks share.
+    Dividing gains nothing with one or two ranks or one block, and is impossible where all blocks
+    depend on each other: a transform of the whole tensor, a range that all blocks share.
     """
     if codec.block is None or codec.transform == "axes" or codec.window == "payload":
         return None
     sections = [(at, section) for at, n in enumerate(sizes) for section in codec.sections(n)]
-    total = sum(it.count * it.layout.words for _, it in sections)
+    total = sum(section.count * section.layout.words for _, section in sections)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     before = 0  # words of the blocks in front of a section
-    for tensor, it in sections:
-        words, block = it.layout.words, it.layout.block
+    for tensor, section in sections:
+        words, block = section.layout.words, section.layout.block
         # A block belongs to the rank into whose part of all words its first one falls.
-        owners = before * ranks // total, (before + (it.count - 1) * words) * ranks // total
+        owners = before * ranks // total, (before + (section.count - 1) * words) * ranks // total
         for owner in range(owners[0], owners[1] + 1):
             first, last = (
-                -((before * ranks - each * total) // (words * ranks)) for each in (owner, owner + 1)
+                -((before * ranks - rank * total) // (words * ranks)) for rank in (owner, owner + 1)
             )
-            start = it.start + max(first, 0) * block
-            stop = min(it.start + last * block, it.stop)
-            own = pieces[owner]
-            if own and (own[-1].tensor, own[-1].stop) == (tensor, start):
-                start = own.pop().start
+            start = section.start + max(first, 0) * block
+            stop = min(section.start + last * block, section.stop)
+            owned = pieces[owner]
+            if owned and (owned[-1].tensor, owned[-1].stop) == (tensor, start):
+                start = owned.pop().start
             if start < stop:
-                own.append(Piece(tensor, start, stop))
-        before += it.count * words
+                owned.append(Piece(tensor, start, stop))
+        before += section.count * words
     parts = codec.at(parts_theta(codec.theta))
-    found = Shares(tuple(map(tuple, pieces)), parts, codec)
+    shares = Shares(tuple(map(tuple, pieces)), parts, codec)
     # Two collectives cost two latencies and a second encoding: not for a few bytes.
-    whole = sum(codec.payload_bytes(n) for n in sizes)
-    return found if 2 * max(found.means_bytes) < whole else None
+    payload_bytes = sum(codec.payload_bytes(n) for n in sizes)
+    return shares if 2 * max(shares.means_bytes) < payload_bytes else None
 
 
 def rows_of(piece: Piece, codec: FFTCodec, n: int, memory: Sequence[Array]) -> list[Array]:
-    """Of the memory of its tensor, of n elements, what is a piece's: views."""
-    found = []
-    for it, part in zip(codec.sections(n), memory, strict=True):
-        first, last = max(piece.start, it.start), min(piece.stop, it.stop)
+    """Return views of a piece's blocks in the memory of its tensor, of n elements."""
+    rows = []
+    for section, part in zip(codec.sections(n), memory, strict=True):
+        first, last = max(piece.start, section.start), min(piece.stop, section.stop)
         if first < last:
-            block = it.layout.block
-            found.append(part[(first - it.start) // block : -(-(last - it.start) // block)])
-    return found
+            block = section.layout.block
+            start = section.start
+            rows.append(part[(first - start) // block : -(-(last - start) // block)])
+    return rows
 
 
 class Bucket:
@@ -426,30 +427,30 @@ class Bucket:
         self._shares, self._rank, self._ranks = shares, rank, len(shares.pieces)
         self.parts_bytes, self.means_bytes = shares.parts_bytes, shares.means_bytes
         self._error: PayloadError | None = None
-        self._mine, self._others = shares.pieces[rank], shares.others(rank)
+        self._mine, self._outgoing = shares.pieces[rank], shares.outgoing(rank)
         self._memories = None
         if feedback is not None:
-            every = [*self._others, *self._mine]
-            self._memories = _Rows(shares.means, gradients, feedback, every)
+            pieces = [*self._outgoing, *self._mine]
+            self._memories = _Rows(shares.means, gradients, feedback, pieces)
         self._encode = partial(encode, feedback=self._memories)
 
     def begin(self) -> Array:
         """What the other ranks are to have of their pieces, [bytes] uint8, in order of rank."""
-        if not self._others:  # a rank that is alone
+        if not self._outgoing:  # a rank that is alone
             return self._nothing()
-        return self._encoded(self._shares.parts, [self._view(other) for other in self._others])
+        return self._encoded(self._shares.parts, [self._view(other) for other in self._outgoing])
 
-    def own(self, came: Array) -> Array:
-        """The means of this rank's pieces, encoded, [bytes] uint8.
+    def reduce(self, received: Array) -> Array:
+        """Return the means of this rank's pieces, encoded, [bytes] uint8.
 
-        came : [bytes] uint8, what the others have sent of them, in order of rank
+        received : [bytes] uint8, the others' parts of these pieces, in order of rank
         """
         if not self._mine:
             return self._nothing()
-        means = [self._room(piece, came) for piece in self._mine]
+        means = [self._room(piece, received) for piece in self._mine]
         if self._ranks > 1:
             try:
-                self._read(self._shares.parts, came, means, self._ranks - 1)
+                self._read(self._shares.parts, received, means, self._ranks - 1)
             except PayloadError as error:
                 self._error = error
                 return self._nothing(self.means_bytes[self._rank]) | _DAMAGED
@@ -457,46 +458,46 @@ class Bucket:
             xp = namespace(mean.values)
             mean.values[...] *= (self._ranks - 1) / self._ranks
             # Not divided: a graph of TensorFlow would multiply, which rounds otherwise.
-            own = xp.astype(self._view(piece).values, xp.float32) * (1 / self._ranks)
-            mean.values[...] += own
+            mine = xp.astype(self._view(piece).values, xp.float32) * (1 / self._ranks)
+            mean.values[...] += mine
         # The memory is of this rank's gradient, of which the mean has a ranks-th.
         self._scale(means, 1 / self._ranks)
-        made = self._encoded(self._shares.means, means)
+        encoded = self._encoded(self._shares.means, means)
         self._scale(means, self._ranks)
-        return made
+        return encoded
 
-    def end(self, came: Array) -> None:
+    def end(self, received: Array) -> None:
         """Write the means into the gradients.
 
-        came : [bytes] uint8, of all owners in their order
+        received : [bytes] uint8, of all owners in their order
         """
         if self._error is not None:
             raise self._error
-        every = [self._view(it) for own in self._shares.pieces for it in own]
+        views = [self._view(piece) for pieces in self._shares.pieces for piece in pieces]
         try:
-            self._read(self._shares.means, came, every, 1)
+            self._read(self._shares.means, received, views, 1)
         except PayloadError as error:
-            for rank, own in enumerate(split(came, self.means_bytes)):
-                if own.shape[0] and bool(namespace(came).all(own == _DAMAGED)):
+            for rank, pieces in enumerate(split(received, self.means_bytes)):
+                if pieces.shape[0] and bool(namespace(received).all(pieces == _DAMAGED)):
                     raise PayloadError(
                         f"rank {rank} received a corrupt payload; see its traceback. Retry from "
                         "the last checkpoint; if it happens again, suspect memory or the network."
                     ) from error
             raise
 
-    def told(self) -> list[PayloadStats]:
-        """Of each gradient, what the payloads of its pieces tell."""
+    def stats(self) -> list[PayloadStats]:
+        """Return for each gradient the statistics of the payloads of its pieces."""
         of: list[list[Payload]] = [[] for _ in self.gradients]
-        made = [payload for sent in self.sent for payload in sent.payloads]
-        for piece, payload in zip([*self._others, *self._mine], made, strict=True):
+        payloads = [payload for sent in self.sent for payload in sent.payloads]
+        for piece, payload in zip([*self._outgoing, *self._mine], payloads, strict=True):
             of[piece.tensor].append(payload)
-        return [PayloadStats.of(own) for own in of]
+        return [PayloadStats.of(of_tensor) for of_tensor in of]
 
     def _view(self, piece: Piece) -> Gradient:
-        """A piece as a gradient of its own: its values are those of the tensor's."""
-        whole = self.gradients[piece.tensor]
-        values = whole.values[piece.start : piece.stop]
-        name = None if whole.name is None else piece.name_in(whole.name)
+        """Return a piece as a gradient; its values are a view of the tensor's."""
+        tensor = self.gradients[piece.tensor]
+        values = tensor.values[piece.start : piece.stop]
+        name = None if tensor.name is None else piece.name_in(tensor.name)
         return Gradient(name, (piece.elements,), values)
 
     def _room(self, piece: Piece, like: Array) -> Gradient:
@@ -547,13 +548,13 @@ class _Rows:
         return self._feedback.decay
 
     def memory_of(self, name: str, _: Any) -> list[Any]:
-        """Of a piece, by its name; its tensor's is placed where the gradient lies."""
+        """Return a piece's memory by name; the tensor's is moved to the gradient's device."""
         piece = self._pieces[name]
-        whole = self._gradients[piece.tensor]
+        gradient = self._gradients[piece.tensor]
         if piece.tensor not in self._memories:  # asked once a step, as a copy may be kept
-            memory = self._feedback.memory_of(str(whole.name), whole.values)
+            memory = self._feedback.memory_of(str(gradient.name), gradient.values)
             self._memories[piece.tensor] = memory
-        return rows_of(piece, self._codec, whole.elements, self._memories[piece.tensor])
+        return rows_of(piece, self._codec, gradient.elements, self._memories[piece.tensor])
 
     def scale(self, gradients: Iterable[Gradient], factor: float) -> None:
         """Multiply the memories of pieces."""

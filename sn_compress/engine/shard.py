@@ -41,14 +41,14 @@ class Shard:
         self._itemsize: int = like.dtype.itemsize
 
     @property
-    def own(self) -> list[Gradient]:
-        """Those that this rank owns."""
+    def owned(self) -> list[Gradient]:
+        """Gradients that this rank owns."""
         return self._owned[self.place.number]
 
     @property
     def parts(self) -> list[list[Array]]:
-        """Of this rank's gradients what each rank of the node owns."""
-        return [[it.values for it in of_one] or [self.none] for of_one in self._owned]
+        """Values of this rank's gradients, by the rank of the node that owns them."""
+        return [[gradient.values for gradient in of_one] or [self.none] for of_one in self._owned]
 
     @property
     def scatter_bytes(self) -> int:
@@ -60,43 +60,43 @@ class Shard:
         """What this rank sends to others, for the means to be handed out."""
         return (self.place.layout.size - 1) * self.mine * self._itemsize
 
-    def gradients(self, came: Sequence[Array]) -> list[Gradient]:
-        """The node's means of what this rank owns; where that is one tensor, in its place.
+    def gradients(self, received: Sequence[Array]) -> list[Gradient]:
+        """Return the node's means of what this rank owns; in place if that is one tensor.
 
-        came : of each other rank of the node, in order, its values of that, [mine]; written to
+        received : [mine] values of each other rank of the node, in order; overwritten
         """
-        if not self.own:
+        if not self.owned:
             self.values = self.none
             return []
-        # In order of the ranks, and in single precision where it is less: a sum of its own order in
-        # each node would do as well, as all ranks get what the owner makes of it.
+        # In rank order, half precision in single precision. Nodes may sum in different orders: all
+        # ranks receive what the owner computes.
         xp = namespace(self.none)
         single = wide(self.none)
-        total = xp.astype(join([it.values for it in self.own]), single, copy=False)
-        before, after = came[: self.place.number], came[self.place.number :]
+        total = xp.astype(join([gradient.values for gradient in self.owned]), single, copy=False)
+        before, after = received[: self.place.number], received[self.place.number :]
         if before:
             first = xp.astype(before[0], single, copy=False)
-            for each in before[1:]:
-                first += each
+            for values in before[1:]:
+                first += values
             total += first
-        for each in after:
-            total += each
-        if self.own[0].is_float:
+        for values in after:
+            total += values
+        if self.owned[0].is_float:
             total /= self.place.layout.size
         else:
             total = total / self.place.layout.size
         self.values = xp.astype(total, self.dtype, copy=False)
-        views = split(self.values, [it.elements for it in self.own])
-        pairs = zip(self.own, views, strict=True)
-        return [Gradient(it.name, it.shape, view) for it, view in pairs]
+        views = split(self.values, [gradient.elements for gradient in self.owned])
+        pairs = zip(self.owned, views, strict=True)
+        return [Gradient(gradient.name, gradient.shape, view) for gradient, view in pairs]
 
     def finish(self, means: Sequence[Array]) -> None:
         """Write the means into the gradients.
 
-        means : of each other rank of the node, in order, what `values` were there in the end
+        means : final `values` of each other rank of the node, in order
         """
-        every = [*means[: self.place.number], self.values, *means[self.place.number :]]
-        for of_one, mean in zip(self._owned, every, strict=True):
+        all_means = [*means[: self.place.number], self.values, *means[self.place.number :]]
+        for of_one, mean in zip(self._owned, all_means, strict=True):
             if of_one and mean is not of_one[0].values:
                 means_of = split(mean, [gradient.elements for gradient in of_one])
                 put_all([gradient.values for gradient in of_one], means_of)

@@ -103,21 +103,21 @@ class Transaction:
             store.undo(names)
 
     def settle(self) -> None:
-        """Between passes: commit what was applied, abort what was thrown away; follow the scale.
+        """Between passes: commit applied gradients, abort dropped ones; follow the loss scale.
 
-        Raises PayloadError if a payload of the last step was damaged, on a device.
+        Raises PayloadError if a payload of the last step was corrupt, on a device.
         """
         checks, self.checks = self.checks, []
         for check in checks:
             check.conclude()
         factor = self._scale_factor()
         outcomes = {name: self._outcome(name) for name in self._open}
-        # A scaler that has skipped a step lowers its scale. Of another scale, held gradients and
-        # those of the pass that begins add up to nothing.
+        # A scaler lowers its scale after it skips a step. Held gradients of one scale cannot be
+        # added to those of another.
         gone = ("dropped",) if factor >= 1 else ("dropped", "held", "unknown")
-        kept = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
+        done = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
         self.abort([name for name, outcome in outcomes.items() if outcome in gone])
-        self.commit([name for name in self._open if outcomes[name] in kept])
+        self.commit([name for name in self._open if outcomes[name] in done])
         if factor != 1:
             for store in self._stores:
                 store.rescale(factor)

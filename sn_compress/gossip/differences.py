@@ -64,7 +64,7 @@ class Differences:
             for shape, size in zip(shapes, self.sizes, strict=True)
         ]
         self.base: Floats | None = None
-        self._told: dict[int, Floats] = {}  # by target: what it holds of this rank
+        self._sent: dict[int, Floats] = {}  # by target: what it holds of this rank
         self._heard: dict[int, Floats] = {}  # by source: what this rank holds of it
 
     @property
@@ -78,12 +78,12 @@ class Differences:
     def restart(self, values: Floats | None) -> None:
         """Begin all copies as these values, [n] float32, that every rank holds; None: later."""
         self.base = None if values is None else values.copy()
-        self._told.clear()
+        self._sent.clear()
         self._heard.clear()
 
-    def told(self, target: int) -> Floats:
-        """What `target` holds of this rank, [n] float32."""
-        return self._of(self._told, target)
+    def sent_to(self, target: int) -> Floats:
+        """Return the copy of this rank's weights that `target` holds, [n] float32."""
+        return self._of(self._sent, target)
 
     def heard(self, source: int) -> Floats:
         """What this rank holds of `source`, [n] float32."""
@@ -109,14 +109,14 @@ class Differences:
             self.restart(values)
         if target == rank:
             return np.empty(0, np.uint8), values
-        return self.pack(values, target), self.told(target)
+        return self.pack(values, target), self.sent_to(target)
 
     def pack(self, values: Floats, target: int) -> Bytes:
         """The message to `target` that brings its copy nearer to `values`, [n] float32.
 
         NaN and Inf travel, so that the target learns of them, and enter no copy.
         """
-        copy = self.told(target)
+        copy = self.sent_to(target)
         parts: list[Bytes] = []
         for stretch, codec in self._stretches():
             if codec is None:
@@ -129,7 +129,7 @@ class Differences:
         return np.concatenate(parts)
 
     def unpack(self, wire: Bytes, source: int) -> Floats:
-        """What `source` holds by its message, [n] float32.
+        """Return the weights of `source` after its message, [n] float32.
 
         Raises PayloadError if the bytes are not a message of the same tensors and codecs.
         """
@@ -139,22 +139,22 @@ class Differences:
                 "run the same version with the same codec?"
             )
         copy = self.heard(source)
-        found, start = np.empty_like(copy), 0
+        values, start = np.empty_like(copy), 0
         for stretch, codec in self._stretches():
             size = stretch.stop - stretch.start
             if codec is None:
                 part = wire[start : start + 4 * size]
-                found[stretch] = np.frombuffer(part.tobytes(), np.float32)
+                values[stretch] = np.frombuffer(part.tobytes(), np.float32)
             else:
                 part = wire[start : start + codec.payload_bytes(size)]
                 try:
                     payload = Payload.from_bytes(part, n=size)
                 except PayloadError as error:
                     raise PayloadError(f"from rank {source}: {error}") from error
-                found[stretch] = copy[stretch] + codec.decode(payload)
+                values[stretch] = copy[stretch] + codec.decode(payload)
             start += part.size
-            _replace(copy[stretch], found[stretch])
-        return found
+            _replace(copy[stretch], values[stretch])
+        return values
 
     def _stretches(self) -> list[tuple[slice, Codec | None]]:
         ends = np.cumsum(self.sizes).tolist()
@@ -168,7 +168,7 @@ class Differences:
         return {
             "format": _FORMAT,
             "base": None if self.base is None else self.base.copy(),
-            "told": {rank: copy.copy() for rank, copy in self._told.items()},
+            "told": {rank: copy.copy() for rank, copy in self._sent.items()},
             "heard": {rank: copy.copy() for rank, copy in self._heard.items()},
         }
 
@@ -177,7 +177,7 @@ class Differences:
         self.take(self.read(state))
 
     def read(self, state: dict[str, Any]) -> Copies:
-        """Saved copies, checked, for `take`; nothing changes."""
+        """Check saved copies and return them for `take`; nothing changes."""
         with reading("saved copies"):
             held(state)
             if state.get("format") != _FORMAT:
@@ -185,17 +185,17 @@ class Differences:
                     f"saved differences of format {state.get('format')!r}; expected {_FORMAT}"
                 )
             base = None if state["base"] is None else _vector(state["base"], self.n)
-            told, heard = (
+            sent, heard = (
                 {count(rank, "rank"): _vector(copy, self.n) for rank, copy in state[key].items()}
                 for key in ("told", "heard")
             )
-            if base is None and (told or heard):
+            if base is None and (sent or heard):
                 raise CompressError("saved copies without the weights they began with")
-        return base, told, heard
+        return base, sent, heard
 
     def take(self, copies: Copies) -> None:
-        """Go on with what `read` returned."""
-        self.base, self._told, self._heard = copies
+        """Continue with what `read` returned."""
+        self.base, self._sent, self._heard = copies
 
 
 def _replace(copy: Floats, values: npt.NDArray[Any]) -> None:
@@ -236,5 +236,5 @@ def spread(total: npt.NDArray[np.float64], ranks: int) -> float:
     """
     numbers, squares, norms = total[:-2], float(total[-2]), float(total[-1])
     # Of equal ranks rounding could leave less than nothing.
-    apart = max(squares - float(numbers @ numbers) / ranks, 0.0)
-    return math.sqrt(apart / norms) if norms else 0.0
+    squared_distance = max(squares - float(numbers @ numbers) / ranks, 0.0)
+    return math.sqrt(squared_distance / norms) if norms else 0.0

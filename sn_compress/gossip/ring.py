@@ -50,11 +50,11 @@ class Ring:
         batch_size: int,
         seed: int = 0,
     ) -> None:
-        own = [len(field) for field in fields]
-        if not fields or set(own) != {counts[rank]}:
+        lengths = [len(field) for field in fields]
+        if not fields or set(lengths) != {counts[rank]}:
             raise CompressError(
-                f"got fields of {own} samples; expected one field or more, each of {counts[rank]} "
-                "samples, which this rank announced to the others"
+                f"got fields of {lengths} samples; expected one field or more, each of "
+                f"{counts[rank]} samples, which this rank announced to the others"
             )
         if batch_size < 1 or min(counts) < 1:
             raise CompressError(
@@ -119,7 +119,7 @@ class Ring:
         return wire
 
     def take(self, step: int, wire: Bytes) -> None:
-        """Keep, for the next epoch, what the rank before sent at a step."""
+        """Store, for the next epoch, what the previous rank sent at a step."""
         if wire.size != self.wire_bytes or step != len(self._arrived):
             raise PayloadError(
                 f"{wire.size} bytes for step {step}; expected {self.wire_bytes} for step "
@@ -127,12 +127,12 @@ class Ring:
                 "order."
             )
         count = len(np.array_split(np.arange(self._count(-1)), self.steps)[step])
-        found, start = [], 0
+        batch, start = [], 0
         for field, size in zip(self.fields, self._sample_bytes, strict=True):
             part = wire[start : start + count * size].tobytes()
-            found.append(np.frombuffer(part, field.dtype).reshape(count, *field.shape[1:]))
+            batch.append(np.frombuffer(part, field.dtype).reshape(count, *field.shape[1:]))
             start += count * size
-        self._arrived.append(found)
+        self._arrived.append(batch)
 
     def end(self) -> None:
         """The epoch is over: what has come is the shard."""
@@ -153,14 +153,14 @@ class Ring:
         return {"epoch": self.epoch, "fields": [field.copy() for field in self.fields]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved shard; CompressError, and no change, if it is not one of this ring."""
+        """Load a saved shard; CompressError, and no change, if it is not one of this ring."""
         with reading("the saved shard"):
             held(state)
             epoch = count(state["epoch"], "epoch")
             mine = self.counts[(self.rank - epoch) % len(self.counts)]
             fields = [np.asarray(field) for field in state["fields"]]
-            found = [(f.shape, f.dtype) for f in fields]
+            got = [(f.shape, f.dtype) for f in fields]
             expected = [((mine, *f.shape[1:]), f.dtype) for f in self.fields]
-            if found != expected:
-                raise CompressError(f"a saved shard of {found}; expected {expected} at that epoch")
+            if got != expected:
+                raise CompressError(f"a saved shard of {got}; expected {expected} at that epoch")
         self.fields, self.epoch, self._arrived = fields, epoch, []

@@ -13,7 +13,7 @@ from ..errors import CompressError
 from .differences import Differences, Shape
 from .topology import Topology, topology
 
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+_message_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class GossipSettings:
         return None if self.codec is None else Differences(shapes, self.codec)
 
     def graph(self, ranks: int) -> Topology:
-        """The topology of that name, or the one given, if it is one for these ranks."""
-        own = self.topology
-        graph = topology(own, ranks) if isinstance(own, str) else own
+        """Return the topology by its name, or the one passed; CompressError for other ranks."""
+        chosen = self.topology
+        graph = topology(chosen, ranks) if isinstance(chosen, str) else chosen
         if graph.ranks != ranks:
             raise CompressError(
                 f"got {graph!r} for {ranks} ranks; expected a topology of {ranks} ranks"
@@ -83,12 +83,12 @@ class GossipSettings:
         return graph
 
     def fingerprint(self, ranks: int) -> Fingerprint:
-        """What all ranks, of which there are so many, have to have alike."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own["topology"] = self.graph(ranks)
+        """Return the settings that all ranks must share."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["topology"] = self.graph(ranks)
         # A function from shapes to codecs shows an address at best: its codecs are of a size.
-        own["codec"] = self.codec if isinstance(self.codec, Codec) else self.codec is not None
-        return [(f"setting {name}", plain(value)) for name, value in own.items()]
+        values["codec"] = self.codec if isinstance(self.codec, Codec) else self.codec is not None
+        return [(f"setting {name}", plain(value)) for name, value in values.items()]
 
 
 def message_prefix(kind: str, process_set: Any) -> str:
@@ -99,5 +99,5 @@ def message_prefix(kind: str, process_set: Any) -> str:
         that is outside makes none, and yet is in other sets with those inside
     """
     key = kind, tuple(process_set.ranks or range(process_set.size()))
-    _made[key] += 1
-    return f"{kind}.{_made[key] - 1}"
+    _message_counts[key] += 1
+    return f"{kind}.{_message_counts[key] - 1}"

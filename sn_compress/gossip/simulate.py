@@ -95,7 +95,7 @@ def simulate(
     speeds = {scheme: np.zeros((ranks, n)) for scheme in SCHEMES}
     recorded = np.unique(np.linspace(1, steps, min(steps, RECORDED)).astype(int))
     seen: dict[str, list[tuple[float, float, float]]] = {scheme: [] for scheme in SCHEMES}
-    wanted = set(recorded.tolist())
+    record_at = set(recorded.tolist())
     for step in range(steps):
         meeting = topology.at(step)
         spoken = noise * generator.standard_normal((ranks, n))
@@ -112,7 +112,7 @@ def simulate(
                 values = meeting.mix(values)
             values = values - rate * speed
             replicas[scheme] = meeting.mix(values) if scheme == "weights" else values
-            if step + 1 in wanted:
+            if step + 1 in record_at:
                 seen[scheme].append(_look(replicas[scheme], curvature))
         progress(step + 1)
     return [

@@ -68,8 +68,8 @@ class Meeting:
             raise CompressError(
                 f"sources {self.sources} of {len(self.weights)} ranks; expected each rank once"
             )
-        given = [self.weights[source] for source in self.sources]
-        if min(given) < 0 or max(given) > 1 or given != list(self.weights):
+        received = [self.weights[source] for source in self.sources]
+        if min(received) < 0 or max(received) > 1 or received != list(self.weights):
             raise CompressError(
                 f"weights {self.weights} for sources {self.sources}; expected numbers in [0, 1], "
                 "the same for what a rank sends and what it receives"
@@ -220,12 +220,12 @@ def _exact(ranks: int) -> list[Meeting]:
 
 
 def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
-    """Pairs, step by step, after which each of n has the mean; 2 * floor(log2 n) + 1 steps.
+    """Return pairs, step by step, after which each of n has the mean; 2 * floor(log2 n) + 1 steps.
 
     n is a sum of powers of two, the sizes of blocks. 1: each block takes its own mean. 2: block by
-    block, the largest first, all later ranks meet one of the block each, with the weight that makes
-    the block's mean that of all: size of the block over what is left. 3: the block takes its mean
-    again, while the later ones go on.
+    block, the largest first, each later rank is paired with one of the block, with the weight that
+    makes the block's mean that of all: the block's size over the number of ranks from it on. 3: the
+    block takes its mean again, while the later ones continue.
     """
     if n == 1:
         return []
@@ -234,15 +234,15 @@ def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
     largest = sizes[0].bit_length() - 1
     steps: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * largest + 1)]
     for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
-        rest = range(start + size, n)
+        later = range(start + size, n)
         for bit in range(size.bit_length() - 1):
             pairs = [(start + i, start + (i ^ 2**bit), 0.5) for i in range(size)]
             steps[bit] += pairs
             # The last block, of one, needs none; nor would it have the time.
             steps[largest + number + 1 + bit] += pairs
-        if rest:
-            weight = size / (size + len(rest))
-            steps[largest + number] += [(start + i, r, weight) for i, r in enumerate(rest)]
+        if later:
+            weight = size / (size + len(later))
+            steps[largest + number] += [(start + i, r, weight) for i, r in enumerate(later)]
     return steps
 
 
@@ -275,10 +275,10 @@ def is_doubly_stochastic(matrix: Matrix) -> bool:
 
 def product(topology: Topology, steps: int | None = None) -> Matrix:
     """The matrix [r, r] of the first `steps` steps together; None is a whole period."""
-    found = np.eye(topology.ranks)
+    matrix = np.eye(topology.ranks)
     for step in range(topology.steps if steps is None else steps):
-        found = topology.at(step).mix(found)
-    return found
+        matrix = topology.at(step).mix(matrix)
+    return matrix
 
 
 def remainder(matrix: Matrix) -> float:
@@ -287,24 +287,24 @@ def remainder(matrix: Matrix) -> float:
 
 
 def spectral_gap(topology: Topology) -> float:
-    """1 minus what is left per step, from one period: 1 is exact, 0 would be no mixing.
+    """Return 1 minus the contraction per step, from one period: 1 is exact, 0 is no mixing.
 
     The geometric mean over the steps of a period; a single one-peer step has no gap of its own.
     """
-    left = remainder(product(topology))
-    if left <= _rounding(topology, topology.steps):
+    contraction = remainder(product(topology))
+    if contraction <= _rounding(topology, topology.steps):
         return 1.0
-    return float(1 - left ** (1 / topology.steps))
+    return float(1 - contraction ** (1 / topology.steps))
 
 
 def steps_to_exact(topology: Topology) -> int | None:
     """Steps from the first one after which all ranks hold the mean; None if no period ends so."""
-    found = np.eye(topology.ranks)
+    matrix = np.eye(topology.ranks)
     for step in range(topology.steps):
-        if remainder(found) <= _rounding(topology, step):
+        if remainder(matrix) <= _rounding(topology, step):
             return step
-        found = topology.at(step).mix(found)
-    return topology.steps if remainder(found) <= _rounding(topology, topology.steps) else None
+        matrix = topology.at(step).mix(matrix)
+    return topology.steps if remainder(matrix) <= _rounding(topology, topology.steps) else None
 
 
 def _rounding(topology: Topology, steps: int) -> float:

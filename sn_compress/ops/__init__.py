@@ -1,5 +1,4 @@
 """Functions over arrays: the oracles of the faster back ends in `csrc/compress`.
 
-They may import arrays, the extension, errors, and nothing else. A file of csrc has the name of its
-twin here.
+They import arrays, the extension and errors alone. A file of csrc has its twin's name.
 """

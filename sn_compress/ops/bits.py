@@ -53,11 +53,11 @@ def write_fields(offsets: Array, values: Array, words: int) -> Array:
     at = first + shifted_right(offsets, 5)
     wide = xp.bitwise_left_shift(values, offsets & (WORD - 1))
     # The word behind the last one gets nothing but zeros.
-    made = xp.zeros(rows * words + 1, dtype=xp.int64, device=device_of(values))
+    out = xp.zeros(rows * words + 1, dtype=xp.int64, device=device_of(values))
     places = xp.reshape(xp.concat([at, at + 1]), (-1,))
     parts = xp.concat([wide & MASK, shifted_right(wide, WORD) & MASK])
-    made = add_at(made, places, xp.reshape(parts, (-1,)))
-    return xp.reshape(made[: rows * words], (rows, words))
+    out = add_at(out, places, xp.reshape(parts, (-1,)))
+    return xp.reshape(out[: rows * words], (rows, words))
 
 
 class Fields:
@@ -91,8 +91,8 @@ def one_by_one(words: Array, at: int, count: int) -> Array:
     words : [rows, words] int64, 0 to 2**32 - 1; count : 1 or more
     """
     xp, first, last = namespace(words), at // WORD, -(-(at + count) // WORD)
-    each = xp.reshape(words[:, first:last], (words.shape[0], last - first, 1))
-    bits = xp.bitwise_right_shift(each, _PLACES.on(words)) & 1
+    columns = xp.reshape(words[:, first:last], (words.shape[0], last - first, 1))
+    bits = xp.bitwise_right_shift(columns, _PLACES.on(words)) & 1
     start = at - WORD * first
     return xp.reshape(bits, (words.shape[0], -1))[:, start : start + count]
 
@@ -154,10 +154,10 @@ def write_positions(positions: Array, n: int) -> Array:
     below = xp.searchsorted(ones, _counted(xp, upper + 1, positions))
     marks = xp.astype(below[1:] - below[:-1], xp.int64)
     words = slot_words(count, n)
-    rest = xp.zeros(
+    padding = xp.zeros(
         words * _WORD - count * low - upper, dtype=xp.int64, device=device_of(positions)
     )
-    bits = xp.reshape(xp.concat([xp.reshape(lows, (-1,)), marks, rest]), (words, _WORD))
+    bits = xp.reshape(xp.concat([xp.reshape(lows, (-1,)), marks, padding]), (words, _WORD))
     word = xp.sum(bits * _powers(xp, _WORD, positions), axis=1)
     return xp.astype((word ^ 2**31) - 2**31, xp.int32)
 
@@ -193,9 +193,9 @@ def agreed_rows(spread: Array, age: Array, named: Array, count: int) -> Array:
 
 
 def read_positions(slots: Array, count: int, n: int) -> Array:
-    """Whether a slot tells a position, [n] bool; one of zeros tells none.
+    """Return whether any slot contains a position, [n] bool; a slot of zeros contains none.
 
-    slots : [slots, slot_words] int32, what `write` made or zeros. Others are read as something.
+    slots : [slots, slot_words] int32, what `write_positions` returned or zeros; else undefined
     """
     xp = namespace(slots)
     low, upper = low_bits(count, n), upper_bits(count, n)
@@ -210,8 +210,8 @@ def read_positions(slots: Array, count: int, n: int) -> Array:
     nowhere = xp.full_like(place, 2**_POSITION_BITS)
     ones = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :count]
     highs = xp.clip(ones - _counted(xp, count, wide), 0, n) * 2**low
-    found = xp.where(ones < upper, highs + lows, xp.full_like(highs, n))
-    below = xp.searchsorted(xp.sort(xp.reshape(found, (-1,))), _counted(xp, n + 1, wide))
+    positions = xp.where(ones < upper, highs + lows, xp.full_like(highs, n))
+    below = xp.searchsorted(xp.sort(xp.reshape(positions, (-1,))), _counted(xp, n + 1, wide))
     return below[1:] > below[:-1]
 
 

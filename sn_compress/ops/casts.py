@@ -64,8 +64,8 @@ class Cast:
         So whoever copies values into it has them rounded. fp8 is encoded from float32.
         """
         xp = namespace(like)
-        own = is_torch(like) and self.dtype != "fp8"
-        dtype = getattr(xp, _TORCH[self.dtype]) if own else xp.float32
+        native = is_torch(like) and self.dtype != "fp8"
+        dtype = getattr(xp, _TORCH[self.dtype]) if native else xp.float32
         return xp.zeros(n, dtype=dtype, device=device_of(like))
 
     def encode(self, values: Array) -> Array:
@@ -132,8 +132,8 @@ def _of_fp8(codes: Array) -> Array:
     xp = namespace(codes)
     if is_torch(codes):
         return codes.view(xp.float8_e4m3fn).to(xp.float32)
-    every = xp.astype(xp.reshape(codes, (-1,)), xp.int64)
-    return xp.reshape(take(_FP8.on(codes), every), codes.shape)
+    indices = xp.astype(xp.reshape(codes, (-1,)), xp.int64)
+    return xp.reshape(take(_FP8.on(codes), indices), codes.shape)
 
 
 def _table() -> Any:

@@ -114,13 +114,13 @@ class Checksums:
         starts = np.cumsum([0, *sizes])[:-1]
         self.places = Constant((starts + OWN_WORD).astype(np.int64))
         self._levels: list[tuple[Constant, Constant]] = []
-        own: npt.NDArray[np.int64] | None = starts + OWN_WORD
+        skipped: npt.NDArray[np.int64] | None = starts + OWN_WORD
         counts, total = np.asarray(sizes, np.int64), self.words
-        while own is not None or counts.max(initial=1) > 1:
-            gathering = Constant(_gathering(counts, total, own))
+        while skipped is not None or counts.max(initial=1) > 1:
+            gathering = Constant(_gathering(counts, total, skipped))
             self._levels.append((gathering, _table(len(self._levels))))
             counts = -(-counts // RUN)
-            own, total = None, int(counts.sum())
+            skipped, total = None, int(counts.sum())
         ends = [zlib.crc32(bytes(4 * size)) for size in sizes]
         self._ends = Constant(np.asarray(ends, np.uint32).view(np.int32))
 
@@ -146,7 +146,7 @@ class Checksums:
 
 
 def _gathering(
-    counts: npt.NDArray[np.int64], total: int, own: npt.NDArray[np.int64] | None
+    counts: npt.NDArray[np.int64], total: int, skipped: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64]:
     """Where the words of each run are; `total`, behind all words, is a zero."""
     filled = -(-counts // RUN) * RUN
@@ -156,8 +156,8 @@ def _gathering(
     for count, end in zip(counts, ends, strict=True):
         index[end - count : end] = np.arange(at, at + count)
         at += count
-    if own is not None:
-        index[np.isin(index, own)] = total
+    if skipped is not None:
+        index[np.isin(index, skipped)] = total
     return index
 
 

@@ -88,9 +88,9 @@ def _unpack_groups(data: Bytes, count: int, bits: int) -> npt.NDArray[np.uint32]
     group = _group(bits)
     size = group * bits // 8
     words = np.zeros((-(-count // group), 8), np.uint8)
-    whole = data.size // size
-    words[:whole, :size] = data[: whole * size].reshape(-1, size)
-    words[whole:, : data.size - whole * size] = data[whole * size :]
+    complete = data.size // size
+    words[:complete, :size] = data[: complete * size].reshape(-1, size)
+    words[complete:, : data.size - complete * size] = data[complete * size :]
     word = words.reshape(-1).view("<u8")
     mask = np.uint64((1 << bits) - 1)
     out = np.empty((word.size, group), np.uint32)

@@ -99,13 +99,13 @@ def times_power(values: Array, exponent: int) -> Array:
 
 
 def covering(peaks: Array) -> tuple[Array, Array]:
-    """The lowest exponents that cover magnitudes, int32, and where these are above 0; [n] each.
+    """Return the lowest exponents that cover magnitudes, int32, and which are above 0; [n] each.
 
-    peaks : [n] float32, not negative, finite. One beyond the table gets its end
+    peaks : [n] float32, not negative, finite; clipped to the table
     """
     xp = namespace(peaks)
-    found = clipped(xp.searchsorted(COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
-    return xp.astype(found, xp.int32) + LOWEST, peaks > 0
+    exponents = clipped(xp.searchsorted(COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
+    return xp.astype(exponents, xp.int32) + LOWEST, peaks > 0
 
 
 def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
@@ -121,8 +121,8 @@ def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
 def unit_table(limit: int = 1, ranks: int = 1) -> Constant:
     """[HIGHEST - LOWEST + 1] float32: the units of all exponents."""
     if (limit, ranks) not in _units:
-        made = _SCALES[_MARGIN:] / np.float32(limit) / np.float32(ranks)
-        _units[limit, ranks] = Constant(made)
+        table = _SCALES[_MARGIN:] / np.float32(limit) / np.float32(ranks)
+        _units[limit, ranks] = Constant(table)
     return _units[limit, ranks]
 
 
@@ -202,9 +202,9 @@ class Digits:
         xp = namespace(words)
         half, mask = 2 ** (self.bits - 1), 2**self.bits - 1
         shifts = range(0, 32, self.bits)
-        rest = words + sum(half << shift for shift in shifts[:-1])
-        places = [(shifted_right(rest, shift) & mask) - half for shift in shifts[:-1]]
-        return xp.concat([*places, shifted_right(rest, shifts[-1])])[:count]
+        biased = words + sum(half << shift for shift in shifts[:-1])
+        places = [(shifted_right(biased, shift) & mask) - half for shift in shifts[:-1]]
+        return xp.concat([*places, shifted_right(biased, shifts[-1])])[:count]
 
 
 _COUNT = 2**20  # in a column's word, above the exponents' sum
@@ -268,10 +268,10 @@ class FixedPointColumns:
         )
 
     def expected(self, peaks: Array, exponents: Array) -> Array:
-        """Exponents to begin with for columns of these peaks, [count]; zeros say nothing."""
+        """Return initial exponents for columns of these peaks, [count]; zeros are ignored."""
         xp = namespace(exponents)
-        found, some = covering(_SPREAD * peaks)
-        return xp.where(some, found, exponents)
+        covered, some = covering(_SPREAD * peaks)
+        return xp.where(some, covered, exponents)
 
     def pack(self, flat: Array, exponents: Array, ranks: int) -> tuple[Array, Array]:
         """[words] int32 of finite numbers [size], and what they will be read as, [size] float32."""
@@ -282,10 +282,10 @@ class FixedPointColumns:
         logs, some = covering(self.peaks(flat))
         head = xp.where(some, logs + _COUNT, xp.zeros_like(logs))
         unit = self._spread(units(exponents, digits.limit))
-        whole = rounded(flat / unit, digits.limit)
-        words = xp.concat([head, digits.pack(xp.astype(whole, xp.int32))])
-        whole *= unit
-        return words, whole
+        scaled = rounded(flat / unit, digits.limit)
+        words = xp.concat([head, digits.pack(xp.astype(scaled, xp.int32))])
+        scaled *= unit
+        return words, scaled
 
     def unpack(self, total: Array, exponents: Array, ranks: int) -> tuple[Array, Array, Array]:
         """Sums of digits [size] int32, what one of the mean stands for [size], next exponents."""
@@ -298,25 +298,25 @@ class FixedPointColumns:
         logs = head - counts * _COUNT
         # The mean, rounded half up in integers: the same wherever it is computed.
         known = (2 * logs + ranked) // (2 * ranked)
-        found = self._unpacked(total[self.count :], exponents, digits, ranks)
-        if found is None:
+        unpacked = self._unpacked(total[self.count :], exponents, digits, ranks)
+        if unpacked is None:
             sums = digits.unpack(total[self.count :], self.size)
-            found = sums, self._spread(units(exponents, digits.limit, ranks))
-        return *found, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
+            unpacked = sums, self._spread(units(exponents, digits.limit, ranks))
+        return *unpacked, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
 
     def _packed(self, flat: Array, exponents: Array, digits: Digits) -> tuple[Array, Array] | None:
-        """What `pack` returns, by the extension: the same bits in two passes."""
+        """Return what `pack` does, by the extension: the same bits in two passes."""
         xp, views = namespace(flat), (host_view(flat), host_view(exponents, INT32))
         if views[0] is None or views[1] is None or (core := _native.core()) is None:
             return None
         at = device_of(flat)
         words = xp.empty(self.count + digits.words(self.size), dtype=xp.int32, device=at)
-        own = xp.empty(self.size, dtype=xp.float32, device=at)
+        quantized = xp.empty(self.size, dtype=xp.float32, device=at)
         core.pack_columns(
             views[0], self.sides, views[1], COVERED.host, unit_table(digits.limit).host, LOWEST,
-            digits.bits, float(digits.limit), _COUNT, to_host(words), to_host(own),
+            digits.bits, float(digits.limit), _COUNT, to_host(words), to_host(quantized),
         )  # fmt: skip
-        return words, own
+        return words, quantized
 
     def _unpacked(
         self, words: Array, exponents: Array, digits: Digits, ranks: int
@@ -360,9 +360,9 @@ _factors: dict[int, Constant] = {}
 def factors(words: int) -> Constant:
     """What each word is multiplied with, [words] int64: 1, 0, 3, 4, ..., PRIME - 1, 1, 2, ..."""
     if words not in _factors:
-        made = 1 + np.arange(words, dtype=np.int64) % (PRIME - 1)
-        made[1] = 0
-        _factors[words] = Constant(made)
+        table = 1 + np.arange(words, dtype=np.int64) % (PRIME - 1)
+        table[1] = 0
+        _factors[words] = Constant(table)
     return _factors[words]
 
 
@@ -376,10 +376,10 @@ def word_sum(words: Array) -> Array:
     if (host := host_view(words, INT32)) is not None and (core := _native.core()) is not None:
         return xp.asarray(core.word_sum(host), dtype=xp.int64)
     terms = xp.multiply(words, factors(count).on(words))
-    whole = count // _BLOCK * _BLOCK
+    blocked = count // _BLOCK * _BLOCK
     # Summed in blocks before it is divided: a division costs as much as many products.
-    total = xp.sum(terms[whole:])
-    if whole:
-        blocks = xp.sum(xp.reshape(terms[:whole], (-1, _BLOCK)), axis=1)
+    total = xp.sum(terms[blocked:])
+    if blocked:
+        blocks = xp.sum(xp.reshape(terms[:blocked], (-1, _BLOCK)), axis=1)
         total = total + xp.sum(blocks % PRIME)
     return total % PRIME

@@ -106,40 +106,40 @@ def pack(
     if into is None:
         ng, width = parts.at(values.size)
         into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
-    made = (into[0], into[1], np.empty(into[0].size if look else 0, np.uint32), into[2])
+    grids = (into[0], into[1], np.empty(into[0].size if look else 0, np.uint32), into[2])
     flat = turn.memory if turn else np.ascontiguousarray(values).ravel()
     kind, numbers = _kind(flat), turn.numbers if turn else ()
 
     def work(chunks: Iterator[int]) -> list[tuple[int, bytes, bytes, int]]:
-        found = []
+        packed = []
         for chunk in chunks:
             start, stop, inner = parts.part(chunk)
             here, bytes_ = parts.slices(start, stop)
-            spread = made[2][here] if look else None
-            target: list[Any] = [made[0][here], made[1][here], spread, made[3][bytes_]]
+            spread = grids[2][here] if look else None
+            target: list[Any] = [grids[0][here], grids[1][here], spread, grids[3][bytes_]]
             if core is None:
                 wide = _widened(flat[start:stop])
                 at, lost, zeros = _pack_twin(wide, start, inner, bits, group, bound, key, target)
             else:
-                some, told = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
+                some, strides = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
                 at, lost, zeros = core.pack_groups(
-                    some, kind, *target, start, inner, bits, group, bound, *key, told
+                    some, kind, *target, start, inner, bits, group, bound, *key, strides
                 )
-            found.append((chunk, at, lost, zeros))
-        return found
+            packed.append((chunk, at, lost, zeros))
+        return packed
 
     shares = _native.parallel(work, range(parts.count), threads)
-    found = sorted((part for share in shares for part in share), key=lambda part: part[0])
-    at = np.frombuffer(b"".join(part[1] for part in found), np.int64)
-    lost = np.frombuffer(b"".join(part[2] for part in found), np.float32)
-    return Grids(*made, at, lost, np.int64(sum(part[3] for part in found)))
+    packed = sorted((part for share in shares for part in share), key=lambda part: part[0])
+    at = np.frombuffer(b"".join(part[1] for part in packed), np.int64)
+    lost = np.frombuffer(b"".join(part[2] for part in packed), np.float32)
+    return Grids(*grids, at, lost, np.int64(sum(part[3] for part in packed)))
 
 
 def unpack(
     bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
     threads: int = 1, out: Values | None = None, run: int = 0,
 ) -> Values:  # fmt: skip
-    """The values of codes, [n], in `out` or float32; escapes are still to be put in.
+    """Return the values of codes, [n], in `out` or float32, without escapes.
 
     out : n elements of any shape, in C order; a view of turned axes costs no copy, see `Turn`
     """
@@ -164,10 +164,10 @@ def unpack(
                 with np.errstate(all="ignore"):  # a damaged payload may hold anything
                     flat[start:stop] = narrowed(base + got.astype(np.float32) * step, out.dtype)
             else:
-                some, told = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
+                some, strides = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
                 core.unpack_groups(
                     bases[here], steps[here], packed[bytes_], some, kind, start, inner, bits, group,
-                    told,
+                    strides,
                 )  # fmt: skip
 
     _native.parallel(work, range(parts.count), threads)
@@ -207,9 +207,9 @@ class Turn(NamedTuple):
             elif size > 1:
                 axes.append((size, step))
         rows, runs = rows or [(1, 1)], runs or [(1, 1)]
-        beside = rows[0][1] == 1 or runs[0][1] == 1
+        contiguous = rows[0][1] == 1 or runs[0][1] == 1
         few = len(rows) < 3 and len(runs) < 3 and prod(size for size, _ in runs) == run
-        if not (memory.flags.c_contiguous and few and beside):
+        if not (memory.flags.c_contiguous and few and contiguous):
             return None
         far_row, far = (axes[1][1] if len(axes) > 1 else 0 for axes in (rows, runs))
         return cls(memory.ravel(), (rows[0][0], far_row, rows[0][1], runs[0][0], far, runs[0][1]))
@@ -245,9 +245,9 @@ class Parts:
 
     def at(self, element: int) -> tuple[int, int]:
         """Groups and bytes of codes before an element with which a group begins."""
-        runs, rest = divmod(element, self.run)
-        groups = runs * -(-self.run // self.group) + rest // self.group
-        return groups, runs * -(-self.run * self.bits // 8) + rest * self.bits // 8
+        runs, remainder = divmod(element, self.run)
+        groups = runs * -(-self.run // self.group) + remainder // self.group
+        return groups, runs * -(-self.run * self.bits // 8) + remainder * self.bits // 8
 
     def slices(self, start: int, stop: int) -> tuple[slice, slice]:
         """Groups, and bytes of codes."""
@@ -359,8 +359,8 @@ def choose(
         step = np.maximum(_half_up(step), FINEST)
         base = np.where(lattice, -below * step, low)
         half = np.floor((top + one) / np.float32(2))
-        left, right = np.ceil(-low / cap), np.ceil(high / cap)
-        below = np.where(left <= half, left, np.where(right <= half, top - right, half))
+        lower, upper = np.ceil(-low / cap), np.ceil(high / cap)
+        below = np.where(lower <= half, lower, np.where(upper <= half, top - upper, half))
         capped = np.where(both, -below * cap, np.where(zero, -top * cap, high - top * cap))
         capped = np.where(low >= 0, low, capped)
         coarse = step > cap

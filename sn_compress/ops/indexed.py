@@ -38,8 +38,8 @@ def runs(n: int, chunk: int | None, kept: Callable[[int], int]) -> list[Run]:
     size = n if chunk is None else chunk
     full = n // size if size else 0
     cut = [(0, full, size)] if full else []
-    if rest := n - full * size:
-        cut.append((full * size, 1, rest))
+    if remainder := n - full * size:
+        cut.append((full * size, 1, remainder))
     return [Run(start, count, length, kept(length)) for start, count, length in cut]
 
 

@@ -83,23 +83,23 @@ class Orthonormal:
             rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))
             self._groups.append((len(members), rows, width))
             place = np.full((len(members), rows, width), n)  # a zero behind all others
-            for own, at in zip(place, members, strict=True):
+            for target, at in zip(place, members, strict=True):
                 height, length = shapes[at]
-                own[:height, :length] = np.arange(ends[at], ends[at + 1]).reshape(height, length)
+                target[:height, :length] = np.arange(ends[at], ends[at + 1]).reshape(height, length)
             row = (first + np.arange(len(members)))[:, None] * self._rows + np.arange(rows)
             places.append(place.reshape(-1))
             rows_of.append(np.repeat(row.reshape(-1), width))
             some += [np.arange(self._rows) < rows] * len(members)
         self._place(np.concatenate(places), np.concatenate(rows_of), np.array(some), n)
-        self._place_apart(shapes)
+        self._place_squares(shapes)
         self._sizes = [count * rows * width for count, rows, width in self._groups]
         self._squares = [count * rows * rows for count, rows, _ in self._groups]
 
     def _place(self, place: Positions, row_of: Positions, some: Bools, n: int) -> None:
-        """Where numbers go, and the way back; None where they are in place.
+        """Set the gather indices into groups and back; None where numbers are in place.
 
-        place : of each number of a group, where it comes from, or n if from nowhere
-        row_of : of each, its row, counted as if all matrices had the most rows
+        place : the source of each number of a group, or n if it has none
+        row_of : the row of each, counted as if all matrices had the most rows
         some : [matrices, most rows], rows that a matrix has in its group
         """
         self._total = len(some)
@@ -108,27 +108,27 @@ class Orthonormal:
         real = np.flatnonzero(place < n)
         back[place[real]] = real
         self._row_of = Constant(row_of[back])
-        self._there: Constant | None = None
+        self._source: Constant | None = None
         self._back: Constant | None = None
         self._square: Constant | None = None
         self._within: Constant | None = None
         if place.size != n or (place != np.arange(n)).any():
-            self._there, self._back = Constant(place), Constant(back)
+            self._source, self._back = Constant(place), Constant(back)
         if not some.all():
             square = (some[:, :, None] & some[:, None, :]).reshape(-1)
             within = np.full(square.size, square.sum())
             within[square] = np.arange(square.sum())
             self._square, self._within = Constant(within), Constant(np.flatnonzero(square))
 
-    def _place_apart(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Where the squares of matrices by themselves go, and each row's place among all."""
+    def _place_squares(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Set the indices of the Gram matrices, and each row's place among all."""
         self._shapes = tuple(shapes)
         squares = [rows * rows for rows, _ in shapes]
         ends = np.cumsum([0, *squares])
         places = np.full((len(shapes), self._rows, self._rows), ends[-1])
-        for own, (rows, _), start in zip(places, shapes, ends[:-1], strict=True):
-            own[:rows, :rows] = np.arange(start, start + rows * rows).reshape(rows, rows)
-        self._apart = Constant(places.reshape(-1))
+        for target, (rows, _), start in zip(places, shapes, ends[:-1], strict=True):
+            target[:rows, :rows] = np.arange(start, start + rows * rows).reshape(rows, rows)
+        self._squares_at = Constant(places.reshape(-1))
         self._apart_rows = Constant(
             np.concatenate(
                 [at * self._rows + np.arange(rows) for at, (rows, _) in enumerate(shapes)]
@@ -137,22 +137,21 @@ class Orthonormal:
         self._runs = runs_of([width for rows, width in shapes for _ in range(rows)])
 
     def __call__(self, sums: Array, instead: Array | None = None) -> Array:
-        """Rows as orthonormal rows that span the same, [n] float32.
+        """Return orthonormal rows with the same span, [n] float32.
 
         Each row is made orthogonal to those before it, and of length 1. One that depends on them
         becomes zeros, or is taken from `instead`, [n] float32.
 
-        sums : [n] whole numbers of any dtype, matrix after matrix; at most `most(width)` in
-            magnitude
+        sums : [n] integers of any dtype, matrix after matrix; at most `most(width)` in magnitude
         """
-        if (made := self._compiled(sums, instead)) is not None:
-            return made
+        if (rows := self._compiled(sums, instead)) is not None:
+            return rows
         with full_fp32_matmul(sums):  # a row of zeros is divided by, and put aside
             wide = namespace(sums).astype(sums, namespace(sums).float64)
-            return (self._found_apart if is_fixed(sums) else self._found)(wide, instead)
+            return (self._one_by_one if is_fixed(sums) else self._padded)(wide, instead)
 
     def _compiled(self, sums: Array, instead: Array | None) -> Array | None:
-        """The same bits by the extension, each matrix by itself; None where it cannot."""
+        """Compute the same bits by the extension, matrix by matrix; None where it cannot."""
         wide = host_view(sums, FLOAT64)
         view = host_view(sums, INT32) if wide is None else wide
         other = None if instead is None else host_view(instead)
@@ -161,8 +160,8 @@ class Orthonormal:
         if (core := _native.core()) is None:
             return None
         xp = namespace(sums)
-        made = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
-        out, bits = to_host(made), self.bits
+        rows = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
+        out, bits = to_host(rows), self.bits
         threads = host_threads(sums)
         step = len(self._table) if threads == 1 else 1
 
@@ -174,12 +173,12 @@ class Orthonormal:
                 core.orthonormal(view[here], mine, self._table[first:last], bits, out[here])
 
         _native.parallel(work, range(0, len(self._table), step), threads)
-        return made
+        return rows
 
-    def _found(self, sums: Array, instead: Array | None) -> Array:
+    def _padded(self, sums: Array, instead: Array | None) -> Array:
         xp = namespace(sums)
-        if self._there is not None:
-            sums = take(_with_zero(sums), self._there.on(sums))
+        if self._source is not None:
+            sums = take(_with_zero(sums), self._source.on(sums))
         groups = [
             xp.reshape(piece, shape)
             for piece, shape in zip(split(sums, self._sizes), self._groups, strict=True)
@@ -189,61 +188,61 @@ class Orthonormal:
             grams = take(_with_zero(grams), self._square.on(grams))
         grams = xp.reshape(grams, (self._total, self._rows, self._rows))
         transform, alive = _transform(grams, self._unit.on(grams))
-        whole, unit = integers(transform, self.bits)
+        integer, unit = integers(transform, self.bits)
         # A power of two: the products stay exact.
-        whole = xp.reshape(whole * unit, (-1,))
+        integer = xp.reshape(integer * unit, (-1,))
         if self._within is not None:
-            whole = take(whole, self._within.on(whole))
+            integer = take(integer, self._within.on(integer))
         exact = join(
             [
                 xp.reshape(products(xp.reshape(piece, (-1, rows, rows)), group), (-1,))
                 for (_, rows, _), group, piece in zip(
-                    self._groups, groups, split(whole, self._squares), strict=True
+                    self._groups, groups, split(integer, self._squares), strict=True
                 )
             ]
         )
         if self._back is not None:
             exact = take(exact, self._back.on(exact))
-        found = xp.astype(exact, xp.float32)
+        result = xp.astype(exact, xp.float32)
         if instead is None:
-            return found
-        return xp.where(take(xp.reshape(alive, (-1,)), self._row_of.on(alive)), found, instead)
+            return result
+        return xp.where(take(xp.reshape(alive, (-1,)), self._row_of.on(alive)), result, instead)
 
-    def _found_apart(self, sums: Array, instead: Array | None) -> Array:
-        """The same bits, each matrix by itself, for a library that copies whatever it moves.
+    def _one_by_one(self, sums: Array, instead: Array | None) -> Array:
+        """Compute the same bits matrix by matrix, for a library that copies whatever it moves.
 
-        A graph has no launches to save by filling up matrices, and only their squares are moved.
+        A graph has no launches to save by padding matrices, and only their squares are moved.
         """
         xp, count, rows = namespace(sums), len(self._shapes), self._rows
         sizes = [height * width for height, width in self._shapes]
         matrices = [
-            xp.reshape(it, shape)
-            for it, shape in zip(split(sums, sizes), self._shapes, strict=True)
+            xp.reshape(matrix, shape)
+            for matrix, shape in zip(split(sums, sizes), self._shapes, strict=True)
         ]
         grams = join(
             [xp.reshape(matrice @ matrix_transpose(matrice), (-1,)) for matrice in matrices]
         )
-        grams = take(_with_zero(grams), self._apart.on(grams))
-        transform, alive = _transform_anew(xp.reshape(grams, (count, rows, rows)))
-        whole, unit = integers(transform, _bits(rows))
-        whole = whole * unit
+        grams = take(_with_zero(grams), self._squares_at.on(grams))
+        transform, alive = _transform_copies(xp.reshape(grams, (count, rows, rows)))
+        integer, unit = integers(transform, _bits(rows))
+        integer = integer * unit
         exact = [
-            whole[at, :height, :height] @ it
-            for at, ((height, _), it) in enumerate(zip(self._shapes, matrices, strict=True))
+            integer[at, :height, :height] @ matrix
+            for at, ((height, _), matrix) in enumerate(zip(self._shapes, matrices, strict=True))
         ]
-        found = xp.astype(join([xp.reshape(it, (-1,)) for it in exact]), xp.float32)
+        result = xp.astype(join([xp.reshape(matrix, (-1,)) for matrix in exact]), xp.float32)
         if instead is None:
-            return found
+            return result
         alive = take(xp.reshape(alive, (-1,)), self._apart_rows.on(alive))
-        return xp.where(spread(alive, self._runs), found, instead)
+        return xp.where(spread(alive, self._runs), result, instead)
 
 
 def orthonormal(matrix: Array, instead: Array | None = None) -> Array:
-    """Of one matrix [rows, width] of whole numbers, float32 likewise; see Orthonormal."""
+    """Orthonormalize one integer matrix [rows, width]; returns float32; see Orthonormal."""
     xp = namespace(matrix)
     flat = None if instead is None else xp.reshape(instead, (-1,))
-    found = Orthonormal([tuple(matrix.shape)])(xp.reshape(matrix, (-1,)), flat)
-    return xp.reshape(found, matrix.shape)
+    rows = Orthonormal([tuple(matrix.shape)])(xp.reshape(matrix, (-1,)), flat)
+    return xp.reshape(rows, matrix.shape)
 
 
 def _with_zero(values: Array) -> Array:
@@ -277,17 +276,17 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
             below = both[:, j + 1 :, j] * scale[:, None]
             # Two operations: nothing may make one of them, which rounds once less.
             terms = below[:, :, None] * both[:, j : j + 1, j + 1 : j + 1 + rows]
-            rest = both[:, j + 1 :, j + 1 : j + 1 + rows]
-            rest -= terms
+            trailing = both[:, j + 1 :, j + 1 : j + 1 + rows]
+            trailing -= terms
     scales = xp.stack(inverses, axis=1)
     return both[:, :, rows:] * xp.sqrt(scales)[:, :, None], scales > 0
 
 
-def _transform_anew(gram: Array) -> tuple[Array, Array]:
-    """The same where nothing can be changed in place: what a step changes is made anew.
+def _transform_copies(gram: Array) -> tuple[Array, Array]:
+    """Compute the same without changes in place: each step makes new columns.
 
-    That are r columns, of which a step loses the first and gains one of the transform: what it
-    took from a column of `unit` that was zero. Its row of the transform is the end of the top one.
+    There are r of them; a step drops the first and gains one of the transform: what it subtracted
+    from a column of `unit` that was zero. Its row of the transform is the end of the top one.
     """
     xp = namespace(gram)
     total, rows = gram.shape[0], gram.shape[1]
@@ -295,13 +294,13 @@ def _transform_anew(gram: Array) -> tuple[Array, Array]:
     nothing = xp.zeros_like(gram[:, :1, :1])
     inverses, tops = [], []
     for j in range(rows):
-        top, rest = xp.split(window, [1, rows - j - 1], axis=1)
+        top, lower = xp.split(window, [1, rows - j - 1], axis=1)
         tops.append(top)
         pivot, tail = xp.split(top, [1, rows - 1], axis=2)
         scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
         inverses.append(scale)
         if j + 1 < rows:
-            column, body = xp.split(rest, [1, rows - 1], axis=2)
+            column, body = xp.split(lower, [1, rows - 1], axis=2)
             below = column * scale
             # No bound at all, but an operation between the two: XLA makes one of them otherwise.
             terms = xp.maximum(below * tail, -_HUGE)
@@ -312,8 +311,8 @@ def _transform_anew(gram: Array) -> tuple[Array, Array]:
         [xp.reshape(xp.concat(tops, axis=1), (total, -1)), zeros[:, :, 0], 1 + zeros[:, :, 0]],
         axis=1,
     )
-    found = xp.reshape(xp.take(flat, _sheared(rows).on(gram), axis=1), gram.shape)
-    return found * xp.sqrt(scales), xp.reshape(scales > 0, (total, rows))
+    transform = xp.reshape(xp.take(flat, _sheared(rows).on(gram), axis=1), gram.shape)
+    return transform * xp.sqrt(scales), xp.reshape(scales > 0, (total, rows))
 
 
 @cache

@@ -96,9 +96,9 @@ def outer(
     if host_view(left[0]) is not None and kernel(_native.core()) is not None:
         xp = namespace(left[0])
         sides = [(a.shape[1], b.shape[1]) for a, b in zip(left, right, strict=True)]
-        made = outs or [xp.empty(shape, dtype=xp.float32) for shape in sides]
-        if _run("outer", made, left, right, axis=0):
-            return list(made)
+        results = outs or [xp.empty(shape, dtype=xp.float32) for shape in sides]
+        if _run("outer", results, left, right, axis=0):
+            return list(results)
     into = outs or [None] * len(left)
     return [
         product(matrix_transpose(a), b, out) for a, b, out in zip(left, right, into, strict=True)
@@ -121,7 +121,7 @@ def _run(
     name: str, matrices: Sequence[Array], left: Sequence[Array], right: Sequence[Array],
     *, axis: int, subtract: bool = False,
 ) -> bool:  # fmt: skip
-    """Call a kernel for pieces of matrices along an axis; False where there is none for them."""
+    """Run a kernel on pieces of matrices along an axis; False where there is none for them."""
     if host_view(matrices[0]) is None:
         return False
     core = _native.core()
@@ -130,7 +130,7 @@ def _run(
         return False
     called: list[tuple[_Host, _Host, _Host]] = []
     for three in zip(matrices, left, right, strict=True):
-        views = [host_view(it) for it in three]
+        views = [host_view(array) for array in three]
         if any(view is None for view in views):
             return False
         called.append(tuple(views))  # type: ignore[arg-type]
@@ -218,17 +218,17 @@ def first_factor(columns: int, rank: int) -> npt.NDArray[np.float32]:
 
 
 def directions(matrix: Array, start: Array, rounds: int = 0) -> Array:
-    """Orthonormal columns, [rows, rank], that catch about the most of a matrix.
+    """Return orthonormal columns, [rows, rank], that hold nearly the most energy of a matrix.
 
     matrix : [rows, columns], finite, floats; squares of its numbers must not overflow
     start : [columns, rank] of the same type, rank at most rows
     rounds : iterations beside the first; each costs two products of the matrix
     """
     xp = namespace(matrix)
-    found = xp.linalg.qr(matrix @ start)[0]
+    basis = xp.linalg.qr(matrix @ start)[0]
     for _ in range(rounds):
-        found = xp.linalg.qr(matrix @ (matrix.T @ found))[0]
-    return found
+        basis = xp.linalg.qr(matrix @ (matrix.T @ basis))[0]
+    return basis
 
 
 _SQUARES_CHUNK = 1 << 18  # elements whose squares are summed by themselves, whatever the threads
@@ -251,9 +251,9 @@ def remember(memory: Array, gradient: Array, decay: float, out: Array | None = N
 def remembered(
     memory: Array, gradient: Array, decay: float, out: Array | None = None
 ) -> tuple[Array, Array]:
-    """What `remember` returns, and the sum of its squares, 0-d float32.
+    """Return what `remember` does, and the sum of its squares, 0-d float32.
 
-    On a host the extension makes both in one pass; the order of its sums is no library's.
+    On a host the extension computes both in one pass, in an order of sums of its own.
     """
     held, new, core = host_view(memory), host_view(gradient), None
     if held is not None and new is not None:
@@ -267,14 +267,14 @@ def remembered(
     pieces = range(0, max(into.size, 1), _SQUARES_CHUNK)
 
     def work(starts: Iterator[int]) -> list[tuple[int, float]]:
-        found = []
+        sums = []
         for start in starts:
             here = slice(start, start + _SQUARES_CHUNK)
-            found.append((start, core.remember(held[here], new[here], float(decay), into[here])))
-        return found
+            sums.append((start, core.remember(held[here], new[here], float(decay), into[here])))
+        return sums
 
     shares = _native.parallel(work, pieces, host_threads(memory))
-    squares = sorted(each for share in shares for each in share)
+    squares = sorted(pair for share in shares for pair in share)
     energy = sum(square for _, square in squares)
     return vector, xp.asarray(energy, dtype=xp.float32)
 
@@ -297,17 +297,17 @@ def hardware_fingerprint(like: Array) -> list[tuple[str, str]]:
 
 
 def _digest(like: Array) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with full_fp32_matmul(like):
         for rows, size, columns in _SHAPES:
             left, right = _factor(size, rows), _factor(size, columns)
-            (made,) = outer([asarray_like(left, like)], [asarray_like(right, like)], None)
-            found.update(to_host(made).tobytes())
-    return found.hexdigest()[:16]
+            (result,) = outer([asarray_like(left, like)], [asarray_like(right, like)], None)
+            digest.update(to_host(result).tobytes())
+    return digest.hexdigest()[:16]
 
 
 @lru_cache(maxsize=32)
 def _factor(rows: int, columns: int) -> Any:
-    """Numbers of all the bits of float32, the same on every machine."""
-    whole = np.random.default_rng(rows * columns).integers(-(2**23), 2**23, (rows, columns))
-    return (whole / 2**23).astype(np.float32)
+    """Return numbers that use all bits of float32's significand, the same on every machine."""
+    integers = np.random.default_rng(rows * columns).integers(-(2**23), 2**23, (rows, columns))
+    return (integers / 2**23).astype(np.float32)

@@ -322,12 +322,12 @@ class RangeFloat:
 
 
 def encode_values(
-    kept: Floats, peaks: npt.NDArray[np.uint32], layout: Layout, top: int | None
+    values: Floats, peaks: npt.NDArray[np.uint32], layout: Layout, top: int | None
 ) -> tuple[Heads, Codes, int]:
     """Heads, codes and the number of saturated values; `top` replaces each block's own range."""
     if layout.values == "fp16":
         heads = np.asarray((peaks >> 23) << 7, np.uint16)[:, None]
-        halves = np.asarray(kept * _half_scale(heads), np.float16).view(np.uint16)
+        halves = np.asarray(values * _half_scale(heads), np.float16).view(np.uint16)
         # In the topmost binade 0x7800 stands for 2**128, so what rounds to it goes down.
         over = (heads >= 0x7F00) & (halves & 0x7FFF >= 0x7800)
         return heads, np.where(over, halves & 0x8000 | 0x77FF, halves).astype(np.uint16), 0
@@ -336,11 +336,11 @@ def encode_values(
         if top is not None:
             heads = np.full_like(heads, top)
         base = window_base(heads, layout.bits, layout.mantissa)
-        codes, saturated = encode_window(kept, base, layout.bits, layout.mantissa)
+        codes, saturated = encode_window(values, base, layout.bits, layout.mantissa)
         return heads, codes, saturated
     exponent = np.minimum(peaks >> 23, 253).astype(np.int64)
-    fixed = to_fixed(kept, exponent)  # [nb, m]
-    negative = np.asarray(np.signbit(kept), np.uint16)
+    fixed = to_fixed(values, exponent)  # [nb, m]
+    negative = np.asarray(np.signbit(values), np.uint16)
     everything = np.ones_like(fixed, bool)
     mean = _mean(fixed, everything)
     if layout.values == "sign":
@@ -448,11 +448,11 @@ def encode_large(
     for rows, encode_those, end in both:
         if not rows.any():
             continue
-        kept, out = None if memory is None else memory[rows], words[rows]
-        counts.append(encode_those(values[rows], kept, out, end))
+        held, out = None if memory is None else memory[rows], words[rows]
+        counts.append(encode_those(values[rows], held, out, end))
         words[rows] = out
         if memory is not None:
-            memory[rows] = kept
+            memory[rows] = held
     return Tally(*map(sum, zip(*counts, strict=True)))
 
 
@@ -465,14 +465,14 @@ def lowered(
         values: Floats, memory: Floats | None, words: Words, top: int | None
     ) -> Tally:
         down = np.float32(2.0**-LARGE_SHIFT)
-        kept = None if memory is None else memory * down
+        held = None if memory is None else memory * down
         end = None if top is None else lower_top(top)
         with np.errstate(all="ignore"):
-            saturated, energy, error = encode_rows(values * down, kept, words, end)
+            saturated, energy, error = encode_rows(values * down, held, words, end)
         finite = words[:, 0] & 0xFFFF != NON_FINITE
         words[finite, 0] |= LARGE_BIT
-        if memory is not None and kept is not None:
-            memory[finite] = enlarged(kept[finite], MOST_MEMORY)
+        if memory is not None and held is not None:
+            memory[finite] = enlarged(held[finite], MOST_MEMORY)
         return Tally(saturated, energy * 4.0**LARGE_SHIFT, error * 4.0**LARGE_SHIFT)
 
     return encode_lowered
@@ -481,23 +481,23 @@ def lowered(
 def unified(
     records: Sequence[Words], layout: Layout
 ) -> tuple[Sequence[Words], npt.NDArray[np.bool_] | None]:
-    """Records of payloads, [rows, words] each, as ordinary ones, and which are over 2**LARGE_SHIFT.
+    """Return records, [rows, words] each, as ordinary ones, and which are over 2**LARGE_SHIFT.
 
-    None where there is none: then records are those that came. Where one payload has a large record
-    all others of the row are put into its unit.
+    The latter is None where there is none, and records are unchanged. Where one payload has a large
+    record, all others of its row are converted to its unit.
     """
     marked = [(words[:, 0] & LARGE_BIT) != 0 for words in records]
     large = np.logical_or.reduce(marked)
     if not large.any():
         return records, None
-    found = []
-    for words, own in zip(records, marked, strict=True):
+    records_of = []
+    for words, mark in zip(records, marked, strict=True):
         out = words.copy()
         first, second = out[:, 0] & 0xFFFF, out[:, 0] >> 16
-        first -= own * np.uint32(LARGE_BIT)
-        lower = large & ~own & (first <= MAX_FINITE >> 16)
+        first -= mark * np.uint32(LARGE_BIT)
+        lower = large & ~mark & (first <= MAX_FINITE >> 16)
         for heads in (first, second) if layout.values == "2bit" else (first,):
             heads[lower] = np.maximum(heads[lower], LARGE_OCTAVES) - np.uint32(LARGE_OCTAVES)
         out[:, 0] = first | second << 16
-        found.append(out)
-    return found, large
+        records_of.append(out)
+    return records_of, large

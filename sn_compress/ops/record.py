@@ -205,8 +205,8 @@ def encode_twin(
     positions = quantize.largest_keys(keys, k)  # [nb, k]
     bins = coefficients.reshape(rows, layout.bins, parts)
     index = positions.astype(np.int64)[:, :, None]
-    kept = np.take_along_axis(bins, index, axis=1).reshape(rows, k * parts)
-    heads, codes, saturated = encode_values(kept, peaks, layout, top)
+    values = np.take_along_axis(bins, index, axis=1).reshape(rows, k * parts)
+    heads, codes, saturated = encode_values(values, peaks, layout, top)
     heads[~finite] = [NON_FINITE] + [0] * (heads.shape[1] - 1)
     stream = np.concatenate(
         [
@@ -220,9 +220,9 @@ def encode_twin(
     words[:] = bits_to_words(stream)
     before = energy(coefficients, layout.block, parts)
     decoded = decode_values(codes, heads, layout)
-    left = (kept - decoded).reshape(rows, k, parts)
-    left[~finite] = 0
-    np.put_along_axis(bins, index, left, axis=1)
+    residual = (values - decoded).reshape(rows, k, parts)
+    residual[~finite] = 0
+    np.put_along_axis(bins, index, residual, axis=1)
     if parts == 2:
         # The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero
         # gives them a value all the same, which is no error and has no place in the memory.
@@ -318,12 +318,12 @@ def decode_blocks(
     """
     core, length = _native.core(), spectrum.span_length(span, layout.block)
     if core is None or transform != "fft" or not spectrum.fits(length):
-        way = spectrum.transform(transform, span)
+        inverse_of = spectrum.transform(transform, span)
         records, rows = quantize.unified(records, layout)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)
         for words in records:
             decode_records(words, accum, layout, weight)
-        values = way.inverse(accum, layout.block)
+        values = inverse_of.inverse(accum, layout.block)
         if rows is not None:
             values[rows] = quantize.enlarged(values[rows])
         return values

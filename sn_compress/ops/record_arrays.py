@@ -47,15 +47,15 @@ class Encoded:
     """Of each block.
 
     words : [rows, layout.words] int64, 0 to 2**32 - 1
-    left : [rows, bins * parts] float32, what did not travel; the old memory where a block is not
-        finite. None without a memory
+    residual : [rows, bins * parts] float32, what was not encoded; the old memory where a block
+        is not finite. None without a memory
     saturated : [rows] int64, values beyond the end of a fixed range
     energy, error : [rows] float64, the squared norm of what was encoded and of what was lost, 0 of
         a block that is not finite; None where they were not asked for
     """
 
     words: Array
-    left: Array | None
+    residual: Array | None
     saturated: Array
     energy: Array | None
     error: Array | None
@@ -155,25 +155,26 @@ class Records:
         words = bit_fields.write_fields(*self._fields(heads, codes, at), layout.words)
         lost = self._lost.on(words)[None, :]  # the record of a block that is not finite
         words = xp.where(finite, words, lost)
-        left = energy = error = None
+        residual = energy = error = None
         if tally:
             energy = _energy(coefficients, peaks, layout)
         if memory is not None or tally:
-            rest = values - decode_values(codes, scale, layout)
-            rest = xp.reshape(rest, (rows * kept, parts))
-            left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
+            lost_part = values - decode_values(codes, scale, layout)
+            lost_part = xp.reshape(lost_part, (rows * kept, parts))
+            residual = xp.reshape(put(pairs, flat, lost_part), (rows, bins * parts))
             if self._inner is not None and layout.values in ("sign", "2bit"):
                 # Without a zero the edges' imaginary parts got a value all the same.
-                left = xp.where(self._inner.on(left)[None, :], left, xp.zeros_like(left))
+                inner = self._inner.on(residual)[None, :]
+                residual = xp.where(inner, residual, xp.zeros_like(residual))
         if tally:
-            error = _energy(left, peaks, layout)
-        if down is not None and left is not None:
-            left = quantize.restored(left, down, quantize.MOST_MEMORY)
+            error = _energy(residual, peaks, layout)
+        if down is not None and residual is not None:
+            residual = quantize.restored(residual, down, quantize.MOST_MEMORY)
         if down is not None and tally:
             squares = xp.astype(down * down, xp.float64)[:, 0]
             energy, error = energy / squares, error / squares
-        left = None if memory is None else xp.where(finite, left, memory)
-        return Encoded(words, left, saturated, energy, error)
+        residual = None if memory is None else xp.where(finite, residual, memory)
+        return Encoded(words, residual, saturated, energy, error)
 
     def decode(self, words: Array, *, ranks: int = 1) -> Decoded:
         """What records name and hold; those of one block in the same unit.
@@ -450,8 +451,8 @@ def _bfloat(fixed: Array, exponent: Array) -> Array:
     Put together from bits, as a product would lose what a device takes for zero.
     """
     xp = namespace(fixed)
-    own = xp.astype(bits_of(xp.astype(fixed, xp.float32)), xp.int64)  # exact, below 2**24
-    normal = own + (exponent - _UNIT) * 2**23
+    bits_of_fixed = xp.astype(bits_of(xp.astype(fixed, xp.float32)), xp.int64)  # exact, below 2**24
+    normal = bits_of_fixed + (exponent - _UNIT) * 2**23
     places = clipped(exponent, 0, _SUBNORMAL)
     subnormal = xp.bitwise_left_shift(fixed, places)
     is_small = (fixed == 0) | (subnormal < 2**23)

@@ -109,10 +109,10 @@ def join_spans(bins: Array, block: int) -> Array:
     bins : [blocks * spans, span + 2] float32; returns [blocks, block + 2]
     """
     xp, span = namespace(bins), int(bins.shape[1]) - 2
-    each = xp.reshape(bins, (-1, block // span, span + 2))
-    edges = xp.stack([each[:, :, 0], each[:, :, span]], axis=2)
+    spans = xp.reshape(bins, (-1, block // span, span + 2))
+    edges = xp.stack([spans[:, :, 0], spans[:, :, span]], axis=2)
     first = edges[:, 0]
-    inner = xp.concat([edges * _DOWN, each[:, :, 2:span]], axis=2)
+    inner = xp.concat([edges * _DOWN, spans[:, :, 2:span]], axis=2)
     flat = xp.reshape(inner, (-1, block))
     zero = xp.zeros((int(flat.shape[0]), 1), dtype=flat.dtype, device=device_of(flat))
     return xp.concat([first[:, :1], zero, flat[:, 2:], first[:, 1:], zero], axis=1)
@@ -125,10 +125,10 @@ def part_spans(bins: Array, span: int) -> Array:
     """
     xp, block = namespace(bins), int(bins.shape[1]) - 2
     first = xp.concat([bins[:, :1], bins[:, block : block + 1]], axis=1)
-    each = xp.reshape(bins[:, :block], (-1, block // span, span))
-    edges = xp.concat([first[:, None, :], each[:, 1:, :2] * _UP], axis=1)
+    blocks = xp.reshape(bins[:, :block], (-1, block // span, span))
+    edges = xp.concat([first[:, None, :], blocks[:, 1:, :2] * _UP], axis=1)
     zero = xp.zeros((*edges.shape[:2], 1), dtype=bins.dtype, device=device_of(bins))
-    spans = xp.concat([edges[:, :, :1], zero, each[:, :, 2:], edges[:, :, 1:], zero], axis=2)
+    spans = xp.concat([edges[:, :, :1], zero, blocks[:, :, 2:], edges[:, :, 1:], zero], axis=2)
     return xp.reshape(spans, (-1, span + 2))
 
 
@@ -231,8 +231,8 @@ def _transform(z: Parts, block: int) -> Parts:
         planes = [part.reshape(rows, radix, m, stride) for part in z]
         split = _butterfly([(planes[0][:, k], planes[1][:, k]) for k in range(radix)])
         if m > 1:
-            own, table = table[: 14 * m].reshape(7, 2, m, 1), table[14 * m :]
-            split[1:] = [_times(x, (w[0], w[1])) for x, w in zip(split[1:], own, strict=True)]
+            twiddles, table = table[: 14 * m].reshape(7, 2, m, 1), table[14 * m :]
+            split[1:] = [_times(x, (w[0], w[1])) for x, w in zip(split[1:], twiddles, strict=True)]
         re, im = (np.stack(parts, axis=2) for parts in zip(*split, strict=True))
         z = re.reshape(rows, -1), im.reshape(rows, -1)
         n, stride = m, stride * radix

@@ -35,8 +35,7 @@ class Transform:
     def forward(self, blocks: Array) -> Array:
         """Coefficients of each row, [rows, block] float32 -> [rows, bins * parts].
 
-        May be its argument. Complex bins lie as pairs; the imaginary parts of the edge bins may be
-        anything.
+        May be its argument. Complex bins are pairs; imaginary parts of edge bins may be anything.
         """
         if self.name == "fft":
             if self._span == self.block:
@@ -84,32 +83,32 @@ class OverAxes:
 
     def __init__(self, shape: Sequence[int], axes: Sequence[int]) -> None:
         self.shape, self.axes = tuple(shape), tuple(axes)
-        self._ways = {
+        self._matrices = {
             back: [_matrix(self.shape[axis], back) for axis in axes] for back in (False, True)
         }
 
     def of(self, values: Array, *, back: bool) -> Array:
         """[tensors, n] float32; `back` is the inverse."""
         xp = namespace(values)
-        found = xp.reshape(values, (values.shape[0], *self.shape))
-        for axis, matrix in zip(self.axes, self._ways[back], strict=True):
+        out = xp.reshape(values, (values.shape[0], *self.shape))
+        for axis, matrix in zip(self.axes, self._matrices[back], strict=True):
             order = [at for at in range(len(self.shape) + 1) if at != axis + 1] + [axis + 1]
-            matrix_transpose = xp.permute_dims(found, tuple(order))
+            matrix_transpose = xp.permute_dims(out, tuple(order))
             rows = xp.reshape(matrix_transpose, (-1, self.shape[axis])) @ matrix.on(values)
             matrix_transpose = xp.reshape(rows, tuple(matrix_transpose.shape))
-            found = xp.permute_dims(
+            out = xp.permute_dims(
                 matrix_transpose, tuple(order.index(at) for at in range(len(order)))
             )
-        return xp.reshape(found, tuple(values.shape))
+        return xp.reshape(out, tuple(values.shape))
 
 
 @lru_cache(maxsize=64)
 def _matrix(size: int, back: bool) -> Constant:
-    """What rows of `size` elements are multiplied with, [size, size] float32."""
+    """Return the matrix that rows of `size` elements are multiplied with, [size, size] float32."""
     elements, waves = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-    made = np.cos(np.pi * waves * (2 * elements + 1) / (2 * size)) * math.sqrt(2 / size)
-    made[:, 0] = math.sqrt(1 / size)
-    return Constant(np.ascontiguousarray(made.T if back else made).astype(np.float32))
+    matrix = np.cos(np.pi * waves * (2 * elements + 1) / (2 * size)) * math.sqrt(2 / size)
+    matrix[:, 0] = math.sqrt(1 / size)
+    return Constant(np.ascontiguousarray(matrix.T if back else matrix).astype(np.float32))
 
 
 @lru_cache(maxsize=64)
@@ -152,10 +151,10 @@ def _dct_tables(block: int) -> dict[str, Constant]:
 def _hadamard(values: Array) -> Array:
     xp = namespace(values)
     rows, block = values.shape
-    half, found = 1, values
+    half, out = 1, values
     while half < block:
-        pairs = xp.reshape(found, (rows, block // (2 * half), 2, half))
+        pairs = xp.reshape(out, (rows, block // (2 * half), 2, half))
         left, right = pairs[:, :, 0], pairs[:, :, 1]
-        found = xp.stack([left + right, left - right], axis=2)
+        out = xp.stack([left + right, left - right], axis=2)
         half *= 2
-    return xp.reshape(found, (rows, block)) * float(np.float32(block**-0.5))
+    return xp.reshape(out, (rows, block)) * float(np.float32(block**-0.5))

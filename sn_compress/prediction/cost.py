@@ -173,13 +173,13 @@ class Link:
             )
 
     @classmethod
-    def of_gbit(cls, gbit: float, **others: Any) -> Link:
+    def of_gbit(cls, gbit: float, **options: Any) -> Link:
         """The link of so many Gbit/s (1e9 bits).
 
         >>> Link.of_gbit(10).bytes_per_s
         1250000000.0
         """
-        return cls(gbit * 1e9 / 8, **others)
+        return cls(gbit * 1e9 / 8, **options)
 
 
 INSIDE = {"nvlink": Link(450e9, latency_s=3.4e-6), "pcie": Link(31.5e9, latency_s=5.7e-6)}
@@ -219,10 +219,10 @@ class Host:
         """
         return max(busiest / self.share, mean)
 
-    def moves_s(self, collective: Collective, each: float) -> float:
-        """Seconds of all cores in which each rank sends so many bytes, and receives as many."""
+    def moves_s(self, collective: Collective, nbytes: float) -> float:
+        """Return the seconds of all cores in which each rank sends and receives so many bytes."""
         of_byte = self.sum_s if collective == "allreduce" else self.move_s
-        return self.ranks * each * of_byte / self.cores
+        return self.ranks * nbytes * of_byte / self.cores
 
 
 ALONE = Host(cores=2**30, ranks=1)
@@ -269,8 +269,8 @@ class Route:
             return [(kind, size, ranks, link) for kind, size in self.rounds]
         first, *exchanged, last = self.rounds
         nodes, between = ranks // link.gpus, replace(link, gpus=1, inside=None)
-        own = [(kind, size, nodes, between) for kind, size in exchanged]
-        return [(*first, ranks, link), *own, (*last, ranks, link)]
+        exchanges = [(kind, size, nodes, between) for kind, size in exchanged]
+        return [(*first, ranks, link), *exchanges, (*last, ranks, link)]
 
     def moved(self, ranks: int, link: Link) -> list[float]:
         """Bytes that an average rank sends in each round, to wherever."""
@@ -480,23 +480,23 @@ def step(
 
 
 def _moves(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
-    """Of each round the seconds of all cores, to move its bytes."""
+    """Return for each round the seconds of all cores to move its bytes."""
     pairs = zip(route.rounds, route.moved(ranks, link), strict=True)
-    return [host.moves_s(kind, each) for (kind, _), each in pairs]
+    return [host.moves_s(kind, nbytes) for (kind, _), nbytes in pairs]
 
 
 def _passes(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
-    """Of each round the seconds in which its bytes pass, on the link or through the cores."""
-    through = [transfer_s(*each) for each in route.on(ranks, link)]
+    """Return for each round the seconds that its bytes take, on the link or through the cores."""
+    through = [transfer_s(*one) for one in route.on(ranks, link)]
     return list(map(max, through, _moves(route, ranks, link, host)))
 
 
 def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
-    """What travels together: a tensor of it, when its last one comes, and the sum of its routes.
+    """Return buckets: a tensor of each, the number of its last gradient, the sum of its routes.
 
-    Gradients come from the last to the first; the second number counts them.
+    Gradients are computed from the last to the first; the second number counts them.
     """
-    found: list[tuple[int, int, Route]] = []
+    buckets: list[tuple[int, int, Route]] = []
     open_: dict[tuple[object, ...], int] = {}
     filled = 0
     for number, route in enumerate(reversed(routes)):
@@ -505,7 +505,7 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
         filled += route.elements
         kind = route.method, tuple(name for name, _ in route.rounds)
         if route.elements and kind in open_:
-            first, _, had = found[open_[kind]]
+            first, _, had = buckets[open_[kind]]
             sizes = zip(had.rounds, route.rounds, strict=True)
             seconds = zip(had.codec_s, route.codec_s, strict=True)
             together = replace(
@@ -514,12 +514,12 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
                 codec_s=tuple(map(sum, seconds)),
                 elements=had.elements + route.elements,
             )
-            found[open_[kind]] = first, number, together
+            buckets[open_[kind]] = first, number, together
             continue
         if route.elements:
-            open_[kind] = len(found)
-        found.append((len(routes) - 1 - number, number, route))
-    return found
+            open_[kind] = len(buckets)
+        buckets.append((len(routes) - 1 - number, number, route))
+    return buckets
 
 
 def choose(
@@ -543,7 +543,7 @@ def choose(
     if len(sizes) != 1:
         raise CompressError(f"choose: options for {sorted(sizes)} tensors; expected one number")
 
-    def alone(route: Route) -> float:
+    def seconds_alone(route: Route) -> float:
         return host.share * sum(route.codec_s) + sum(_passes(route, ranks, link, host))
 
     of_step = partial(step, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host)
@@ -551,12 +551,12 @@ def choose(
     def total(routes: Sequence[Route]) -> float:
         return of_step(routes).seconds
 
-    found = []
+    choices = []
     for count in range(1, len(options) + 1):
         for methods in itertools.combinations(options, count):
             rows = zip(*(options[method] for method in methods), strict=True)
-            found.append([min(row, key=alone) for row in rows])
-    best = min(found, key=total)
+            choices.append([min(row, key=seconds_alone) for row in rows])
+    best = min(choices, key=total)
     plain = options.get("plain")
     if plain is not None and total(best) > (1 - margin) * total(plain):
         return list(plain)

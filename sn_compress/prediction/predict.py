@@ -83,18 +83,18 @@ MEASURED = (
 
 
 def worst(compression: CompressionName, ratio: float) -> Lost | None:
-    """Where it lost most at the measured ratio next below `ratio`; None if none is as low."""
+    """Return the largest loss at the measured ratio next below `ratio`; None if none is as low."""
     at = [lost.ratio for lost in MEASURED if lost.compression == compression]
-    near = max((each for each in at if each <= ratio), default=None)
-    lost = [it for it in MEASURED if (it.compression, it.ratio) == (compression, near)]
-    return max(lost, key=lambda it: it.points, default=None)
+    near = max((measured for measured in at if measured <= ratio), default=None)
+    losses = [lost for lost in MEASURED if (lost.compression, lost.ratio) == (compression, near)]
+    return max(losses, key=lambda lost: lost.points, default=None)
 
 
 def within(compression: CompressionName, points: float = LIMIT) -> float | None:
-    """The largest measured ratio at which no net measured lost more than so many points."""
-    own = [lost for lost in MEASURED if lost.compression == compression]
-    ratios = sorted({lost.ratio for lost in own})
-    fine = [r for r in ratios if all(it.points <= points for it in own if it.ratio <= r)]
+    """Return the largest measured ratio at which no net lost more than so many points."""
+    losses = [lost for lost in MEASURED if lost.compression == compression]
+    ratios = sorted({lost.ratio for lost in losses})
+    fine = [r for r in ratios if all(lost.points <= points for lost in losses if lost.ratio <= r)]
     return max(fine, default=None)
 
 
@@ -106,11 +106,11 @@ def advice(received: Mapping[CompressionName, float]) -> str:
         if lost is None:
             continue
         line = f"{name}: {lost.points:g} points at {lost.ratio:g}x, {lost.net}"
-        found = within(name)
+        highest = within(name)
         if lost.points > LIMIT:
             # Its setting is theta, from which the ratio follows.
             at = "{:g}x" if name == "FFTCompression" else "ratio={:g}"
-            line += f"; at most {LIMIT:g} at {at.format(found)}" if found else "; nothing below"
+            line += f"; at most {LIMIT:g} at {at.format(highest)}" if highest else "; nothing below"
         lines.append(line)
     if not lines:
         return ""
@@ -162,9 +162,9 @@ class Prediction:
 
     def row(self, method: str) -> Row:
         """The row of a method; CompressError where it has none."""
-        if (found := next((row for row in self.rows if row.method == method), None)) is None:
+        if (row_of := next((row for row in self.rows if row.method == method), None)) is None:
             raise CompressError(self.impossible.get(method, f"there is no row {method!r}"))
-        return found
+        return row_of
 
     def table(self) -> str:
         """The rows as people read them."""
@@ -206,13 +206,13 @@ class Prediction:
         rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
         plain = rows["plain"].step.wire_bytes
         # One rank, or one node, receives nothing.
-        found = {
-            it: plain / row.step.wire_bytes if plain else row.ratio for it, row in rows.items()
+        ratios = {
+            name: plain / row.step.wire_bytes if plain else row.ratio for name, row in rows.items()
         }
         named: dict[CompressionName, str] = {
             "LowRankCompression": "shared", "AutoCompression": "shared", "FFTCompression": "gather",
         }  # fmt: skip
-        return {name: found[method] for name, method in named.items() if method in found}
+        return {name: ratios[method] for name, method in named.items() if method in ratios}
 
 
 _HEAD = (
@@ -271,32 +271,32 @@ def routes_by_nodes(
     """
     owners = Owners(gpus)
     # Gradients come from the last to the first.
-    owner = {it.name: owners.of(it.name, it.elements) for it in reversed(layers)}
+    owner = {one.name: owners.of(one.name, one.elements) for one in reversed(layers)}
 
     def part(of: Sequence[float]) -> float:
         busy = [0.0] * gpus
-        for tensor, each in zip(layers, of, strict=True):
-            busy[owner[tensor.name]] += each
+        for tensor, load in zip(layers, of, strict=True):
+            busy[owner[tensor.name]] += load
         return max(busy) / (sum(busy) or 1.0)
 
-    own = routes_of(
+    between = routes_of(
         method, layers, ranks=nodes, settings=settings, rates=replace(rates, bucket_s=0.0)
     )
-    inside = part([it.elements for it in own])
-    codec = host.slower(part([sum(it.codec_s) for it in own]), 1 / gpus)
-    found = []
-    for it in own:
-        first, *later = (codec * seconds for seconds in it.codec_s)
+    inside = part([route.elements for route in between])
+    codec = host.slower(part([sum(route.codec_s) for route in between]), 1 / gpus)
+    routes = []
+    for route in between:
+        first, *later = (codec * seconds for seconds in route.codec_s)
         # All copy the whole gradient into a bucket and out of it; an owner adds up its node's.
-        half = it.elements * rates.bucket_s / 2
-        added = host.slower(inside, 1 / gpus) * it.elements * gpus * rates.bucket_s / PASSES
-        handed: Rounds = (("inside", ceil(4 * inside * it.elements)),)
+        half = route.elements * rates.bucket_s / 2
+        added = host.slower(inside, 1 / gpus) * route.elements * gpus * rates.bucket_s / PASSES
+        handed: Rounds = (("inside", ceil(4 * inside * route.elements)),)
         times = (half, added + first, *later, half)
-        found.append(Route(it.method, (*handed, *it.rounds, *handed), times, it.elements))
-    return found
+        routes.append(Route(route.method, (*handed, *route.rounds, *handed), times, route.elements))
+    return routes
 
 
-def ways(
+def routes_by_method(
     layers: Sequence[Layer],
     *,
     ranks: int,
@@ -310,17 +310,17 @@ def ways(
     Left out are sums of more ranks than `shared` can add.
     """
     nodes = ranks // gpus
-    found: dict[str, list[Route]] = {
+    routes: dict[str, list[Route]] = {
         method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
         for method in METHODS
         if method != "shared" or ranks <= MAX_RANKS
     }
     for name, method in BY_NODES.items() if gpus > 1 and nodes > 1 else ():
         if method != "shared" or nodes <= MAX_RANKS:
-            found[name] = routes_by_nodes(
+            routes[name] = routes_by_nodes(
                 method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates, host=host
             )  # fmt: skip
-    return found
+    return routes
 
 
 def _plain(tensor: Layer, rates: Rates) -> Route:
@@ -384,14 +384,14 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
 
 
 def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
-    """Of each tensor what an average rank sends to the owners, and what it makes as one of them."""
+    """Return for each tensor the bytes that an average rank sends to owners, and as an owner."""
     ranks, parts, means = len(shares.pieces), [0] * tensors, [0] * tensors
-    for piece in (it for own in shares.pieces for it in own):
+    for piece in (piece for of_owner in shares.pieces for piece in of_owner):
         parts[piece.tensor] += shares.parts.payload_bytes(piece.elements)
         means[piece.tensor] += shares.means.payload_bytes(piece.elements)
     return [
-        (ceil(sent * (ranks - 1) / ranks), ceil(made / ranks))
-        for sent, made in zip(parts, means, strict=True)
+        (ceil(part * (ranks - 1) / ranks), ceil(mean / ranks))
+        for part, mean in zip(parts, means, strict=True)
     ]
 
 
@@ -419,8 +419,8 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
         sent: Rounds = tuple(("allreduce", 4 * word) for word in words)
-        whole = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
-        routes.append(Route("shared", sent, whole, n))
+        codec_s = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
+        routes.append(Route("shared", sent, codec_s, n))
     return routes
 
 
@@ -453,24 +453,26 @@ def predict(
             "layer or more, and nodes of as many ranks each, one or more"
         )
 
-    every = ways(layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host)
+    by_method = routes_by_method(
+        layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host
+    )  # fmt: skip
     of_step = partial(step, ranks=ranks, compute_s=compute_s, overlap=overlap, host=host)
-    found: dict[str, Sequence[Route]] = {it: every[it] for it in METHODS if it in every}
-    found["auto"] = choose(
-        found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
+    options: dict[str, Sequence[Route]] = {m: by_method[m] for m in METHODS if m in by_method}
+    options["auto"] = choose(
+        options, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
     )
-    found |= every
+    options |= by_method
 
     @cache
     def at(name: str, place: Link) -> Step:
-        return of_step(found[name], link=place)
+        return of_step(options[name], link=place)
 
     def seconds(name: str) -> Callable[[Link], float]:
         return lambda place: at(name, place).seconds
 
     elements = sum(tensor.elements for tensor in layers)
     rows = []
-    for name, routes in found.items():
+    for name, routes in options.items():
         of = at(name, link)
         # On another link auto would choose anew; its break-even is that of the choice on this one.
         limits = [break_even(seconds(base), seconds(name), link=link) for base in ("plain", "fp16")]

@@ -1,7 +1,6 @@
 """Seconds of one rank's codec and of a link, from timed runs.
 
-Two sizes give a fixed part and a part per unit, and both are small, so that measuring takes a
-second or two.
+Two sizes give a fixed part and a part per unit; both are small, so measuring takes seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ..allreduce.methods.dense import Whole
+from ..allreduce.methods.dense import Dense
 from ..allreduce.methods.low_rank import LowRank
 from ..allreduce.state import TensorState, exchange
 from ..arrays import Array, namespace
@@ -135,23 +134,23 @@ def measure_rates(
     gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
 
     say("timing the codec of the shared exchange")
-    own, small_one = _in_torch(values), _in_torch(tiny)
+    matrix, small_one = _in_torch(values), _in_torch(tiny)
     many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), small_one) for _ in range(_MANY)]
     shared_tensor = least(partial(_exchange, many, [small_one] * _MANY)) / _MANY
     narrow, wide = (
-        TensorState.of(LowRank([(side, side)], [columns]), own) for columns in (_SMALL, _LARGE)
+        TensorState.of(LowRank([(side, side)], [columns]), matrix) for columns in (_SMALL, _LARGE)
     )
-    small, large = (per_element(partial(_exchange, [f], [own])) for f in (narrow, wide))
+    small, large = (per_element(partial(_exchange, [f], [matrix])) for f in (narrow, wide))
     column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
     bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
-    halved = TensorState.of(Whole([(side, side)]), own)
+    halved = TensorState.of(Dense([(side, side)]), matrix)
     return Rates(
         encode_s=per_element(lambda: codec.encode(values, state=state)),
         decode_s=max(one - add, _LEAST_S),
         add_s=add,
         pass_s=max(small - _SMALL * column, _LEAST_S),
         column_s=column,
-        whole_s=per_element(partial(_exchange, [halved], [own])),
+        whole_s=per_element(partial(_exchange, [halved], [matrix])),
         # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
         cast_s=2 * per_element(values.copy),
         owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
@@ -213,5 +212,5 @@ def _cast_by_owners(dtype: DType, values: Array) -> None:
     """A whole exchange of casts, in which all ranks have the same values."""
     gradient = Gradient(None, tuple(values.shape), values)
     bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
-    means = bucket.own(bucket.begin())
+    means = bucket.reduce(bucket.begin())
     bucket.end(namespace(means).concat([means] * _RANKS))

@@ -6,8 +6,7 @@ seconds is never quite right. So the tuner asks the model first and the clock la
 1. *plain*: steps travel as with stock Horovod and are timed; then the link is measured by two
    all-reduces, and the codec on this process.
 2. *choose*: the cost model compares a step with all tensors plain and one in which all that are
-   worth it are compressed, or are cast to bf16. If it sees nothing to gain, all stay plain, and
-   that is the end.
+   worth it are compressed, or are cast to bf16. If it sees nothing to gain, all stay plain.
 3. *trial*: as many compressed steps are timed. If their median is not below that of the plain steps
    by `margin`, all tensors go back to plain for good.
 
@@ -218,9 +217,9 @@ class Tuner:
         link = self._measure_link()
         rates = self._agree(self._rates or measure_rates(self.settings, repeat=1, say=_log.debug))
         layers = [self._layers[name] for name in sorted(self._layers)]
-        ways: list[Method] = [self.settings.exchange]
+        methods: list[Method] = [self.settings.exchange]
         if self._casts:
-            ways.append("cast")
+            methods.append("cast")
 
         def routes(method: Method) -> list[Route]:
             return routes_of(method, layers, ranks=self.ranks, settings=self.settings, rates=rates)
@@ -229,11 +228,11 @@ class Tuner:
             return step(of, ranks=self.ranks, link=link).seconds
 
         plain_s = seconds(routes("plain"))
-        compressed_s, way = min((seconds(routes(way)), way) for way in ways)
+        compressed_s, best = min((seconds(routes(method)), method) for method in methods)
         pays = compressed_s <= (1 - self._margin) * plain_s
         # A route that falls back on plain says so itself.
-        count = sum(route.method != "plain" for route in routes(way))
-        method = way if pays and count else "plain"
+        count = sum(route.method != "plain" for route in routes(best))
+        method = best if pays and count else "plain"
         return Decision(method, count, link, rates, plain_s, compressed_s)
 
     def _measure_link(self) -> Link:
@@ -254,11 +253,11 @@ class Tuner:
 
     def _agree(self, rates: Rates) -> Rates:
         """The mean over the ranks, each number in whole femtoseconds."""
-        own = np.array([round(value * 1e15) for value in vars(rates).values()], np.int64)
-        total = self._total("sn.tune.rates", own)
+        words = np.array([round(value * 1e15) for value in vars(rates).values()], np.int64)
+        total = self._total("sn.tune.rates", words)
         return Rates(*(int(value) / self.ranks / 1e15 for value in total))
 
     def _mean(self, seconds: float) -> float:
         """The mean over the ranks, in whole nanoseconds: the same number on all of them."""
-        own = np.array([round(seconds / _NANO)], np.int64)
-        return int(self._total("sn.tune.seconds", own)[0]) * _NANO / self.ranks
+        words = np.array([round(seconds / _NANO)], np.int64)
+        return int(self._total("sn.tune.seconds", words)[0]) * _NANO / self.ranks

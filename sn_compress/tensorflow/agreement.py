@@ -40,18 +40,18 @@ def fingerprint_of_compression(compression: Any) -> list[tuple[str, str]]:
 
 
 def agree_at_trace(
-    asked: set[str],
+    agreed: set[str],
     process_set: Any,
     fingerprint: Fingerprint,
     count: Callable[[int], None] | None = None,
 ) -> None:
-    """Raise CompressError, on every rank, unless all trace the same; asked once for each.
+    """Raise CompressError, on every rank, unless all trace the same; compared once for each.
 
-    asked : what was, of this compression or optimizer: a rank that traces again asks nobody
-    count : told the bytes that this rank sent
+    agreed : what this compression or optimizer has compared, so a new trace compares nothing again
+    count : called with the bytes that this rank sent
     """
     key = repr((process_set.process_set_id, fingerprint))
-    if key in asked or elastic():
+    if key in agreed or elastic():
         return
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -60,7 +60,7 @@ def agree_at_trace(
             fingerprint, total=partial(total, process_set, count), rank=process_set.rank(),
             ranks=process_set.size(), name="sn.agree", do=_DO,
         )  # fmt: skip
-    asked.add(key)
+    agreed.add(key)
 
 
 def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = None) -> bool:
@@ -104,18 +104,18 @@ def refuse_joined(
 
 
 def compared(
-    due: Any,
+    is_due: Any,
     variables: Sequence[Any],
     process_set: Any,
     count: Callable[[int], None],
     find: Callable[[], tuple[ParameterCheck, int]],
 ) -> Any:
-    """A node, [] int64: where `due` is true, it fails on every rank if variables differ.
+    """Return a node, [] int64, that fails on every rank if variables differ where `is_due` is true.
 
-    due : of a step in which they are to be compared
+    is_due : whether this step compares them
     variables : of TensorFlow, as they are before the step
-    count : told the bytes that this rank sends
-    find : who counts the steps, and the one that is about to begin; called when it runs
+    count : called with the bytes that this rank sends
+    find : returns the check that counts steps, and the step about to begin; called at run time
     """
     names = [variable.name for variable in variables]
 
@@ -126,14 +126,14 @@ def compared(
         count(17 * 8)
         return digest_words(fingerprint_of(values))
 
-    def judge(asked: Any, *values: Any) -> Any:
+    def judge(summed: Any, *values: Any) -> Any:
         sameness, at = find()
-        if not all_equal(asked):
-            raise sameness.apart(
+        if not all_equal(summed):
+            raise sameness.error(
                 at, fingerprint_of(values), total=partial(total, process_set, count),
                 rank=process_set.rank(), ranks=process_set.size(),
             )  # fmt: skip
-        sameness.found(at)
+        sameness.passed(at)
         return np.int64(0)
 
     def compare() -> Any:
@@ -144,25 +144,25 @@ def compared(
         words = tf.numpy_function(ask, values, tf.int64)
         words.set_shape([17])
         words = tf.identity(words, name="sn_same")
-        asked = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
-        judged = tf.numpy_function(judge, [asked, *values], tf.int64)
+        summed = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
+        judged = tf.numpy_function(judge, [summed, *values], tf.int64)
         judged.set_shape([])
         return judged
 
     # Of the tensor itself, not of a copy: who plans the step's memory has to know it, too.
-    due.set_shape([])
+    is_due.set_shape([])
     with tf.device("CPU"):
-        return tf.cond(due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
+        return tf.cond(is_due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
 
 
-def mean_over(process_set: Any, n: int, own: Any) -> Any:
-    """The mean, [n] float32, over the ranks that have such a vector; called by all of them.
+def mean_over(process_set: Any, n: int, vector: Any) -> Any:
+    """Return the mean, [n] float32, over the ranks that have such a vector; all ranks call it.
 
-    own : [n], or None on a rank that has none
+    vector : [n], or None on a rank that has none
     """
     wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have it
-    if own is not None:
-        wire[:n], wire[n] = own, 1
+    if vector is not None:
+        wire[:n], wire[n] = vector, 1
     summed = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
     return summed[:n] / max(summed[n], 1)
 
@@ -178,22 +178,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What AutoCompression has chosen for one call of Horovod's, for as long as it is traced so.
+    """What AutoCompression has chosen for one call of Horovod's, until it is traced again.
 
     tensors : all that the tuner chooses for, in their order
     plain : those that travel plain
-    rest : steps from the next one on in which the tuner need not be asked, 0 while it measures
+    idle_steps : steps before the tuner must be asked again; 0 while it measures
     """
 
     tensors: Mapping[str, Tensor]
     plain: frozenset[str]
-    rest: int
+    idle_steps: int
 
     @property
     def counted(self) -> list[tuple[str, int, int]]:
         """Of those that travel plain name, elements and bytes."""
-        own = [(name, self.tensors[name]) for name in sorted(self.plain)]
-        return [(name, it.elements, it.nbytes) for name, it in own]
+        pairs = [(name, self.tensors[name]) for name in sorted(self.plain)]
+        return [(name, tensor.elements, tensor.nbytes) for name, tensor in pairs]
 
 
 def refuse_untraced(functions: bool = True) -> None:

@@ -42,8 +42,8 @@ _OTHER_SIZE = (
 )
 
 
-def rarely(due: Any, function: Callable[..., Any], *inputs: Any, name: str) -> Any:
-    """A node, [] int64 zero, that calls Python in the few steps in which `due` is true."""
+def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> Any:
+    """A node, [] int64 zero, that calls Python in the few steps in which `when` is true."""
 
     def run(*values: Any) -> Any:
         function(*values)
@@ -55,7 +55,7 @@ def rarely(due: Any, function: Callable[..., Any], *inputs: Any, name: str) -> A
         return called
 
     with tf.device("CPU"):
-        return tf.cond(due, call, lambda: tf.constant(0, tf.int64), name=f"sn_rare_{name}")
+        return tf.cond(when, call, lambda: tf.constant(0, tf.int64), name=f"sn_rare_{name}")
 
 
 class Collectives:
@@ -105,16 +105,16 @@ def one_of(vector: Any) -> Any:
     return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
 
 
-def arrived(every: Any, sizes: Sequence[int]) -> Any:
-    """What has come, [words]; an error where that is not so.
+def arrived(received: Any, sizes: Sequence[int]) -> Any:
+    """Return what was received, [words]; fails at run time if its size differs.
 
-    sizes : words that come of each rank
+    sizes : words of each rank
     """
     size = sum(sizes)
-    whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
-    every.set_shape([size])  # who plans the step's memory has to know it
-    with tf.control_dependencies([whole]):
-        return tf.identity(every)
+    complete = tf.debugging.Assert(tf.size(received) == size, [_OTHER_SIZE])
+    received.set_shape([size])  # who plans the step's memory has to know it
+    with tf.control_dependencies([complete]):
+        return tf.identity(received)
 
 
 class GraphBucket(Protocol):
@@ -175,13 +175,13 @@ class Undoable:
         return list(values)
 
     def assign(self, values: Sequence[Any]) -> None:
-        """What is remembered from here on."""
-        for own, value in zip(self.now, values, strict=True):
-            own.assign(value)
+        """Assign the variables, which are remembered from here on."""
+        for target, value in zip(self.now, values, strict=True):
+            target.assign(value)
 
     def read(self) -> list[Any]:
         """What the variables hold where the graph has come to."""
-        return [own.read_value() for own in self.now]
+        return [target.read_value() for target in self.now]
 
 
 @dataclass(frozen=True)
@@ -221,16 +221,16 @@ class GraphStep:
         *,
         began: int,
         until: int | None = None,
-        rest: int = 0,
+        idle_steps: int = 0,
         plain: Sequence[tuple[str, int, int]] = (),
         marks: Sequence[Mark] | None = None,
         inside_bytes: int = 0,
     ) -> None:
         self.buckets, self.same, self.began = list(buckets), same, began
-        self._plain, self.rests, self.inside_bytes = tuple(plain), rest > 0, inside_bytes
+        self._plain, self.rests, self.inside_bytes = tuple(plain), idle_steps > 0, inside_bytes
         self.names = [name for bucket in buckets for name in bucket.names]
         self._until = until
-        self.limit = min(FOR_EVER if until is None else until, rest or FOR_EVER)
+        self.limit = min(FOR_EVER if until is None else until, idle_steps or FOR_EVER)
         self.steps = variable(np.int64(0))
         self.alive = variable(np.bool_(True))
         self._compared = variable(np.int64(same.steps))
@@ -247,9 +247,9 @@ class GraphStep:
         return self._outcomes is not None
 
     def begin(self, trace_again: Callable[[], None]) -> tuple[Any, Any]:
-        """A step begins: a node that counts it; whether parameters are compared before it.
+        """Begin a step: return a node that counts it, and whether it compares parameters.
 
-        trace_again : called in steps in which the graph has come to its end, but not in others
+        trace_again : called only in steps in which the graph has ended
         """
 
         def ended(at: Any) -> None:
@@ -266,11 +266,11 @@ class GraphStep:
             self.steps.assign_add(1)
             self._compared.assign_add(1)
         at, compared = self.steps.read_value(), self._compared.read_value()
-        begun = rarely(at >= self.limit, ended, at, name="end")
-        every = self.same.every
+        start = rarely(at >= self.limit, ended, at, name="end")
+        interval = self.same.every
         before = compared - 1
-        due = (before > 0) & (before % every == 0) if every else tf.constant(False)
-        return begun, due
+        is_due = (before > 0) & (before % interval == 0) if interval else tf.constant(False)
+        return start, is_due
 
     def now(self) -> tuple[ParameterCheck, int]:
         """Who compares parameters, and the step under way."""
@@ -293,15 +293,15 @@ class GraphStep:
         means, numbers = [], []
         dropped = [None] * len(self.buckets)
         if self._outcomes is not None:
-            every = self._outcomes.dropped(digests)
-            some = tf.reduce_any(every)
+            flags = self._outcomes.dropped(digests)
+            some = tf.reduce_any(flags)
             self._dropping.assign_add(tf.cast(some, tf.int64))
             first = some & (self._dropping.read_value() == 1)
             rarely(first, warn_dropped, name="dropped")
-            dropped = tf.split(every, [len(bucket.names) for bucket in self.buckets])
+            dropped = tf.split(flags, [len(bucket.names) for bucket in self.buckets])
         pieces = zip(self.buckets, vectors, dropped, strict=True)
-        for number, (bucket, own, gone) in enumerate(pieces):
-            averaged, lost = bucket.step(number, own, by, gone)
+        for number, (bucket, values, gone) in enumerate(pieces):
+            averaged, lost = bucket.step(number, values, by, gone)
             means.append(averaged)
             numbers.append(lost)
         energy, error, saturated = tf.unstack(tf.add_n(numbers))
@@ -330,7 +330,7 @@ class GraphStep:
         self._sparse[key].assign_add(tf.stack([parts[0][0], nbytes]))
 
     def read(self) -> Counts:
-        """Bring all to the engine; what was counted since this was asked last."""
+        """Write all buckets back to the engine; return what was counted since the last call."""
         steps = self.ran
         for bucket in self.buckets:
             bucket.read(steps)
@@ -342,10 +342,10 @@ class GraphStep:
             {key: count.numpy() for key, count in self._sparse.items()},
         )
         before, self._counts = self._counts, now
-        own = now.steps - before.steps
-        ran = [sent for bucket in self.buckets for sent in bucket.ran(own)]
+        since = now.steps - before.steps
+        ran = [sent for bucket in self.buckets for sent in bucket.ran(since)]
         ran += [
-            TensorTraffic(name, n, 4 * n, nbytes, "plain", own) for name, n, nbytes in self._plain
+            TensorTraffic(name, n, 4 * n, nbytes, "plain", since) for name, n, nbytes in self._plain
         ]
         for key, (elements, nbytes) in now.sparse.items():
             had = before.sparse.get(key, (0, 0))
@@ -353,7 +353,7 @@ class GraphStep:
             ran.append(TensorTraffic(key, int(elements - had[0]), new, new, "plain", 1))
         self.same.steps = int(self._compared.numpy())
         relative, saturated = now.relative - before.relative, now.saturated - before.saturated
-        return Counts(own, ran, relative, saturated, {})
+        return Counts(since, ran, relative, saturated, {})
 
     @property
     def ran(self) -> int:
@@ -361,8 +361,8 @@ class GraphStep:
         return int(self.steps.numpy())
 
     @property
-    def left(self) -> int:
-        """Steps of these sizes that are left."""
+    def steps_left(self) -> int:
+        """Remaining steps of these sizes."""
         return max((FOR_EVER if self._until is None else self._until) - self.ran, 0)
 
     @property

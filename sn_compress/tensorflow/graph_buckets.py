@@ -59,14 +59,15 @@ class SummedBucket:
         self._of, self.names = exchange, tuple(names)
         summables = self.summables()
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
-        own = [summables[at] for at in self.order]
+        ordered = [summables[at] for at in self.order]
         self._exponents = [exchange.tensors[name].exponent for name in names]
         state = self.bucket.join(
-            [{name: to_host(value) for name, value in one.state.items()} for one in own]
+            [{name: to_host(value) for name, value in one.state.items()} for one in ordered]
         )
         self._shared = list(state)  # names of what ranks share
-        self._kept = Undoable([*(to_host(one.memory) for one in own), *state.values()], undoable)
-        for one in own:  # not twice in memory; `read` brings it back
+        memories = [to_host(one.memory) for one in ordered]
+        self._variables = Undoable([*memories, *state.values()], undoable)
+        for one in ordered:  # not twice in memory; `read` brings it back
             one.replace(np.broadcast_to(np.float32(0), (one.n,)))
         self._began = [exchange.tensors[name].step for name in names]
         self._until = until_dense(exchange, names)
@@ -74,9 +75,9 @@ class SummedBucket:
         self._ranks = 1
 
     def summables(self) -> list[TensorState]:
-        """Those of the exchange, in the order of the names."""
-        every = [self._of.tensors[name].summable for name in self.names]
-        return [one for one in every if one is not None]
+        """Return the states of the exchange, in the order of the names."""
+        states = [self._of.tensors[name].summable for name in self.names]
+        return [one for one in states if one is not None]
 
     def _parts(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The memories, in the order of the bucket, and what ranks share."""
@@ -90,7 +91,7 @@ class SummedBucket:
 
         def choose(before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
             gone = [dropped[at] for at in self.order]
-            (left, old), (right, new) = self._parts(before), self._parts(now)
+            (earlier, old), (latest, new) = self._parts(before), self._parts(now)
             shared = self.bucket.join(
                 [
                     {name: tf.where(undone, one[name], other[name]) for name in one}
@@ -99,11 +100,11 @@ class SummedBucket:
                     )
                 ]
             )
-            memories = [tf.where(*three) for three in zip(gone, left, right, strict=True)]
+            memories = [tf.where(*three) for three in zip(gone, earlier, latest, strict=True)]
             return [*memories, *(shared[name] for name in self._shared)]
 
         self._ranks = by.ranks
-        memories, state = self._parts(self._kept.begin(dropped, choose))
+        memories, state = self._parts(self._variables.begin(dropped, choose))
         rounds = traced_step(
             self.bucket,
             state,
@@ -126,7 +127,8 @@ class SummedBucket:
             total.set_shape(words.shape)
         sound = tf.debugging.Assert(result.numbers[1] == 0, [_DAMAGED_SUM])
         with tf.control_dependencies([sound]):
-            self._kept.assign([*result.memories, *(result.state[name] for name in self._shared)])
+            shared = (result.state[name] for name in self._shared)
+            self._variables.assign([*result.memories, *shared])
             placed = dict(zip(self.order, result.means, strict=True))
             energy, sent = tf.unstack(result.numbers[2:])
             lost = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
@@ -135,31 +137,31 @@ class SummedBucket:
 
     def remembered(self) -> list[Any]:
         """See GraphBucket."""
-        return self._kept.read()
+        return self._variables.read()
 
     def read(self, steps: int) -> None:
         """See GraphBucket."""
         summables = self.summables()
-        memories, state = self._parts([value.numpy() for value in self._kept.now])
-        for at, memory, own in zip(self.order, memories, self.bucket.split(state), strict=True):
+        memories, state = self._parts([value.numpy() for value in self._variables.now])
+        for at, memory, new in zip(self.order, memories, self.bucket.split(state), strict=True):
             summables[at].replace(memory)
-            summables[at].state = own
-        if self._kept.before is not None:
-            memories, state = self._parts([value.numpy() for value in self._kept.before])
-            for at, memory, own in zip(self.order, memories, self.bucket.split(state), strict=True):
-                self._of.tensors[self.names[at]].reopen(memory, own)
+            summables[at].state = new
+        if self._variables.before is not None:
+            memories, state = self._parts([value.numpy() for value in self._variables.before])
+            for at, memory, old in zip(self.order, memories, self.bucket.split(state), strict=True):
+                self._of.tensors[self.names[at]].reopen(memory, old)
         for name, first in zip(self.names, self._began, strict=True):
             self._of.tensors[name].step = first + min(steps, self._until)
 
     def ran(self, steps: int) -> list[TensorTraffic]:
-        """See GraphBucket; the first tensor has what none has alone, the heads."""
+        """See GraphBucket; the first tensor counts the heads, which belong to no tensor."""
         if not self._sent:
             return []
-        own = [sum(words - HEAD for words in one.words(self._ranks)) for one in self.summables()]
-        own[0] = sum(self._sent) - sum(own[1:])
+        sent = [sum(words - HEAD for words in one.words(self._ranks)) for one in self.summables()]
+        sent[0] = sum(self._sent) - sum(sent[1:])
         return [
-            TensorTraffic(name, n, 4 * n, 4 * words, self._of.way(name), steps)
-            for name, words in zip(self.names, own, strict=True)
+            TensorTraffic(name, n, 4 * n, 4 * words, self._of.method(name), steps)
+            for name, words in zip(self.names, sent, strict=True)
             for n in [math.prod(self._of.tensors[name].shape)]
         ]
 
@@ -212,7 +214,7 @@ class GatheredBucket:
             else [self._borrow(feedback, *tensor) for tensor in tensors.items()]
         )
         self._tensor_of = [at for at, state in enumerate(states) for _ in state]
-        self._kept = Undoable([part for state in states for part in state], undoable)
+        self._variables = Undoable([part for state in states for part in state], undoable)
         if feedback is not None:
             feedback.settled(self.names)
 
@@ -242,7 +244,7 @@ class GatheredBucket:
             return [tf.where(dropped[at], old, new) for at, old, new in pieces]
 
         self._traced = True
-        memories = self._parts(self._kept.begin(dropped, choose))
+        memories = self._parts(self._variables.begin(dropped, choose))
         decay = 1.0 if self._feedback is None else self._feedback.decay
         nodes = PayloadNodes(self.codec, self._sizes, decay)
         self._shares, self._rank = None, by.rank
@@ -250,28 +252,28 @@ class GatheredBucket:
         if self._scatter:
             self._shares = shares_of(self.codec, tuple(self._sizes), by.ranks)
         if self._shares is None:
-            words, left, lost = nodes.encode(vectors, memories)
+            words, updated, lost = nodes.encode(vectors, memories)
             words = _when_all_are_present(words, present, by.ranks)
-            came = by.gather(words, [int(words.shape[0])] * by.ranks, number)
-            means = nodes.decode(tf.reshape(came, [by.ranks, -1]), self._sizes)
+            gathered = by.gather(words, [int(words.shape[0])] * by.ranks, number)
+            means = nodes.decode(tf.reshape(gathered, [by.ranks, -1]), self._sizes)
         else:
             for_owners = PayloadNodes(self._shares.parts, self._sizes, decay)
-            means, left, lost = _through_owners(
+            means, updated, lost = _through_owners(
                 for_owners, nodes, self._shares, vectors, memories, number, present, by
             )
         with tf.control_dependencies(means):
-            self._kept.assign([part for parts in left for part in parts])
+            self._variables.assign([part for parts in updated for part in parts])
         return means, lost
 
     def remembered(self) -> list[Any]:
         """See GraphBucket."""
-        return self._kept.read()
+        return self._variables.read()
 
     def read(self, steps: int) -> None:
         """See GraphBucket."""
-        feedback, kept = self._feedback, self._kept
-        now = self._parts([value.numpy() for value in kept.now])
-        before = kept.before and self._parts([value.numpy() for value in kept.before])
+        feedback, variables = self._feedback, self._variables
+        now = self._parts([value.numpy() for value in variables.now])
+        before = variables.before and self._parts([value.numpy() for value in variables.before])
         for at, name in enumerate(self.names):
             if feedback is not None and now is not None:
                 feedback.replace(name, now[at])
@@ -323,7 +325,7 @@ class PayloadNodes:
     def encode(
         self, vectors: Sequence[Any], memories: Sequence[Sequence[Any]] | None
     ) -> tuple[Any, Memories, Any]:
-        """The payloads, [words] int32; the next memories; energy, error and saturated."""
+        """Return the payloads, [words] int32; the next memories; energy, error and saturated."""
         if not self._compiled:
             batch = batched.encode(self.codec, vectors, memories, decay=self.decay, tally=True)
             return batch.words, batch.memories or [], batch.numbers
@@ -331,8 +333,8 @@ class PayloadNodes:
             kernels.encode(self.codec, vector, memory, decay=self.decay)
             for vector, memory in zip(vectors, memories or [[]] * len(vectors), strict=True)
         ]
-        words, left, lost = zip(*encoded, strict=True)
-        return tf.concat(words, 0), list(left) if memories else [], tf.add_n(lost)
+        words, updated, lost = zip(*encoded, strict=True)
+        return tf.concat(words, 0), list(updated) if memories else [], tf.add_n(lost)
 
     def decode(self, words: Any, sizes: Sequence[int]) -> list[Any]:
         """The means of tensors of so many elements; an error where a payload is damaged.
@@ -373,70 +375,70 @@ def _through_owners(
     present: Any,
     by: Collectives,
 ) -> tuple[list[Any], Memories, Any]:
-    """The step of `engine/payloads.py`: means, the next memories, and what was lost.
+    """Run the step of `engine/payloads.py`; return means, the next memories, and what was lost.
 
-    parts, nodes : of what goes to owners, and of what these make of it
+    parts, nodes : encode what owners receive, and the means that owners send
     """
     ranks, rank = by.ranks, by.rank
-    mine, others = shares.pieces[rank], shares.others(rank)
+    mine, outgoing = shares.pieces[rank], shares.outgoing(rank)
 
     def rows(pieces: Sequence[Piece], factor: float = 1.0) -> Memories | None:
         if memories is None:
             return None
-        own = (
+        rows_by_piece = (
             rows_of(piece, nodes.codec, int(vectors[piece.tensor].shape[0]), memories[piece.tensor])
             for piece in pieces
         )
-        return [[part * factor for part in parts] if factor != 1 else parts for parts in own]
+        return [[row * factor for row in of] if factor != 1 else of for of in rows_by_piece]
 
     def values(piece: Piece) -> Any:
         return vectors[piece.tensor][piece.start : piece.stop]
 
-    words, left, lost = parts.encode(list(map(values, others)), rows(others))
+    words, new, lost = parts.encode(list(map(values, outgoing)), rows(outgoing))
     words = _when_all_are_present(words, present, ranks)
     splits = [size // 4 for size in shares.parts_bytes]
-    came = by.alltoall(
+    received = by.alltoall(
         words, [0 if owner == rank else n for owner, n in enumerate(splits)],
         [0 if source == rank else splits[rank] for source in range(ranks)], number,
     )  # fmt: skip
-    with tf.control_dependencies([came]):
+    with tf.control_dependencies([received]):
         wire = tf.zeros([0], tf.int32)
     if mine:
         others_means = parts.decode(
-            tf.reshape(came, [ranks - 1, splits[rank]]), [piece.elements for piece in mine]
+            tf.reshape(received, [ranks - 1, splits[rank]]), [piece.elements for piece in mine]
         )
         own_means = [
             mean * ((ranks - 1) / ranks) + values(piece) * (1 / ranks)
             for mean, piece in zip(others_means, mine, strict=True)
         ]
-        wire, kept, lost_again = nodes.encode(own_means, rows(mine, 1 / ranks))
-        left += [[part * ranks for part in own] for own in kept]
+        wire, owned_memories, lost_again = nodes.encode(own_means, rows(mine, 1 / ranks))
+        new += [[row * ranks for row in of_piece] for of_piece in owned_memories]
         lost += lost_again
     joined = by.gather(wire, [size // 4 for size in shares.means_bytes], number)
-    pieces = [piece for own in shares.pieces for piece in own]
+    pieces = [piece for of_owner in shares.pieces for piece in of_owner]
     decoded = nodes.decode(joined[None], [piece.elements for piece in pieces])
     means = [
         tf.concat(
-            [own for piece, own in zip(pieces, decoded, strict=True) if piece.tensor == at], 0
+            [mean for piece, mean in zip(pieces, decoded, strict=True) if piece.tensor == at], 0
         )
         for at in range(len(vectors))
     ]
-    return means, _memories_of([*others, *mine], left, nodes.codec, vectors) if left else [], lost
+    return means, _memories_of([*outgoing, *mine], new, nodes.codec, vectors) if new else [], lost
 
 
 def _memories_of(
-    pieces: Sequence[Piece], left: Memories, codec: FFTCodec, vectors: Sequence[Any]
+    pieces: Sequence[Piece], rows_of_pieces: Memories, codec: FFTCodec, vectors: Sequence[Any]
 ) -> Memories:
-    """The memories of whole tensors from those of their pieces."""
+    """Join the memories of pieces to those of their tensors."""
     memories: Memories = []
     for at, vector in enumerate(vectors):
         sections = codec.sections(int(vector.shape[0]))
-        own = sorted(
-            (pair for pair in zip(pieces, left, strict=True) if pair[0].tensor == at),
+        of_tensor = sorted(
+            (pair for pair in zip(pieces, rows_of_pieces, strict=True) if pair[0].tensor == at),
             key=lambda pair: pair[0].start,
         )
         parts: Memories = [[] for _ in sections]
-        for piece, rows in own:
+        for piece, rows in of_tensor:
             held = [
                 number
                 for number, section in enumerate(sections)

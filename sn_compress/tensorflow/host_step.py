@@ -28,30 +28,30 @@ def average(
     mark: str,
     count: Callable[[int], None],
 ) -> None:
-    """Average gradients in their place, all of them compressed; all ranks call it with the same.
+    """Average gradients in place, all of them compressed; all ranks pass the same ones.
 
-    mark : of the names of collectives
-    count : told the bytes that this rank sends beside gradients
+    mark : begins the names of collectives
+    count : called with the bytes that this rank sends besides gradients
     """
     sets = call.process_set
     step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
     for number, bucket in enumerate(_buckets(step.dense)):
-        whole = _tensor(np.concatenate([engine.whole(gradient) for gradient in bucket]))
+        flat = _tensor(np.concatenate([engine.dense_values(gradient) for gradient in bucket]))
         mean = hvd.allreduce(
-            whole, op=hvd.Average, name=f"{mark}.{number}.dense", process_set=sets
+            flat, op=hvd.Average, name=f"{mark}.{number}.dense", process_set=sets
         ).numpy()
         ends = np.cumsum([gradient.elements for gradient in bucket])
-        for gradient, own in zip(bucket, np.split(mean, ends[:-1]), strict=True):
-            engine.learn(str(gradient.name), own)
-            gradient.values[:] = own
+        for gradient, part in zip(bucket, np.split(mean, ends[:-1]), strict=True):
+            engine.learn(str(gradient.name), part)
+            gradient.values[:] = part
     for number, bucket in enumerate(_buckets(step.coded)):
         rounds = engine.rounds(bucket, ranks=sets.size(), rank=sets.rank())
         carries, turn = next(rounds, None), 0
         while carries is not None:
-            came = [_carried(carry, f"{mark}.{number}.{turn}", sets) for carry in carries]
+            results = [_carried(carry, f"{mark}.{number}.{turn}", sets) for carry in carries]
             turn += 1
             try:
-                carries = rounds.send(came)
+                carries = rounds.send(results)
             except StopIteration:
                 carries = None
 

@@ -32,7 +32,7 @@ from .tracing import Call, was_reduced
 from .variables import as_variables, fingerprint_of_variables, relative_names
 
 # Those that are alive, to be compared among ranks.
-_made: weakref.WeakSet[Averaging] = weakref.WeakSet()
+_averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
 
 class Averaging:
@@ -53,20 +53,20 @@ class Averaging:
         self.scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
         self.groups, self.sparse_as_dense = groups, sparse_as_dense
         self.missing_as_zeros = missing_as_zeros
-        self.asked: set[str] = set()  # what ranks have agreed on
+        self.agreed: set[str] = set()  # what ranks have agreed on
         self.variables: list[Any] = []  # those of the gradients that Keras is about to apply
         # Run one by one, eager collectives would never travel together.
         self._traced = tf.function(self._average, autograph=False)
 
-    def alone(self) -> bool:
-        """Whether there is nobody to average with."""
+    def has_no_peers(self) -> bool:
+        """Whether there is no other rank to average with."""
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             return False  # the number of ranks may change after the trace
         return not self.process_set.included() or self.process_set.size() == 1
 
     def average(self, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
         """The gradients of self.variables, averaged over the ranks."""
-        if self.alone():
+        if self.has_no_peers():
             return list(gradients)
         if self.sparse_as_dense:
             gradients = [
@@ -79,7 +79,7 @@ class Averaging:
 
     def all_true(self, value: Any) -> Any:
         """Whether a boolean is true on every rank."""
-        if self.alone():
+        if self.has_no_peers():
             return value
         refuse_xla()
         least = hvd.allreduce(
@@ -92,24 +92,24 @@ class Averaging:
     ) -> list[Any]:
         refuse_xla()
         self._agree(scope)
-        every = tuple(range(len(places)))
+        indices = tuple(range(len(places)))
         names: dict[int, str] = {}
         for part in parts or ():
             names |= {i: f"group_{places[part[0]]}.{place}" for place, i in enumerate(part)}
-        named = [names.get(i, f"gradient_{places[i]}") for i in every]
+        named = [names.get(i, f"gradient_{places[i]}") for i in indices]
         with tf.name_scope(scope):
-            begun, found, gradients = self._compressed(gradients, named)
-            left = {i for i, mean in enumerate(found) if mean is None}
-            with tf.control_dependencies([] if begun is None else [begun]):
-                for part in [every] if parts is None else parts:
-                    rest = [i for i in part if i in left]
+            start, results, gradients = self._compressed(gradients, named)
+            missing = {i for i, mean in enumerate(results) if mean is None}
+            with tf.control_dependencies([] if start is None else [start]):
+                for part in [indices] if parts is None else parts:
+                    plain = [i for i in part if i in missing]
                     group = None if parts is None else f"group_{places[part[0]]}"
                     means = self._plain(
-                        [gradients[i] for i in rest], [named[i] for i in rest], group
+                        [gradients[i] for i in plain], [named[i] for i in plain], group
                     )
-                    for i, mean in zip(rest, means, strict=True):
-                        found[i] = mean
-        return found
+                    for i, mean in zip(plain, means, strict=True):
+                        results[i] = mean
+        return results
 
     def _compressed(
         self, gradients: list[Any], names: list[str]
@@ -119,7 +119,7 @@ class Averaging:
             return None, [None] * len(gradients), gradients
         for variable in exchanged_by_tapes(as_variables(self.variables)):
             raise _averaged_twice(f"{variable.name}: its gradients are")
-        if any(was_reduced(each) for each in gradients):
+        if any(was_reduced(gradient) for gradient in gradients):
             raise _averaged_twice("gradients are")
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
@@ -166,12 +166,12 @@ class Averaging:
         ]
         if hasattr(self.compression, "settings"):
             memory = _memory_of_compression(self.compression)
-            memory.agree(self.process_set, fingerprint, self.asked)
+            memory.agree(self.process_set, fingerprint, self.agreed)
         else:
-            agree_at_trace(self.asked, self.process_set, fingerprint)
+            agree_at_trace(self.agreed, self.process_set, fingerprint)
 
     def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
-        """Variables, and what their error memories are kept under, by path."""
+        """Return variables and the names of their error memories, by path."""
         places = tuple(optimizer._get_variable_index(v) for v in self.variables)
         parts = self._parts(places, optimizer)
         if parts is None:
@@ -179,13 +179,13 @@ class Averaging:
         else:
             named = {i: f"group_{places[p[0]]}.{j}" for p in parts for j, i in enumerate(p)}
             names = [named[i] for i in range(len(places))]
-        found = {v.path: (v, name) for v, name in zip(self.variables, names, strict=True)}
-        if len(found) < len(names):
+        keys = {v.path: (v, name) for v, name in zip(self.variables, names, strict=True)}
+        if len(keys) < len(names):
             raise CompressError(
-                f"{len(names)} variables have {len(found)} different paths; expected each to have "
+                f"{len(names)} variables have {len(keys)} different paths; expected each to have "
                 "its own. Give layers different names."
             )
-        return found
+        return keys
 
     def _parts(self, places: tuple[int, ...], optimizer: Any) -> Any:
         """Indices of the gradients group by group, or None."""
@@ -195,8 +195,8 @@ class Averaging:
             split = np.array_split(range(len(places)), self.groups)
             return tuple(tuple(map(int, part)) for part in split if len(part))
         index = {place: i for i, place in enumerate(places)}
-        wanted = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
-        parts = [tuple(index.pop(p) for p in group if p in index) for group in wanted]
+        groups = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
+        parts = [tuple(index.pop(p) for p in group if p in index) for group in groups]
         return (*filter(None, parts), *((i,) for i in index.values()))
 
 
@@ -363,20 +363,20 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
 
 def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
     """Change the optimizer's class to a subclass of it, under the same name."""
-    own = type(optimizer)
+    cls = type(optimizer)
     # Keras saves an optimizer under the module and name of its class.
-    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    _made.add(averaging)
+    same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    _averagings.add(averaging)
     # Past Keras's own __setattr__, which would track what it is given.
     object.__setattr__(optimizer, "_sn", averaging)
-    object.__setattr__(optimizer, "__class__", type(own.__name__, (gained, own), same_name))
+    object.__setattr__(optimizer, "__class__", type(cls.__name__, (gained, cls), same_name))
     return optimizer
 
 
 def _number_of_optimizers(process_set: Any) -> str:
-    """Those that have not agreed yet; garbage is cleared away, as ranks do so at other times."""
+    """Count those that have not agreed yet, after a garbage collection, whose times differ."""
     gc.collect()
-    sets = [each.process_set.process_set_id for each in _made if not each.asked]
+    sets = [one.process_set.process_set_id for one in _averagings if not one.agreed]
     return str(sets.count(process_set.process_set_id))
 
 
@@ -399,25 +399,25 @@ def report(optimizer: Any) -> dict[str, float]:
 
 def residuals(optimizer: Any) -> dict[str, Any]:
     """See Compression.residuals."""
-    own = memory_of(optimizer)
+    memory = memory_of(optimizer)
     return {
-        path: own.residual(key).reshape(variable.shape)
+        path: memory.residual(key).reshape(variable.shape)
         for path, (variable, key) in optimizer._sn.keys(optimizer).items()
-        if own.remembers(key)
+        if memory.remembers(key)
     }
 
 
 def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
     """See Compression.restart."""
     memory, keys = memory_of(optimizer), optimizer._sn.keys(optimizer)
-    for path, left in residuals.items():
+    for path, residual in residuals.items():
         shape = tuple(keys[path][0].shape) if path in keys else "nothing of that path"
-        if tuple(left.shape) != shape:
+        if tuple(residual.shape) != shape:
             raise CompressError(
-                f"a residual of {path!r} has shape {tuple(left.shape)}; expected {shape}, as the "
-                "optimizer trains it. Cut it as the variable was."
+                f"a residual of {path!r} has shape {tuple(residual.shape)}; expected {shape}, as "
+                "the optimizer trains it. Cut it as the variable was."
             )
-    memory.restart({keys[path][1]: np.asarray(left, "f4") for path, left in residuals.items()})
+    memory.restart({keys[path][1]: np.asarray(r, "f4") for path, r in residuals.items()})
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
@@ -511,8 +511,8 @@ class CompressionLogs(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
         if logs is not None:
-            found = report(self.model.optimizer)
-            logs.update({f"compression/{name}": float(value) for name, value in found.items()})
+            numbers = report(self.model.optimizer)
+            logs.update({f"compression/{name}": float(value) for name, value in numbers.items()})
 
 
 class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
@@ -529,26 +529,26 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     Raises CompressError for another save_freq, and for a folder with weights and without a memory.
     """
 
-    def __init__(self, backup_dir: str | Path, **others: Any) -> None:
-        if others.get("save_freq", "epoch") != "epoch":
+    def __init__(self, backup_dir: str | Path, **options: Any) -> None:
+        if options.get("save_freq", "epoch") != "epoch":
             raise CompressError(
-                f"save_freq={others['save_freq']!r}; expected 'epoch': within an epoch Keras "
+                f"save_freq={options['save_freq']!r}; expected 'epoch': within an epoch Keras "
                 "resumes from the beginning of the epoch. Leave it out."
             )
-        self._own = Path(backup_dir) / f"rank{hvd.rank()}"
-        super().__init__(str(self._own), **others)
+        self._folder = Path(backup_dir) / f"rank{hvd.rank()}"
+        super().__init__(str(self._folder), **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
-        saved = self._own.exists() and any(self._own.glob("*.weights.h5"))
+        saved = self._folder.exists() and any(self._folder.glob("*.weights.h5"))
         super().on_train_begin(logs)
         if not saved:
             return
-        memory = self._own / "memory"
+        memory = self._folder / "memory"
         if not memory.with_suffix(".index").exists():
             raise CompressError(
-                f"{self._own} has weights but no memory of compressed gradients; expected both, as "
-                "CompressionBackup writes them. Remove the folder to start over."
+                f"{self._folder} has weights but no memory of compressed gradients; expected both, "
+                "as CompressionBackup writes them. Remove the folder to start over."
             )
         tf.train.Checkpoint(memory=memory_of(self.model.optimizer)).read(str(memory))
 
@@ -556,4 +556,4 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         """Called by Keras."""
         super().on_epoch_end(epoch, logs)
         memory = memory_of(self.model.optimizer)
-        tf.train.Checkpoint(memory=memory).write(str(self._own / "memory"))
+        tf.train.Checkpoint(memory=memory).write(str(self._folder / "memory"))

@@ -45,21 +45,21 @@ def serve(codec: FFTCodec, sizes: Sequence[int]) -> bool:
 def encode(
     codec: FFTCodec, gradient: Any, memory: Sequence[Any], *, decay: float
 ) -> tuple[Any, list[Any], Any]:
-    """The payload, [words] int32, the next memory, and [3] float64: energy, error, saturated.
+    """Return the payload, [words] int32, the next memory, [3] float64: energy, error, saturated.
 
     gradient : [n] float32; memory : of each section, as codec.new_state makes it, or []
     """
     n = int(gradient.shape[0])
     if codec.half:
         gradient = tf.cast(tf.cast(gradient, tf.float16), tf.float32)
-    payload, told, left = _call(
+    payload, stats, memories = _call(
         "SnCompressEncode", codec, n, values=gradient, memories=list(memory), decay=decay
     )
     payload.set_shape([codec.payload_bytes(n) // 4])
-    told.set_shape([3])
-    for it, old in zip(left, memory, strict=True):
-        it.set_shape(old.shape)
-    return payload, left, told
+    stats.set_shape([3])
+    for part, old in zip(memories, memory, strict=True):
+        part.set_shape(old.shape)
+    return payload, memories, stats
 
 
 def decode(codec: FFTCodec, gathered: Any, n: int, *, ranks: int, at: int) -> Any:
@@ -95,15 +95,15 @@ def _call(
     return op_def_library.apply_op(
         operation,
         roots=[_roots(_span(codec, section)).on(like) for section in sections],
-        layouts=[int(number) for section in sections for number in _said(codec, section)],
+        layouts=[int(number) for section in sections for number in _section_fields(codec, section)],
         header=np.frombuffer(head, "<u4").tolist(),
         sizes=[n, codec.payload_bytes(n) // 4, top, ranks, stride, at],
         **more,
     )
 
 
-def _said(codec: FFTCodec, it: Section) -> tuple[Any, ...]:
-    return it.start, it.stop, it.count, it.words_at, _span(codec, it), *numbers(it.layout)
+def _section_fields(codec: FFTCodec, s: Section) -> tuple[Any, ...]:
+    return s.start, s.stop, s.count, s.words_at, _span(codec, s), *numbers(s.layout)
 
 
 def _span(codec: FFTCodec, section: Section) -> int:

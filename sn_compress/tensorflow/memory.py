@@ -90,7 +90,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             drops_unused=False,
         )  # fmt: skip
         self.engine.feedback.undoable = False  # not before a variable tells; see `_note`
-        self.asked: set[str] = set()  # what ranks have agreed on
+        self.agreed: set[str] = set()  # what ranks have agreed on
         self.variables = Variables()
         self._sameness: dict[Any, ParameterCheck] = {}
         self._traceable: set[tuple[str, ...]] = set()  # names of calls that could be graphs
@@ -108,20 +108,20 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def restart(self, residuals: Mapping[str, Floats]) -> None:
         """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
         self._end_graphs()
-        logs = self.engine.traffic.speaks
+        logs = self.engine.traffic.logs
         self._begin()
-        self.engine.traffic.speaks = logs
+        self.engine.traffic.logs = logs
         self.engine.exchange.restart(residuals)
         self.nodes.restarted = dict(residuals)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """When ranks have come or gone, on all of them: count steps from here."""
         self._end_graphs()
         self._in_turns, self._outdone = set(), set()
         self.tuner = self._tuned_set = None
-        self.engine.begin_anew()
+        self.engine.reset()
         for sameness in self._sameness.values():
-            sameness.begin_anew()
+            sameness.reset()
 
     # What a user sets
 
@@ -150,7 +150,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 f"got a {type(scaler).__name__}; expected a keras.optimizers.LossScaleOptimizer "
                 "that was built. Call its build(variables) first."
             )
-        if self.asked:
+        if self.agreed:
             raise CompressError(
                 "watch() was called after gradients were exchanged; expected before the first "
                 "exchange. Call it before the first step."
@@ -164,24 +164,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     # Which tensors there are, and what ranks have alike
 
     def agree(
-        self, process_set: Any, fingerprint: Fingerprint, asked: set[str] | None = None
+        self, process_set: Any, fingerprint: Fingerprint, agreed: set[str] | None = None
     ) -> None:
-        """CompressError on every rank unless all trace the same; asked once, while it traces.
+        """Raise CompressError, on every rank, unless all trace the same; once, while it traces.
 
         Ranks of unlike hardware multiply in one order from then on, or decode on the host.
 
-        asked : what was, of an optimizer; of this compression by default
+        agreed : fingerprints an optimizer has compared; by default those of this compression
         """
-        self.engine.traffic.speaks = process_set.rank() == 0
-        asked = self.asked if asked is None else asked
-        agree_at_trace(asked, process_set, fingerprint, self.count_beside)
+        self.engine.traffic.logs = process_set.rank() == 0
+        agreed = self.agreed if agreed is None else agreed
+        agree_at_trace(agreed, process_set, fingerprint, self.count_beside)
         key = f"hardware of {process_set.process_set_id}"
-        if key in self.asked or elastic():
+        if key in self.agreed or elastic():
             return
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return
-            self.asked.add(key)
+            self.agreed.add(key)
             self.nodes.find(process_set, partial(total, process_set, self.count_beside))
             if self.settings.exchange == "shared":
                 self.engine.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
@@ -210,7 +210,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def count_beside(self, nbytes: int) -> None:
         """Count what is no gradient; see Traffic."""
-        self.engine.traffic.beside(nbytes)
+        self.engine.traffic.overhead(nbytes)
 
     # A step that the engine takes
 
@@ -229,7 +229,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         known = [name for name in names if name is not None]
         self.retire(known)
         self._note(known, digests)
-        gradients = [Gradient(*it) for it in zip(names, shapes, vectors, strict=True)]
+        gradients = [Gradient(*fields) for fields in zip(names, shapes, vectors, strict=True)]
         mark = f"sn.{zlib.crc32(repr(shapes).encode()):08x}"
         if self.nodes.serve(call):
             self.nodes.average(gradients, call, mark, self.count_beside)
@@ -302,9 +302,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         """
         if elastic() or not (buckets or choice or by_nodes) or tf.executing_eagerly():
             return None
-        every: Mapping[str, int] = dict(pair for bucket in buckets for pair in bucket.items())
-        names, every = tuple(every), every if by_nodes is None else by_nodes.sizes
-        if self.settings.exchange != "shared" and not self._has_nodes(list(every.values())):
+        sizes: Mapping[str, int] = dict(pair for bucket in buckets for pair in bucket.items())
+        names, sizes = tuple(sizes), sizes if by_nodes is None else by_nodes.sizes
+        if self.settings.exchange != "shared" and not self._has_nodes(list(sizes.values())):
             return None
         functions = functions_of(sys._getframe(1))
         if choice is not None:
@@ -313,14 +313,15 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             warn_of_engine_once()
             return None
         self._functions.update(functions)
-        self._traceable.add(tuple(every))
-        rest, plain = (choice.rest, choice.counted) if choice else (0, [])
-        key = (*every, *(name for name, _, _ in plain))
+        self._traceable.add(tuple(sizes))
+        idle_steps, plain = (choice.idle_steps, choice.counted) if choice else (0, [])
+        key = (*sizes, *(name for name, _, _ in plain))
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return None
             known = self.graphs.get(key)
-            same_form = known is not None and (known.names, known.rests) == ([*names], rest > 0)
+            form = [*names], idle_steps > 0
+            same_form = known is not None and (known.names, known.rests) == form
             if known is not None and same_form and not known.ended:
                 return known
             if self._takes_turns(key, stepped):
@@ -328,10 +329,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(key)
             if variables is not None:
                 self._note_now(names, variables)
-            until = self._steady_steps(names) if every else None
+            until = self._steady_steps(names) if sizes else None
             if by_nodes is not None:
                 until = self.nodes.steps_left(key, until or 0)
-            if (rest if until is None else until) < LEAST:
+            if (idle_steps if until is None else until) < LEAST:
                 return None
             self.read()  # steps that the engine counts from here on are those of other calls
             marks = None
@@ -339,24 +340,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 marks = [self.outcomes.marks.get(name, (None, False)) for name in names]
             graph = GraphStep(
                 [self._bucket(bucket, undoable=variables is not None) for bucket in buckets],
-                self.sameness_of(owner), began=self.engine.theta.steps, until=until, rest=rest,
-                plain=plain, marks=marks,
+                self.sameness_of(owner), began=self.engine.theta.steps, until=until,
+                idle_steps=idle_steps, plain=plain, marks=marks,
                 inside_bytes=0 if by_nodes is None else by_nodes.inside_bytes,
             )  # fmt: skip
             return self.graphs.setdefault(key, graph)
 
     def _takes_turns(self, key: tuple[str, ...], stepped: Collection[GraphStep]) -> bool:
-        """Whether tensors of a call are in others, too, as a GAN's discriminator is in two.
+        """Whether other calls exchange tensors of this call, too, as with a GAN's discriminator.
 
-        A graph is of one call. The engine serves those that share tensors, one after the other.
+        A graph belongs to one call. The engine serves calls that share tensors, one after another.
         """
-        own = set(key)
-        others = [names for names in self.graphs if own.intersection(names) and set(names) != own]
-        again = key in self._outdone or any(self.graphs[names] in stepped for names in others)
-        if others and again:
-            self._in_turns.update(own, *others)
-        self._outdone.update(others)
-        return not own.isdisjoint(self._in_turns)
+        tensors = set(key)
+        sharing = [key for key in self.graphs if tensors.intersection(key) and set(key) != tensors]
+        again = key in self._outdone or any(self.graphs[names] in stepped for names in sharing)
+        if sharing and again:
+            self._in_turns.update(tensors, *sharing)
+        self._outdone.update(sharing)
+        return not tensors.isdisjoint(self._in_turns)
 
     def _steady_steps(self, names: Sequence[str]) -> int:
         """Steps from the next one on in which these tensors send as many words as in that one."""
@@ -389,7 +390,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             forget(function)
 
     def read(self) -> None:
-        """Bring all that graphs have counted and remembered to the engine and the report."""
+        """Write what graphs have counted and remembered to the engine and the report."""
         engine, traffic = self.engine, self.engine.traffic
         with tf.init_scope():
             counts = [graph.read() for graph in self.graphs.values()]
@@ -401,8 +402,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 if graph.names or graph.inside_bytes:  # calls of one step have counted it alike
                     engine.theta.steps = max(engine.theta.steps, graph.began + graph.ran)
         # The engine has counted some of these steps, for other calls in them.
-        beside = max(traffic.steps - self._counted, 0)
-        steps = max((count.steps - beside for count in counts), default=0)
+        already_counted = max(traffic.steps - self._counted, 0)
+        steps = max((count.steps - already_counted for count in counts), default=0)
         errors = np.sum([count.relative for count in counts], axis=0) if counts else (0.0, 0.0)
         saturated = traffic.ran(
             max(steps, 0), [ran for count in counts for ran in count.ran], tuple(errors),
@@ -414,8 +415,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def retire(self, names: Iterable[str] | None = None) -> None:
         """End the graphs of all calls, or of those with some of these names; trace again."""
-        wanted = None if names is None else set(names)
-        ends = [key for key in self.graphs if wanted is None or wanted.intersection(key)]
+        chosen = None if names is None else set(names)
+        ends = [key for key in self.graphs if chosen is None or chosen.intersection(key)]
         if not ends:
             return
         self.read()
@@ -440,9 +441,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def choose(
         self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
     ) -> Choice:
-        """How AutoCompression lets tensors of a call travel that is being traced.
+        """Choose how AutoCompression sends the tensors of a call that is being traced.
 
-        What was not sent of those that travel plain goes along with their gradients.
+        Plain gradients are sent with what was not sent of them before.
 
         variables : by name; none where all gradients count as applied
         """
@@ -461,20 +462,20 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 f"{process_set.process_set_id}. Make one for each with AutoCompression.using()."
             )
         plain = frozenset(tensors) if self.tuner.choice == "plain" else frozenset[str]()
-        left = [name for name in sorted(plain) if self.engine.shared.remembers(name)]
-        if left:
-            self.retire(left)
-            known = [name for name in left if name in variables]
+        unsent = [name for name in sorted(plain) if self.engine.shared.remembers(name)]
+        if unsent:
+            self.retire(unsent)
+            known = [name for name in unsent if name in variables]
             self._note_now(known, [variables[name] for name in known])
-            for name in left:
+            for name in unsent:
                 self.engine.shared.stop(name)
         return Choice(tensors, plain, _FOR_GOOD if self.tuner.rests else 0)
 
     def asking(self, choice: Choice, graph: GraphStep | None) -> Any:
-        """A node, [] int64 zero, that asks the tuner at each step, as long as it measures.
+        """Return a node, [] int64 zero, that asks the tuner at each step, as long as it measures.
 
-        Nothing is asked between a change and the trace that follows: in a loop inside of a
-        function steps go on as they were traced, which are not those that the tuner means.
+        It does not ask between a change and the trace that follows: in a loop inside a function
+        steps continue as they were traced, and the tuner would measure the wrong ones.
         """
         traces, tuner = self._traces, self.tuner
         assert tuner is not None
@@ -494,9 +495,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             return np.int64(0)
 
         with tf.device("CPU"):
-            asked = tf.numpy_function(ask, [], tf.int64)
-        asked.set_shape([])
-        return asked
+            node = tf.numpy_function(ask, [], tf.int64)
+        node.set_shape([])
+        return node
 
     # What is asked between steps, and saved
 
@@ -548,18 +549,18 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         """See Compression.synchronize; called by all ranks of the set."""
-        self.begin_anew()
+        self.reset()
         engine = self.engine
-        own = engine.exchange
-        state = {**own.state_dict(), "theta": engine.theta.state_dict()}
+        exchange = engine.exchange
+        state = {**exchange.state_dict(), "theta": engine.theta.state_dict()}
         mine, state = state, hvd.broadcast_object(state, root_rank, process_set=process_set)
         if process_set.process_set_id == 0:
             state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
         residuals = {}
-        for name, n in sorted(own.sizes(state).items()):
-            left = own.residual(name) if own.remembers(name) else None
-            residuals[name] = mean_over(process_set, n, left)
-        own.take_over(state, residuals)
+        for name, n in sorted(exchange.sizes(state).items()):
+            residual = exchange.residual(name) if exchange.remembers(name) else None
+            residuals[name] = mean_over(process_set, n, residual)
+        exchange.load_with_residuals(state, residuals)
         engine.theta.load_state_dict(state["theta"])
         engine.forget_step()
         self.nodes.load(None)

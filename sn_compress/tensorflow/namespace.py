@@ -195,16 +195,16 @@ def add_at(target: Array, index: Array, values: Array) -> Array:
 
 def rfft(blocks: Array) -> Array:
     """The orthonormal real FFT of each row, real and imaginary parts in turn."""
-    found = tf.signal.rfft(blocks) * blocks.shape[1] ** -0.5
-    pairs = tf.stack([tf.math.real(found), tf.math.imag(found)], 2)
+    spectrum = tf.signal.rfft(blocks) * blocks.shape[1] ** -0.5
+    pairs = tf.stack([tf.math.real(spectrum), tf.math.imag(spectrum)], 2)
     return tf.reshape(pairs, (blocks.shape[0], -1))
 
 
 def irfft(parts: Array, block: int) -> Array:
     """The inverse of `rfft`."""
     pairs = tf.reshape(parts, (parts.shape[0], -1, 2))
-    found = tf.signal.irfft(tf.complex(pairs[:, :, 0], pairs[:, :, 1]), [block])
-    return found * block**0.5
+    values = tf.signal.irfft(tf.complex(pairs[:, :, 0], pairs[:, :, 1]), [block])
+    return values * block**0.5
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
@@ -212,9 +212,9 @@ def put(target: Array, index: Array, values: Array) -> Array:
     return tf.tensor_scatter_nd_update(target, index[:, None], values)
 
 
-def where_all(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list[Array]:
-    """All of the first if the flag is set, else all of the second; copies none of them."""
-    return list(tf.cond(flag, lambda: list(these), lambda: list(others)))
+def where_all(flag: Array, these: Sequence[Array], otherwise: Sequence[Array]) -> list[Array]:
+    """Return all of the first if the flag is set, else all of the second, without copies."""
+    return list(tf.cond(flag, lambda: list(these), lambda: list(otherwise)))
 
 
 def _shape(shape: Shape) -> Sequence[int]:

@@ -73,16 +73,16 @@ class Nodes:
             self._engine.exchange.restart({})
             self._brought = self.restarted
         self.restarted = None
-        self._take_loaded()
+        self._load_pending()
 
     def load(self, states: list[dict[str, Any]] | None) -> None:
         """Go on from states that the engine has loaded; CompressError if that cannot be."""
         self.loaded = states
         self._steady.clear()
         if self._known:
-            self._take_loaded()
+            self._load_pending()
 
-    def _take_loaded(self) -> None:
+    def _load_pending(self) -> None:
         states, self.loaded = self.loaded, []
         exchange, engine = self._engine.exchange, self._engine
         part = "shared" if self._settings.exchange == "shared" else "feedback"
@@ -91,7 +91,7 @@ class Nodes:
             sizes |= exchange.sizes(state[part])
         if states is None:
             sizes = exchange.sizes(exchange.state_dict())
-        engine_state.take_loaded(
+        engine_state.load_pending(
             engine, states, self.place, sorted(sizes.items()), ranks=self._ranks, rank=self._rank
         )
 
@@ -156,16 +156,16 @@ class Nodes:
         rounds = all_to_all.rounds(
             self._engine, self.place, gradients, lambda names: None, taken=True
         )
-        came: Any = None
+        received: Any = None
         with suppress(StopIteration):
             for turn in itertools.count():
-                (carry,) = rounds.send(came)
+                (carry,) = rounds.send(received)
                 with tf.device("CPU"):
                     words, splits = hvd.alltoall(
                         tf.constant(to_host(carry.words)), name=f"{mark}.{turn}",
                         splits=tf.constant(carry.splits, tf.int32), process_set=sets,
                     )  # fmt: skip
-                came = [np.split(words.numpy(), np.cumsum(splits.numpy())[:-1])]
+                received = [np.split(words.numpy(), np.cumsum(splits.numpy())[:-1])]
 
     def agree(
         self,
@@ -174,13 +174,13 @@ class Nodes:
         process_set: Any,
         count: Callable[[int], None],
     ) -> int:
-        """After a step on the host: steps for which no owner of a call's tensors has other sizes.
+        """Return for how many steps after one on the host all owners keep a call's sizes.
 
-        steps_of : tells it of some tensors
+        steps_of : returns that for some tensors
         """
         assert self.place is not None
-        own = [name for name in names if self.place.owners.of_name[name] == self.place.number]
-        steps = steps_of(own)
+        owned = [name for name in names if self.place.owners.of_name[name] == self.place.number]
+        steps = steps_of(owned)
         if self._settings.exchange == "shared":
             count(8)
             word = tf.constant([steps], tf.int64)
@@ -189,16 +189,16 @@ class Nodes:
         self._steady[tuple(names)] = steps
         return steps
 
-    def steps_left(self, key: tuple[str, ...], own: int) -> int:
-        """For how many steps a call can be a graph; of payloads `own`, as all ranks know it."""
+    def steps_left(self, key: tuple[str, ...], steps: int) -> int:
+        """For how many steps a call can be a graph; with payloads `steps`, equal on all ranks."""
         agreed = self._steady.get(key, 0)
         on_host_first = self._brought is not None and key not in self._steady
-        return agreed if self._settings.exchange == "shared" or on_host_first else own
+        return agreed if self._settings.exchange == "shared" or on_host_first else steps
 
     def ended(self, key: tuple[str, ...], graph: GraphStep) -> None:
         """Nothing is known of a call beyond what its graph was made for."""
         if key in self._steady:
-            self._steady[key] = graph.left
+            self._steady[key] = graph.steps_left
 
     def count(self, nbytes: int) -> None:
         """Count what graphs have sent inside the node."""
@@ -230,9 +230,9 @@ class NodeSum:
             for number in range(place.layout.size)
         ]
         self.mine = self._owned[place.number]
-        self._words = [sum(self._sizes[at] for at in own) for own in self._owned]
-        own = self._words[place.number]
-        self.inside_bytes = 4 * (sum(self._words) - own + (place.layout.size - 1) * (1 + own))
+        self._words = [sum(self._sizes[at] for at in owned) for owned in self._owned]
+        mine = self._words[place.number]
+        self.inside_bytes = 4 * (sum(self._words) - mine + (place.layout.size - 1) * (1 + mine))
 
     def average(
         self,
@@ -259,52 +259,51 @@ class NodeSum:
             means = step(by, self._scatter(by, vectors))
             by.fill(word)
             # Nothing else waits for what comes to an owner of nothing.
-            with tf.control_dependencies(by.begun):
+            with tf.control_dependencies(by.received):
                 means = self._gather(by, means, tf.identity(word))
             return [means[at] for at in range(len(vectors))]
 
         return list(average(list(vectors)))
 
     def _kinds(self, settings: Settings, codec: Any) -> set[tuple[int, str]]:
-        """What owners of any number begin, by bucket."""
-        parts = [[self._sizes[at] for at in own] for own in self._owned]
-        buckets = [[[own[at] for at in part] for part in cut(own)] for own in parts]
+        """Kinds of exchanges, by bucket, that owners of any number start."""
+        parts = [[self._sizes[at] for at in of_owner] for of_owner in self._owned]
+        buckets = [[[of_owner[at] for at in part] for part in cut(of_owner)] for of_owner in parts]
         numbers, nodes = range(max(map(len, buckets))), len(self.place.layout.nodes)
         if settings.exchange == "shared":
             kinds = {(at, f"round{turn + 1}") for at in numbers for turn in range(_ROUNDS)}
             return kinds | {(at, f"{kind}_sums") for at, kind in kinds if nodes > 2}
         scattered = {
             (at, "parts")
-            for own in buckets
-            for at, part in enumerate(own)
+            for of_owner in buckets
+            for at, part in enumerate(of_owner)
             if settings.scatter and shares_of(codec, tuple(part), nodes) is not None
         }
         return scattered | {(at, "payload") for at in numbers}
 
     def _scatter(self, by: NodeCollectives, vectors: Sequence[Any]) -> dict[int, Any]:
         """The node's means of what this rank owns."""
-        own, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
+        mine, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
         words = tf.concat([vectors[at] for part in self._owned for at in part], 0)
-        came = by.exchange(
-            words, dict(zip(inside, self._words, strict=True)), dict.fromkeys(inside, own), "sn_sum"
-        )
+        sizes = dict(zip(inside, self._words, strict=True))
+        received = by.exchange(words, sizes, dict.fromkeys(inside, mine), "sn_sum")
         # In this order, as on a host.
-        mean = reduce(tf.add, (came[rank] for rank in inside)) / len(inside)
+        mean = reduce(tf.add, (received[rank] for rank in inside)) / len(inside)
         return self._cut(mean, self.mine)
 
     def _gather(self, by: NodeCollectives, means: Mapping[int, Any], word: Any) -> dict[int, Any]:
-        """All tensors' means, of those that this rank owns; word : see NodeCollectives.fill."""
-        own, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
+        """Return all tensors' means, given this rank's; word : see NodeCollectives.fill."""
+        mine, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
         sizes = [1 + words for words in self._words]
         words = tf.concat([word, *(means[at] for at in self.mine)], 0)
-        came = by.exchange(
-            tf.tile(words, [len(inside)]), dict.fromkeys(inside, 1 + own),
+        received = by.exchange(
+            tf.tile(words, [len(inside)]), dict.fromkeys(inside, 1 + mine),
             dict(zip(inside, sizes, strict=True)), "sn_means",
         )  # fmt: skip
-        found: dict[int, Any] = {}
+        all_means: dict[int, Any] = {}
         for rank, part in zip(inside, self._owned, strict=True):
-            found |= self._cut(came[rank][1:], part)
-        return found
+            all_means |= self._cut(received[rank][1:], part)
+        return all_means
 
     def _cut(self, words: Any, places: Sequence[int]) -> dict[int, Any]:
         """Tensors that lie one behind the other, by place."""
@@ -320,18 +319,18 @@ class NodeCollectives(Collectives):
 
     Attributes
     ----------
-    begun : what has come of all-to-alls so far
+    received : what has come of all-to-alls so far
     """
 
     def __init__(
         self, call: Call, place: Place, kinds: Iterable[tuple[int, str]], mark: str
     ) -> None:
         super().__init__(call)
-        self._every, self._mark = self.ranks, mark
+        self._all_ranks, self._mark = self.ranks, mark
         self._owners = place.layout.across()[place.number]
         self.ranks, self.rank = len(place.layout.nodes), place.node
         self._kinds = set(kinds)
-        self.begun: list[Any] = []
+        self.received: list[Any] = []
 
     def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
         """See Collectives."""
@@ -340,40 +339,40 @@ class NodeCollectives(Collectives):
     def exchange(
         self, words: Any, to_ranks: Mapping[int, int], of_ranks: Mapping[int, int], mark: str
     ) -> dict[int, Any]:
-        """What comes of ranks, by rank, of each so many elements.
+        """Return the words of each rank in `of_ranks`, by rank, so many elements each.
 
-        words : what each rank is to have, in order of rank, one behind the other
+        words : what to send to each rank, in order of rank, one after another
         """
-        splits = [to_ranks.get(rank, 0) for rank in range(self._every)]
+        splits = [to_ranks.get(rank, 0) for rank in range(self._all_ranks)]
         words, how = self.named(words, mark)
-        came, _ = hvd.alltoall(words, splits=tf.constant(splits, tf.int32), **how)
-        self.begun.append(came)
+        received, _ = hvd.alltoall(words, splits=tf.constant(splits, tf.int32), **how)
+        self.received.append(received)
         ranks = sorted(of_ranks)
         sizes = [of_ranks[rank] for rank in ranks]
-        return dict(zip(ranks, tf.split(arrived(came, sizes), sizes), strict=True))
+        return dict(zip(ranks, tf.split(arrived(received, sizes), sizes), strict=True))
 
     def _between(
         self, parts: Sequence[Any], sizes: Sequence[int], number: int, kind: str
     ) -> list[Any]:
-        """What comes of each node, in order; `parts` are what each is to have."""
+        """Return the words of each node, in order; `parts` are sent to them."""
         self._kinds.remove((number, kind))
         to = sorted(zip(self._owners, parts, strict=True), key=lambda pair: pair[0])
-        came = self.exchange(
+        received = self.exchange(
             tf.concat([part for _, part in to], 0),
             {rank: int(part.shape[0]) for rank, part in to},
             dict(zip(self._owners, sizes, strict=True)), f"sn_b{number}_{kind}",
         )  # fmt: skip
-        return [came[rank] for rank in self._owners]
+        return [received[rank] for rank in self._owners]
 
     def fill(self, word: Any) -> None:
-        """Take part, for itself alone, in what only other owners had something for.
+        """Take part in exchanges in which only other owners have anything to send.
 
         word : [1], computed in the step: a constant would be sent without waiting for anything
         """
-        alone = {self._owners[self.rank]: 1}
+        to_self = {self._owners[self.rank]: 1}
         for at, (number, kind) in enumerate(sorted(self._kinds)):
             # Of the same words TensorFlow would make one all-to-all.
-            self.exchange(one_of(word) + at, alone, alone, f"sn_b{number}_{kind}")
+            self.exchange(one_of(word) + at, to_self, to_self, f"sn_b{number}_{kind}")
 
     def present(self, vector: Any, number: int) -> Any:
         """See Collectives; all are, or `when_all_are_here` has ended the step."""
@@ -385,8 +384,8 @@ class NodeCollectives(Collectives):
         if self.ranks == 2:  # as many bytes as below, at once
             return reduce(tf.add, self._between([words] * 2, [n] * 2, number, kind))
         sizes = all_to_all.pieces_of(n, self.ranks)
-        came = self._between(tf.split(words, sizes), [sizes[self.rank]] * self.ranks, number, kind)
-        summed = reduce(tf.add, came)
+        parts, mine = tf.split(words, sizes), [sizes[self.rank]] * self.ranks
+        summed = reduce(tf.add, self._between(parts, mine, number, kind))
         return tf.concat(self._between([summed] * self.ranks, sizes, number, f"{kind}_sums"), 0)
 
     def gather(self, words: Any, sizes: Sequence[int], number: int) -> Any:

@@ -85,15 +85,15 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     place = call.place
     if place not in exchange.means:
         tensor = exchange.plain.get(place, tensor)
-        if exchange.begun is not None:
-            with tf.control_dependencies([exchange.begun]):
+        if exchange.start is not None:
+            with tf.control_dependencies([exchange.start]):
                 tensor = tf.identity(tensor)
         if place not in exchange.plain:
             tensor = _count_plain(tensor, _label(call, place, tensor), memory)
         return Plain.compress(tensor)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     mark = "sn_plain" if place is None else f"sn_{place}"
-    waits = [exchange.begun] if memory.nodes.serve(call) and exchange.begun is not None else []
+    waits = [exchange.start] if memory.nodes.serve(call) and exchange.start is not None else []
     with tf.control_dependencies(waits):
         token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
     return token, Mean(tensor, exchange.means[place], call)
@@ -154,14 +154,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What became of the gradients of a call, by place.
+    """The results of a call, by place.
 
-    begun : a node for the beginning of a step; None if nothing has to wait for it
+    start : a node that starts the step; None if nothing has to wait for it
     means : [n] float32
-    plain : gradients that AutoCompression lets travel plain, with what is owed of them; counted
+    plain : gradients that AutoCompression sends plain, with their residuals; counted
     """
 
-    begun: Any
+    start: Any
     means: Mapping[Any, Any]
     plain: Mapping[Any, Any]
 
@@ -177,42 +177,42 @@ def exchanged(
     plain = frozenset() if choice is None else choice.plain
     taken = {place: tensor for place, tensor in tensors.items() if names[place] not in plain}
     sizes = [tensor.shape.num_elements() for tensor in taken.values()]
-    own = [names[place] for place in taken]
-    nodes = memory.nodes.sum(call, dict(zip(own, sizes, strict=True)))
-    mine = list(range(len(own))) if nodes is None else nodes.mine  # those in buckets
+    taken_names = [names[place] for place in taken]
+    nodes = memory.nodes.sum(call, dict(zip(taken_names, sizes, strict=True)))
+    mine = list(range(len(taken_names))) if nodes is None else nodes.mine  # those in buckets
     variables, scale = _variables(call, memory, taken), None
     vectors = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in taken.values()]
     if call.sources is not None and (scale := memory.scale()) is not None:
         vectors = [values / scale for values in vectors]
     earlier, graph, parts = _earlier(memory), None, cut([sizes[at] for at in mine])
     buckets = [[mine[at] for at in part] for part in parts]
-    if None not in own:
+    if None not in taken_names:
         graph = memory.graph_step(
-            [{str(own[at]): sizes[at] for at in part} for part in buckets], source.owner,
+            [{str(taken_names[at]): sizes[at] for at in part} for part in buckets], source.owner,
             choice, variables and [variables[at] for at in mine], earlier.graphs, nodes,
         )  # fmt: skip
     here = memory.nodes.all_are_here(call, vectors)
-    asked = None
+    ask_tuner = None
     if choice is not None and (graph is None or not graph.rests):
-        asked = memory.asking(choice, graph)
+        ask_tuner = memory.asking(choice, graph)
     if graph is None:
         with tf.control_dependencies([] if here is None else [here]):
-            begun, slots = _begin(call, memory, source)
-        begun = here if begun is None else begun
-        if asked is not None:
-            begun = asked if begun is None else begun + asked
-        with tf.control_dependencies([*earlier.nodes(), *([] if begun is None else [begun])]):
-            means = _by_engine(call, memory, own, taken, vectors, variables, slots)
+            start, slots = _begin(call, memory, source)
+        start = here if start is None else start
+        if ask_tuner is not None:
+            start = ask_tuner if start is None else start + ask_tuner
+        with tf.control_dependencies([*earlier.nodes(), *([] if start is None else [start])]):
+            means = _by_engine(call, memory, taken_names, taken, vectors, variables, slots)
     else:
         with tf.control_dependencies([] if here is None else [here]):
-            begun, means = _by_graph(
+            start, means = _by_graph(
                 call, memory, source, graph, buckets, vectors, variables, nodes
             )  # fmt: skip
         earlier.graphs.add(graph)
-        if asked is not None:
-            begun += asked
+        if ask_tuner is not None:
+            start += ask_tuner
         elif not taken:
-            begun = None  # all travel as in stock Horovod, which waits for nothing
+            start = None  # all travel as in stock Horovod, which waits for nothing
     if scale is not None:
         means = [mean * scale for mean in means]
     earlier.means[:] = means
@@ -221,27 +221,27 @@ def exchanged(
         for place, tensor in tensors.items()
         if place not in taken
     }
-    return Exchanged(begun, dict(zip(taken, means, strict=True)), sent)
+    return Exchanged(start, dict(zip(taken, means, strict=True)), sent)
 
 
 def _with_owed(tensor: Any, name: str, memory: OptimizerState) -> Any:
-    """A gradient that travels plain, with what was not sent of it yet."""
+    """Return a gradient that travels plain plus what was not sent of it yet."""
     shared = memory.engine.shared
     if not shared.remembers(name):
         return tensor
 
-    def pay(gradient: Any) -> Any:
+    def release(gradient: Any) -> Any:
         if not shared.remembers(name) or not np.isfinite(gradient).all():
             return np.zeros(gradient.size, np.float32)
-        left = shared.release(name)
+        residual = shared.release(name)
         memory.forget_traces()
-        return left
+        return residual
 
     with tf.device("CPU"):
-        # What is owed is no function of the gradient: nothing is differentiated through Python.
+        # The residual does not depend on the gradient: Python code is not differentiated.
         values = tf.stop_gradient(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
-        left = tf.numpy_function(pay, [values], tf.float32)
-    return tensor + tf.cast(tf.reshape(left, tensor.shape), tensor.dtype)
+        residual = tf.numpy_function(release, [values], tf.float32)
+    return tensor + tf.cast(tf.reshape(residual, tensor.shape), tensor.dtype)
 
 
 @dataclass
@@ -286,24 +286,24 @@ def _digests(variables: Sequence[Any]) -> Any:
 def _choice(
     call: Call, memory: OptimizerState, names: Mapping[Any, str | None], tensors: Mapping[Any, Any]
 ) -> Choice:
-    """What AutoCompression has chosen for the gradients of a call, while it is traced."""
-    asked = {}
+    """Return what AutoCompression chooses for the gradients of a call, while it is traced."""
+    tunable = {}
     for place, tensor in tensors.items():
         name, n = names[place], tensor.shape.num_elements()
         if name is None:
             refuse_untraced()
             raise untraced("in a tape that Horovod traces, whose graph may serve any variables")
-        asked[name] = Tensor(tuple(tensor.shape), n, n * wire_type(tensor).size)
+        tunable[name] = Tensor(tuple(tensor.shape), n, n * wire_type(tensor).size)
     variables = _variables(call, memory, tensors)
-    known = {} if variables is None else dict(zip(asked, variables, strict=True))
-    return memory.choose(asked, call.process_set, known)
+    known = {} if variables is None else dict(zip(tunable, variables, strict=True))
+    return memory.choose(tunable, call.process_set, known)
 
 
 def _begin(call: Call, memory: OptimizerState, source: Source) -> tuple[Any, Any]:
-    """A node for the beginning of a step of the engine, and the slots of all variables.
+    """Return a node that starts a step of the engine, and the slots of all variables.
 
-    It counts sparse gradients, and compares parameters when it is time to; None where there are
-    none of either. Slots are [variables] int64, None where names are known.
+    The node counts sparse gradients and compares parameters when due; None where neither is needed.
+    Slots are [variables] int64, None where names are known.
     """
     compares = source.variables and memory.settings.check_every and not elastic()
     if not (source.handles or source.sparse or compares):
@@ -331,16 +331,16 @@ def _begin(call: Call, memory: OptimizerState, source: Source) -> tuple[Any, Any
     call_python = tf.py_function if places else tf.numpy_function  # NumPy has no handles
     with tf.device("CPU"):
         inputs = [*source.handles.values(), *(tf.size(part) for part in parts)]
-        slots, due = call_python(begin, inputs, [tf.int64, tf.bool])
+        slots, is_due = call_python(begin, inputs, [tf.int64, tf.bool])
     slots.set_shape([variables])
-    due.set_shape([])
-    begun = tf.cast(due, tf.int64)
+    is_due.set_shape([])
+    start = tf.cast(is_due, tf.int64)
     if compares:
-        begun += compared(
-            due, source.variables, call.process_set, memory.count_beside,
+        start += compared(
+            is_due, source.variables, call.process_set, memory.count_beside,
             lambda: (latest[0], latest[0].steps - 1),
         )  # fmt: skip
-    return begun, slots if places else None
+    return start, slots if places else None
 
 
 def _by_engine(
@@ -352,19 +352,19 @@ def _by_engine(
     variables: Sequence[Any] | None,
     slots: Any,
 ) -> list[Any]:
-    """The means of gradients, [n] float32 each: one Python function for all of them."""
+    """Return the means of gradients, [n] float32 each, by one Python function for all."""
     if not vectors:
         return []
     places, shapes = list(tensors), [tuple(tensor.shape) for tensor in tensors.values()]
 
     def average(*values: Any) -> Any:
-        own, inputs = names, iter(values)
+        known_names, inputs = names, iter(values)
         if slots is not None:
             numbers = next(inputs)
-            own = [memory.variables.name(int(numbers[place])) for place in places]
+            known_names = [memory.variables.name(int(numbers[place])) for place in places]
         digests = None if variables is None else next(inputs).tolist()
         means = [np.array(vector) for vector in inputs]  # TensorFlow's own are not to be written to
-        memory.average(own, shapes, means, digests, call)
+        memory.average(known_names, shapes, means, digests, call)
         return means
 
     _warn_host_once()
@@ -395,33 +395,33 @@ def _by_graph(
     variables: Sequence[Any] | None,
     nodes: NodeSum | None,
 ) -> tuple[Any, list[Any]]:
-    """A node for the beginning of a step, and the means of gradients, without Python."""
-    begun, due = graph.begin(memory.trace_again)
+    """Return a node that starts the step, and the means of gradients, without Python."""
+    start, check = graph.begin(memory.trace_again)
     if source.variables and memory.settings.check_every:
-        begun += compared(due, source.variables, call.process_set, memory.count_beside, graph.now)
+        start += compared(check, source.variables, call.process_set, memory.count_beside, graph.now)
     for label, slices in source.sparse:
         graph.count_sparse(str(label), slices.values, slices.indices)
     if not vectors:
-        return begun, []
+        return start, []
 
-    with tf.control_dependencies([begun]):
+    with tf.control_dependencies([start]):
         vectors = list(map(tf.identity, vectors))
-    own = [at for part in buckets for at in part]
-    digests = _digests([variables[at] for at in own]) if variables and own else None
+    order = [at for part in buckets for at in part]
+    digests = _digests([variables[at] for at in order]) if variables and order else None
 
-    def step(by: Collectives, given: Mapping[int, Any]) -> dict[int, Any]:
+    def step(by: Collectives, values: Mapping[int, Any]) -> dict[int, Any]:
         averaged = graph.step(
-            [[given[at] for at in part] for part in buckets], by, digests, memory.warn_dropped
+            [[values[at] for at in part] for part in buckets], by, digests, memory.warn_dropped
         )
-        return dict(zip(own, (mean for part in averaged for mean in part), strict=True))
+        return dict(zip(order, (mean for part in averaged for mean in part), strict=True))
 
     if nodes is None:
-        found = step(Collectives(call), dict(enumerate(vectors)))
+        mean_of = step(Collectives(call), dict(enumerate(vectors)))
     else:
         codec = memory.engine.theta.next_codec
-        found = dict(enumerate(nodes.average(call, memory.settings, codec, vectors, step)))
-    factor, means = call.factor(), [found[at] for at in range(len(vectors))]
-    return begun, means if factor == 1 else [mean * factor for mean in means]
+        mean_of = dict(enumerate(nodes.average(call, memory.settings, codec, vectors, step)))
+    factor, means = call.factor(), [mean_of[at] for at in range(len(vectors))]
+    return start, means if factor == 1 else [mean * factor for mean in means]
 
 
 def compressed_means(
@@ -453,14 +453,14 @@ def compressed_means(
         Mean(gradient, exchange.means[at], call).finish(None) if at in exchange.means else None
         for at, gradient in enumerate(gradients)
     ]
-    return exchange.begun, means, sent
+    return exchange.start, means, sent
 
 
 def _of_tape(call: Call, memory: OptimizerState) -> Exchanged:
-    """What became of a tape's gradients.
+    """Return the results for a tape's gradients.
 
-    Horovod hands over one tensor at a time, each in a branch of its own. What they have in common
-    is made once, in the graph around the branches.
+    Horovod passes one tensor at a time, each in its own branch. Their shared nodes are created
+    once, in the graph around the branches.
     """
     graph = _graph_of(call)
     known = _made_in(graph)
@@ -478,8 +478,8 @@ def _of_tape(call: Call, memory: OptimizerState) -> Exchanged:
             exchange = exchanged(call, memory, _source_of(call, memory), tensors)
         # With the gradients, as ids are used again.
         known[key] = exchange, call.gradients
-    kept: Exchanged = known[key][0]
-    return kept
+    result: Exchanged = known[key][0]
+    return result
 
 
 def _source_of(call: Call, memory: OptimizerState) -> Source:
@@ -576,8 +576,8 @@ def _count_plain(tensor: Any, label: str, memory: OptimizerState) -> Any:
 
 def _reaches_others(call: Call) -> bool:
     """Whether a tape sends anything: Horovod asks the same, in a branch of the graph."""
-    own = call.process_set
-    return not call.branch or elastic() or bool(own.included() and own.size() > 1)
+    process_set = call.process_set
+    return not call.branch or elastic() or bool(process_set.included() and process_set.size() > 1)
 
 
 def _graph_of(call: Call) -> Any:

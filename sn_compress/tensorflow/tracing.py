@@ -107,14 +107,14 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
 
 
 def functions_of(frame: FrameType | None) -> list[Any]:
-    """Every tf.function that is being traced, as a frame above shows; the innermost first."""
-    found: list[Any] = []
+    """Return every tf.function that is being traced in this stack, the innermost first."""
+    functions: list[Any] = []
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Function) and all(owner is not other for other in found):
-            found.append(owner)
+        if isinstance(owner, Function) and all(owner is not other for other in functions):
+            functions.append(owner)
         frame = frame.f_back
-    return found
+    return functions
 
 
 @cache
@@ -128,24 +128,24 @@ def warn_of_engine_once() -> None:
 
 
 def passed(frame: FrameType | None) -> list[Any]:
-    """The handles of variables that are arguments of a function that is being traced.
+    """Return the handles of variables that are arguments of a function that is being traced.
 
     Such a trace serves any variables of the same shapes, though it shows those of the first call.
     """
-    found = []
+    handles = []
     while frame is not None:
         if frame.f_code.co_name == _TRACER and frame.f_globals.get("__name__") == _TRACER_MODULE:
             try:
-                given = frame.f_locals["func_args"], frame.f_locals["func_kwargs"]
+                arguments = frame.f_locals["func_args"], frame.f_locals["func_kwargs"]
             except KeyError as error:
                 raise CompressError(
                     f"TensorFlow {tf.__version__} stores the arguments of a function that it "
                     "traces elsewhere than release 2.21 does. Use release 2.21, and please report "
                     "your version."
                 ) from error
-            found += [v.handle for v in tf.nest.flatten(given) if isinstance(v, tf.Variable)]
+            handles += [v.handle for v in tf.nest.flatten(arguments) if isinstance(v, tf.Variable)]
         frame = frame.f_back
-    return found
+    return handles
 
 
 def forget(function: Any) -> None:
@@ -178,8 +178,9 @@ def was_reduced(gradient: Any) -> bool:
         if operation.type.startswith("Horovod") or _reduces_in_branch(operation):
             return True
         if operation.type == "Placeholder":  # of a branch, perhaps
-            outer = [it for it, own in getattr(operation.graph, "captures", ()) if own is tensor]
-            waiting += [it for it in outer if tf.is_symbolic_tensor(it)]
+            captures = getattr(operation.graph, "captures", ())
+            outer = [outside for outside, inside in captures if inside is tensor]
+            waiting += [outside for outside in outer if tf.is_symbolic_tensor(outside)]
         elif operation.type in _PASSING:
             # Not the factors: a norm over all ranks may clip a gradient of this one.
             n = tensor.shape.num_elements()
@@ -218,7 +219,7 @@ def _place(
         if function == "allreduce_grads":
             grads = local["grads"]
             place = _only(grads, tensor)
-            sparse = [(i, each) for i, each in enumerate(grads) if hasattr(each, "indices")]
+            sparse = [(i, grad) for i, grad in enumerate(grads) if hasattr(grad, "indices")]
             return local["vars"] or [None] * len(grads), place, sparse, list(grads)
     return None, None, (), ()
 

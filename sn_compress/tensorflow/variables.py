@@ -28,11 +28,11 @@ def relative_names(names: Sequence[str]) -> list[str]:
     """Each name with "_4" as "#2" if two of its kind here have lower numbers, part by part."""
     parts = [[_NUMBERED.match(part) for part in name.split("/")] for name in names]
     numbers: dict[str, set[int]] = {}
-    for found in (found for each in parts for found in each if found):
-        numbers.setdefault(found[1], set()).add(int(found[2] or 0))
+    for match in (match for pieces in parts for match in pieces if match):
+        numbers.setdefault(match[1], set()).add(int(match[2] or 0))
     order = {kind: sorted(those) for kind, those in numbers.items()}
     return [
-        "/".join(f"{m[1]}#{order[m[1]].index(int(m[2] or 0))}" for m in each if m) for each in parts
+        "/".join(f"{m[1]}#{order[m[1]].index(int(m[2] or 0))}" for m in of if m) for of in parts
     ]
 
 
@@ -95,8 +95,8 @@ def fingerprint_of_variables(variables: Sequence[Any]) -> list[tuple[str, str]]:
 
 def as_variables(sources: Sequence[Any]) -> list[Any]:
     """Those of TensorFlow among what a tape or Keras calls variables."""
-    found = [v if isinstance(v, tf.Variable) else getattr(v, "value", None) for v in sources]
-    return [v for v in found if isinstance(v, tf.Variable)]
+    variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", None) for v in sources]
+    return [v for v in variables if isinstance(v, tf.Variable)]
 
 
 # Digest of a variable at its last exchange, None before the first, or where what became of that is

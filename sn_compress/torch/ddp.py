@@ -64,8 +64,8 @@ _EXCHANGED = object()  # what rounds by nodes yield before they hand out means i
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Gradients, and the vector that they are all of."""
+class _FlatGradients:
+    """Gradients, and the flat tensor that they are views of."""
 
     gradients: list[Gradient]
     flat: torch.Tensor
@@ -123,7 +123,7 @@ class CompressionState:
         self._travelled: set[int] = set()  # identities of parameters that were in a bucket
         self._exchanged = False  # since the last step of an optimizer
         self._asks = False  # in this pass
-        self._said: Fingerprint | None = None  # of the parameters, behind the last step
+        self._fingerprint: Fingerprint | None = None  # of the parameters, behind the last step
         # Of the first pass of a static graph: parameters whose buckets have not come yet.
         self._to_come: set[int] = set()
         self._passed = False  # a first pass has ended
@@ -167,8 +167,8 @@ class CompressionState:
         return report if self.nodes is None else report | self.nodes.report(self.traffic.steps)
 
     def parts(self, bucket: dist.GradBucket) -> list[BucketSlice]:
-        """The parameters of a bucket in the order in which their gradients lie there."""
-        named = [(self.names.of(each), each) for each in bucket.parameters()]
+        """Return the slices of a bucket's parameters, in the order of their gradients in it."""
+        named = [(self.names.of(parameter), parameter) for parameter in bucket.parameters()]
         for name, parameter in named:
             self.outcomes.follow(name, parameter)
         return parts_of(named)
@@ -180,70 +180,70 @@ class CompressionState:
     ) -> Generator[Any, None, None]:
         """Average flat tensors in place; futures of them are set in the end.
 
-        Comes back whenever collectives have been started; going on waits for them. All ranks go
-        through the rounds of all their tensors in the same order. By nodes what is begun first is
-        the sum inside the node, and _EXCHANGED comes before means are handed out there.
+        Yields whenever collectives have been started; resuming waits for them. All ranks go
+        through the rounds of all their tensors in the same order. By nodes the first collective is
+        the sum inside the node, and _EXCHANGED is yielded before the node gathers the means.
         """
         self.agree(flats[0][0])
         sums: list[NodeSum] = []
         collectives = self.collectives
-        every = [
-            _Given([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
+        groups = [
+            _FlatGradients([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
             for flat, parts in flats
         ]
         if self.nodes is not None:
             collectives = self.nodes.between
-            for given in every:
-                self.engine.begin(given.gradients)  # of those of which other ranks are owners, too
-            sums = [self.nodes.sum(given.gradients) for given in every]
-            for each in sums:
-                each.scatter()
+            for group in groups:
+                self.engine.begin(group.gradients)  # those that other ranks own, too
+            sums = [self.nodes.sum(group.gradients) for group in groups]
+            for node_sum in sums:
+                node_sum.scatter()
             yield
-            every = [_Given(each.gradients(), each.shard.values) for each in sums]
+            groups = [_FlatGradients(one.gradients(), one.shard.values) for one in sums]
         ranks = collectives.ranks
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
         coded: list[Gradient] = []
-        for given in every:
-            total = partial(self._total, given.flat.device, collectives)
+        for group in groups:
+            total = partial(self._total, group.flat.device, collectives)
             step = self.engine.sort(
-                given.gradients, ranks=ranks, total=total, begun=self.nodes is not None
+                group.gradients, ranks=ranks, total=total, already_begun=self.nodes is not None
             )
             for gradient in step.dense:
-                gradient.values.copy_(self.engine.whole(gradient))
-            if views := [each.values for each in (*step.plain, *step.dense)]:
-                packed = None if step.coded else given.flat
+                gradient.values.copy_(self.engine.dense_values(gradient))
+            if views := [gradient.values for gradient in (*step.plain, *step.dense)]:
+                packed = None if step.coded else group.flat
                 plain.append(collectives.averages(views, packed))
             dense += step.dense
             coded += step.coded
-        for begun in plain:
-            next(begun)
+        for average in plain:
+            next(average)
         if coded:
             rounds = self.engine.rounds(coded, ranks=ranks, rank=collectives.rank)
-            came = None
+            results = None
             with suppress(StopIteration):
                 while True:
                     with torch.no_grad():
-                        asked = rounds.send(came)  # type: ignore[arg-type]
-                    sent = [collectives.begin(carry) for carry in asked]
+                        requests = rounds.send(results)  # type: ignore[arg-type]
+                    started = [collectives.begin(request) for request in requests]
                     yield
-                    came = [collectives.result(*each) for each in sent]
+                    results = [collectives.result(*handle) for handle in started]
         else:
             yield
-        for begun in plain:
-            for _ in begun:
+        for average in plain:
+            for _ in average:
                 pass
         for gradient in dense:
             self.engine.learn(str(gradient.name), gradient.values)
         if sums:
-            # How many rounds there were differs inside a node. What follows are collectives of the
-            # node, which all of its ranks begin in one order: that of the groups of buckets.
+            # The number of rounds differs inside a node. The node's collectives follow, which all
+            # of its ranks start in one order: that of the groups of buckets.
             yield _EXCHANGED
-            for each in sums:
-                each.gather()
+            for node_sum in sums:
+                node_sum.gather()
             yield
-            for each in sums:
-                each.finish()
+            for node_sum in sums:
+                node_sum.finish()
         for future, (flat, _) in zip(futures, flats, strict=bool(futures)):
             future.set_result(flat)
 
@@ -275,7 +275,7 @@ class CompressionState:
             from .nodes import NodeGroups  # a run without nodes loads none of it
 
             self.nodes = NodeGroups(self.collectives, layout)
-            self.nodes.own(self._tensors())
+            self.nodes.owned_names(self._tensors())
         elif self.rank == 0:
             level = logging.WARNING if layout.startswith("nodes have") else logging.DEBUG
             _log.log(level, "%s: all ranks exchange with all others", layout)
@@ -289,17 +289,17 @@ class CompressionState:
 
     def _total(self, device: torch.device, collectives: Collectives, _: str, words: Any) -> Any:
         """The sum over the ranks of a group, at once."""
-        self.traffic.beside(words.nbytes)
+        self.traffic.overhead(words.nbytes)
         return collectives.total(words, device)
 
     def begin_pass(self) -> None:
-        """A backward pass begins; what is still there is of one that ended with an error."""
+        """Start a backward pass; drop what a pass that ended with an error has left."""
         if self.model is None:
             self.model = HookedModel()
             self.process_group = self.model.find(self, self.process_group)
             self.collectives.group = self.process_group
         first = self.model.static and not self._passed
-        self._to_come = {id(it) for it, _ in self._trained()} if first else set()
+        self._to_come = {id(parameter) for parameter, _ in self._trained()} if first else set()
         self.model.check_join()
         # Outside of a backward pass DDP calls its hook for ranks that have joined.
         self.outcomes.joined = torch._C._current_graph_task_id() < 0
@@ -310,7 +310,7 @@ class CompressionState:
         self.engine.new_step()
         self._asks = self.engine.sameness.step()
         if self._asks and not self.watch.any_step:  # they are updated by hand
-            self._said = self._digests()
+            self._fingerprint = self._digests()
 
     def is_first(self, bucket: dist.GradBucket) -> bool:
         """Whether a pass begins with a bucket.
@@ -328,15 +328,15 @@ class CompressionState:
         return bucket.is_last() or not self._to_come
 
     def end_pass(self, device: torch.device) -> None:
-        """All is averaged; if this pass compares parameters: CompressError, on every rank.
+        """End a pass after its averages; CompressError, on every rank, if parameters differ.
 
-        Those behind the last step of an optimizer that followed an exchange: they are the same,
-        whatever was done to them since, as SAM does. A rank that has made no such step is not
-        asked: in a Join it has no data left.
+        Compared, in passes that do so, are the parameters after the last optimizer step behind an
+        exchange: they are equal whatever was done to them since, as SAM does. A rank without such a
+        step sends none: in a Join it has no data left.
         """
         self._to_come.clear()
         self._passed = True
-        fingerprint, self._said, self._exchanged = self._said, None, True
+        fingerprint, self._fingerprint, self._exchanged = self._fingerprint, None, True
         if self._asks:
             total = partial(self._total, device, self.collectives)
             late = [name for p, name in self._trained() if id(p) not in self._travelled]
@@ -350,7 +350,7 @@ class CompressionState:
 
     def _step_ended(self) -> None:
         if self._exchanged and not self.engine.sameness.free_steps:
-            self._said = self._digests()
+            self._fingerprint = self._digests()
         self._exchanged = False
 
     def _digests(self) -> Fingerprint:
@@ -377,7 +377,7 @@ class CompressionState:
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
         nodes = saved_place(self.nodes, self._loaded, self.ranks)
         state |= {"layout": layout_of(self.names.known()), "hierarchy": nodes}
-        return registry.each(np.ndarray, torch.from_numpy, state)
+        return registry.map_tree(np.ndarray, torch.from_numpy, state)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over this rank's state, or the list of all ranks' states, in order of rank.
@@ -387,7 +387,7 @@ class CompressionState:
         """
         with reading("the saved state"):
             held(state)
-            arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+            arrays = registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
         self._load(loadable(arrays, self.ranks))
         states = [arrays] if isinstance(arrays, dict) else list(arrays)
         if self._looked:
@@ -404,10 +404,10 @@ class CompressionState:
         )  # fmt: skip
 
     def _load_by_nodes(self, states: list[dict[str, Any]]) -> None:
-        """Take over what was loaded before the nodes were known; CompressError if it cannot be."""
-        found = states_to_load(states, self.nodes, self._tensors())
-        if found is not None:
-            self._load(found, mean=True)
+        """Load states that were given before the nodes were known; CompressError if impossible."""
+        chosen = states_to_load(states, self.nodes, self._tensors())
+        if chosen is not None:
+            self._load(chosen, mean=True)
 
 
 def compression_hook(
@@ -415,9 +415,9 @@ def compression_hook(
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
 
-    The collectives run beside the backward pass, what follows them after its last bucket. In a
-    continuation of the collective's future it would run in a thread of Gloo's: in another order on
-    each rank, and the program may end, and abort, before that thread has let go of Python.
+    The collectives overlap with the backward pass; what follows them runs after its last bucket. In
+    a continuation of the collective's future it would run in one of Gloo's threads: in another
+    order on each rank, and the program may abort at exit while that thread still holds Python.
     """
     check_state(state, "compression_hook")
     check_bucket(bucket)
@@ -436,7 +436,7 @@ def compression_hook(
         next(state.pending[-1])
     else:
         state.waiting.append((future, flat, state.parts(bucket)))
-    large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
+    large = sum(tensor.numel() for _, tensor, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []
         flats = [(flat, parts) for _, flat, parts in group]
@@ -448,9 +448,9 @@ def compression_hook(
         state.summing.clear()
         going, exchanged = state.pending, set[int]()
         while going:
-            came = [(rounds, next(rounds, _OVER)) for rounds in going]
-            exchanged.update(id(rounds) for rounds, mark in came if mark is _EXCHANGED)
-            going = [rounds for rounds, mark in came if mark is None]
+            marks = [(rounds, next(rounds, _OVER)) for rounds in going]
+            exchanged.update(id(rounds) for rounds, mark in marks if mark is _EXCHANGED)
+            going = [rounds for rounds, mark in marks if mark is None]
         by_nodes = [rounds for rounds in state.pending if id(rounds) in exchanged]
         state.pending = []
         for rounds in by_nodes:
@@ -468,7 +468,7 @@ def _sparse_rounds(
     future: torch.futures.Future[torch.Tensor],
 ) -> Generator[None, None, None]:
     flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
-    nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
+    nbytes = sum(part.numel() * part.element_size() for part in (flat.indices(), flat.values()))
     state.traffic.sparse(name, flat.values().numel(), nbytes)
     work = state.collectives.sum(flat)
     yield

@@ -59,23 +59,22 @@ def compress_replicas(
         )
     group = _group_of(replicas)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # Modules that were sharded together have one group; one whose parameters are all in others
-    # has none.
-    found = {id(own): (module, own) for module in modules if (own := param_group(module))}
-    if not found:
+    # Modules sharded together have one group; one whose parameters are in others has none.
+    groups = {id(of): (module, of) for module in modules if (of := param_group(module))}
+    if not groups:
         raise CompressError(
             f"compress_replicas got a {type(model).__qualname__} without a module of FSDP2; "
             "expected one after fully_shard. Call fully_shard(model, mesh=mesh['shard']) first."
         )
     names = {
-        (id(module), own): f"{prefix}.{own}" if prefix else own
+        (id(module), name): f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for own, _ in module.named_parameters(recurse=False)
+        for name, _ in module.named_parameters(recurse=False)
     }
-    hooked = [(module, _Shards(own, names)) for module, own in found.values()]
+    hooked = [(module, _Shards(of, names)) for module, of in groups.values()]
     for _, shards in hooked:
         shards.check(group)
-    named = [each for _, shards in hooked for each in shards.named()]
+    named = [pair for _, shards in hooked for pair in shards.named()]
     state = CompressionState(compression, group, named_parameters=named, scaler=scaler)
     for module, shards in hooked:
         shards.watch()
@@ -160,25 +159,25 @@ class _Shards:
             )
 
     def watch(self) -> None:
-        """From now on, know which parameters have gradients; the first forward pass makes them."""
+        """Track from now on which parameters get gradients; they exist since the first forward."""
         for module in self._group.modules:
             module.register_forward_pre_hook(self._watch)
 
     def _watch(self, *_: Any) -> None:
-        for place, it in enumerate(self._group.fsdp_params):
-            whole = getattr(it, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad and self._watched.get(place) is not whole:
-                whole.register_post_accumulate_grad_hook(partial(self._use, place))
-                self._watched[place] = whole
+        for place, param in enumerate(self._group.fsdp_params):
+            full = getattr(param, "_unsharded_param", None)
+            if full is not None and full.requires_grad and self._watched.get(place) is not full:
+                full.register_post_accumulate_grad_hook(partial(self._use, place))
+                self._watched[place] = full
 
     def _use(self, place: int, _: torch.Tensor) -> None:
         self._used.add(place)
 
     def parts(self, flat: torch.Tensor) -> list[BucketSlice]:
-        """Where the shards lie, those without elements left out."""
-        used, every = sorted(self._used), list(range(len(self._padded)))
+        """Return the slices of the shards in a flat tensor, without empty ones."""
+        used, all_places = sorted(self._used), list(range(len(self._padded)))
         self._used.clear()
-        places = every if sum(self._padded) == flat.numel() else used
+        places = all_places if sum(self._padded) == flat.numel() else used
         if sum(self._padded[place] for place in places) != flat.numel():
             raise CompressError(
                 f"FSDP2 averages {flat.numel()} elements of {self._names}; expected "
@@ -186,21 +185,21 @@ class _Shards:
                 f"{[self._names[place] for place in used]} were seen to have one. Call the module, "
                 "not a method of it, or set_reduce_scatter_unused_params(True)."
             )
-        found, start = [], 0
+        slices, start = [], 0
         for place in places:
             shape = tuple(self._group.fsdp_params[place].sharded_size)
             part = BucketSlice(self._names[place], start, shape)
-            found += [part] if part.elements else []
+            slices += [part] if part.elements else []
             start += self._padded[place]
-        return found
+        return slices
 
     def follow(self, outcomes: Outcomes) -> None:
-        """Before the first exchange of a pass, see what became of the last pass's gradients.
+        """Before a pass's first exchange, check what became of the last pass's gradients.
 
-        No sooner: FSDP2 adds to the shards' gradients behind the exchange only.
+        No sooner: FSDP2 adds to the shards' gradients only after the exchange.
         """
-        for name, it in zip(self._names, self._group.fsdp_params, strict=True):
-            outcomes.follow(name, it.sharded_param)
+        for name, param in zip(self._names, self._group.fsdp_params, strict=True):
+            outcomes.follow(name, param.sharded_param)
         outcomes.reached()
 
     def accumulate(self, flat: torch.Tensor, parts: list[BucketSlice]) -> bool:
@@ -219,11 +218,11 @@ class _Shards:
 
 
 def param_group(module: FSDPModule) -> Any:
-    """FSDP2's record of the parameters of one module; None if it has none of its own."""
+    """Return FSDP2's record of a module's own parameters; None if it has none."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.13 has one, or none
-        groups = [it for it in [state._fsdp_param_group] if it is not None]
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
     if len(groups) > 1:
         raise CompressError(
             f"a module of FSDP2 has {len(groups)} meshes; expected one. Give fully_shard one mesh."

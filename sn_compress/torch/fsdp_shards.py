@@ -154,7 +154,7 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Called by FSDP2: output [n] becomes the sum, or mean, of the ranks' [ranks * n]."""
+        """Write the sum, or mean, of the ranks' input [ranks * n] to output [n]; for FSDP2."""
         shards, n, ranks = self._shards, output_tensor.numel(), group.size()
         if not shards.takes(output_tensor) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             nbytes = (ranks - 1) * n * input_tensor.element_size()
@@ -164,13 +164,13 @@ class _ReduceScatter(_Comm):
             )
         rows = input_tensor.view(ranks, n)
         words = self._codec.encode(rows, shards.random(input_tensor.device))
-        came = torch.empty_like(words)
-        dist.all_to_all_single(came, words, group=group)
-        own = group.rank()
+        received = torch.empty_like(words)
+        dist.all_to_all_single(received, words, group=group)
+        rank_here = group.rank()
         # In order of the ranks: the same bits however the collective ran.
         total = torch.zeros(n, device=rows.device)
-        for rank, row in enumerate(came):
-            total += rows[own] if rank == own else self._codec.decode(row[None], n)[0]
+        for rank, row in enumerate(received):
+            total += rows[rank_here] if rank == rank_here else self._codec.decode(row[None], n)[0]
         if op == dist.ReduceOp.AVG:
             total /= ranks
         output_tensor.copy_(total)
@@ -189,16 +189,16 @@ class _AllGather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Called by FSDP2: output [ranks * n] becomes all ranks' input [n], which lies in it."""
+        """Write all ranks' input [n] to output [ranks * n], which contains it; for FSDP2."""
         shards, n, ranks = self._shards, input_tensor.numel(), group.size()
         nbytes = (ranks - 1) * n * input_tensor.element_size()
         if not shards.takes(input_tensor):
             shards.count("parameters", nbytes, nbytes)
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         words = self._codec.encode(input_tensor[None])
-        came = words.new_empty(ranks * words.shape[1])
-        all_gather(came, words.view(-1), group=group)
-        output_tensor.view(ranks, n).copy_(self._codec.decode(came.view(ranks, -1), n))
+        gathered = words.new_empty(ranks * words.shape[1])
+        all_gather(gathered, words.view(-1), group=group)
+        output_tensor.view(ranks, n).copy_(self._codec.decode(gathered.view(ranks, -1), n))
         shards.count("parameters", (ranks - 1) * words.shape[1], nbytes)
         return None
 
@@ -235,11 +235,11 @@ class CompressedShards:
 
         gradient_bytes, gradient_ratio, parameter_bytes, parameter_ratio
         """
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for what, (sent, plain) in self._bytes.items():
             name = what.removesuffix("s")
-            found |= {f"{name}_bytes": sent, f"{name}_ratio": plain / sent if sent else 1.0}
-        return found
+            result |= {f"{name}_bytes": sent, f"{name}_ratio": plain / sent if sent else 1.0}
+        return result
 
     def state_dict(self) -> dict[str, int]:
         """All that a run goes on from bit by bit; the same on all ranks."""
@@ -283,19 +283,19 @@ def compress_shards(
     if not isinstance(min_elements, int) or min_elements < 1:
         raise CompressError(f"min_elements={min_elements!r}; expected a whole number from 1 up")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    own = [module for module in modules if param_group(module) is not None]
-    if not own:
+    sharded = [module for module in modules if param_group(module) is not None]
+    if not sharded:
         raise CompressError(
             f"compress_shards got a {type(model).__qualname__} without a module of FSDP2; expected "
             "one after fully_shard. Call fully_shard(model) first."
         )
-    if not hasattr(own[0], "set_custom_reduce_scatter"):
+    if not hasattr(sharded[0], "set_custom_reduce_scatter"):
         raise CompressError(
             f"torch {torch.__version__} cannot replace FSDP2's collectives; expected 2.13 or "
             "later. Update torch, or train without compress_shards."
         )
     shards = CompressedShards(min_elements)
-    for module in own:
+    for module in sharded:
         if gradients is not None:
             codec: BlockCodec | FloatCodec
             if gradients == "bf16" or gradients == "fp8":

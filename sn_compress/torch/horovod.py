@@ -29,7 +29,7 @@ from .under_horovod.agreement import (
     agree_on_number,
     agree_on_optimizers,
     alike_in_hardware,
-    end_what_is_left,
+    end_broken_rounds,
     load_state_dict,
     residuals,
     restart,
@@ -59,7 +59,7 @@ from .under_horovod.in_flight import (
     rounds,
 )  # fmt: skip
 from .under_horovod.memory import OptimizerState, Pending, memory_of
-from .under_horovod.nodes import find_nodes, take_loaded
+from .under_horovod.nodes import find_nodes, load_pending
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -73,16 +73,16 @@ _MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which m
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
-    """One gradient on its way; see Compression."""
+    """Start the exchange of one gradient; see Compression.compress."""
     wire, ctx = _ask(tensor, find_caller(frame, tensor), settings)
     return (placeholder(tensor) if wire is None else wire), ctx
 
 
 def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any, Any]:
-    """What Horovod is to reduce, None where the tensor travels otherwise; and what is done then."""
-    if caller.optimizer is None:  # that of an optimizer is always told
-        told = hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
-        caller = replace(caller, op=told)
+    """Return what Horovod is to reduce, or None where we reduce it, and the context of its end."""
+    if caller.optimizer is None:  # an optimizer always passes its op
+        op = hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
+        caller = replace(caller, op=op)
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
             f"{caller.name or 'tensor'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
@@ -95,19 +95,19 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
         _open(memory, caller, tensor.device)
     if caller.parameter is not None:
         memory.sends(caller.parameter.grad)
-    due = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
+    compares = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
         _come(caller, ctx if isinstance(ctx, RoundsHandle | FusedHandle) else None, memory)
-    return wire, CheckedHandle.begin(memory, caller.optimizer, ctx) if due else ctx
+    return wire, CheckedHandle.begin(memory, caller.optimizer, ctx) if compares else ctx
 
 
 def _come(caller: Caller, filed: RoundsHandle | FusedHandle | None, memory: OptimizerState) -> None:
-    """Start the bucket of which this gradient was the last; take on what has arrived."""
+    """Start the bucket that this gradient completes; advance exchanges whose words arrived."""
     assert memory.buckets is not None
     if filed is not None:
         memory.side.follow(filed.tensor)
-    full = memory.buckets.come(str(caller.name), filed)
+    full = memory.buckets.add(str(caller.name), filed)
     if full is not None:
         begin(memory, full, caller.process_set)
     memory.pending.poll()
@@ -115,7 +115,7 @@ def _come(caller: Caller, filed: RoundsHandle | FusedHandle | None, memory: Opti
 
 def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple[Any, Any]:
     engine, sets, name = memory.engine, caller.process_set, caller.name
-    own = caller.optimizer is not None
+    of_optimizer = caller.optimizer is not None
     kind, flat = wire_type(tensor), tensor.detach().reshape(-1)
     gradient = Gradient(name, tuple(tensor.shape), flat)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
@@ -127,30 +127,30 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
         plain_itemsize=kind.itemsize,
     )  # fmt: skip
     if step.plain:
-        chosen = own and memory.settings.compresses(gradient.shape)
+        chosen = of_optimizer and memory.settings.compresses(gradient.shape)
         # Groups are the user's own way to fuse; a tuner's plain steps are to be stock Horovod's.
-        apart = not own or caller.optimizer._groups is not None or memory.settings.tune
-        if gradient.is_float and not (chosen or apart or memory.stands_in()):
+        unfused = not of_optimizer or caller.optimizer._groups is not None or memory.settings.tune
+        if gradient.is_float and not (chosen or unfused or memory.uses_placeholders()):
             send, end = partial(send_plain, caller), partial(complete, memory, sets)
             return None, FusedHandle(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
         return wire.to(kind), None if kind == tensor.dtype else Cast(tensor.dtype)
     if step.dense:
-        if own:
+        if of_optimizer:
             memory.begins([str(name)], dense=True)
-        wire = engine.whole(gradient, wire=kind).view(tensor.shape)
+        wire = engine.dense_values(gradient, wire=kind).view(tensor.shape)
         return wire, PlainHandle(memory, str(name), factor, tensor.dtype)
-    if own:
+    if of_optimizer:
         return None, _filed(gradient, tensor, factor, memory, sets)
     copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
-    alone = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
+    handle = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
     memory.counts_ranks = False
     count_ranks(memory, name, sets)
     require_all_ranks(memory, str(name), sets)
     wire = Reducer(sets, memory.settings.wait_s, memory.side, tensor.device, named=bool(name))
     memory.side.follow(copied.values)
-    memory.pending.begin(str(name or id(alone)), partial(rounds, memory, [alone], sets), wire)
-    return None, alone
+    memory.pending.begin(str(name or id(handle)), partial(rounds, memory, [handle], sets), wire)
+    return None, handle
 
 
 def _filed(
@@ -162,9 +162,9 @@ def _filed(
 
 
 def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
-    """A step begins, or a call: what is still on its way is of one that failed.
+    """Begin a step, or a call; drop exchanges that one that failed has left.
 
-    Before the first of them, and after ranks have come or gone, all ranks agree.
+    Before the first one, and after the number of ranks has changed, all ranks agree.
     """
     sets = caller.process_set
     ranks = sets.size()
@@ -173,42 +173,42 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
     else:
         memory.begin_step()
         _lay_out(memory, caller.optimizer)
-        if memory.leaves_some:
-            end_what_is_left(memory, sets)
+        if memory.has_broken_rounds:
+            end_broken_rounds(memory, sets)
         if caller.optimizer._synchronized:
             agree_on_fresh(memory, sets, fresh=True)
     if memory.engine.agreed != ranks:
         _agree(memory, caller, device)
     if caller.optimizer is not None and memory.loaded != []:
-        take_loaded(memory, caller.optimizer, sets)
+        load_pending(memory, caller.optimizer, sets)
 
 
 def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
-    """All ranks agree: on the settings of one call, or of all optimizers that are new."""
+    """Agree with all ranks on the settings of one call, or of all new optimizers."""
     sets = caller.process_set
     ranks = sets.size()
-    memory.engine.traffic.speaks = sets.rank() == 0
+    memory.engine.traffic.logs = sets.rank() == 0
     if caller.optimizer is None:
         agree_on_calls(memory, sets)
         agreed = [memory]
     else:
         new = agree_on_optimizers(
-            memory, caller.optimizer, lambda each: memory_of(each).engine.agreed != ranks
+            memory, caller.optimizer, lambda other: memory_of(other).engine.agreed != ranks
         )
         agreed = list(map(memory_of, new))
         number = agree_on_number(memory, sets)
-        for own in agreed:
-            own.take_number(number)
-            if own.engine.agreed is not None:  # ranks have come or gone, and nobody said so
-                own.begin_anew()
-    if any(own.settings.exchange == "shared" for own in agreed):
+        for state in agreed:
+            state.set_number(number)
+            if state.engine.agreed is not None:  # the number of ranks has changed without `restart`
+                state.reset()
+    if any(state.settings.exchange == "shared" for state in agreed):
         exact = not alike_in_hardware(memory, sets, device)
-        for own in agreed:
-            own.engine.shared.exact = exact
+        for state in agreed:
+            state.engine.shared.exact = exact
     if caller.optimizer is not None:
         find_nodes(memory, new, sets)
-    for own in agreed:
-        own.engine.agreed = ranks
+    for state in agreed:
+        state.engine.agreed = ranks
 
 
 def _again(memory: OptimizerState, caller: Caller) -> bool:
@@ -231,27 +231,27 @@ def _again(memory: OptimizerState, caller: Caller) -> bool:
 
 
 def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
-    """Lay buckets out, or see to it that they are still of all that Horovod asks about."""
-    asked, names = optimizer._requires_update, optimizer._parameter_names
+    """Lay buckets out, or check that they still cover all parameters that Horovod reduces."""
+    reduced, names = optimizer._requires_update, optimizer._parameter_names
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in trained:
-        if parameter not in asked:
+        if parameter not in reduced:
             what = names.get(parameter, "a parameter without a name")
             raise CompressError(
                 f"{what} of shape {tuple(parameter.shape)} is trained, but Horovod does not reduce "
                 "it: it was added, or set to require gradients, after DistributedOptimizer was "
                 "created. Create it again, with all parameters."
             )
-    for parameter in asked:
+    for parameter in reduced:
         memory.outcomes.follow(names[parameter], parameter)
     if memory.buckets is None:
         # Gradients mostly come in the reverse of this order.
-        every = [p for group in optimizer.param_groups for p in group["params"] if p in asked]
-        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(every))
+        ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
+        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(ordered))
     if memory.submission is None:
-        ask = partial(_ask, settings=memory.settings)
+        ask, again = partial(_ask, settings=memory.settings), partial(_again, memory)
         memory.submission = GradientHook(
-            optimizer, memory.stands_in, ask, partial(_again, memory), memory.settings.wait_s
+            optimizer, memory.uses_placeholders, ask, again, memory.settings.wait_s
         )
     memory.submission.begin()
 
@@ -265,7 +265,7 @@ def _memory_for(caller: Caller, settings: Settings) -> OptimizerState:
 def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:
     key = settings, process_set
     if key not in _of_calls:
-        _of_calls[key] = OptimizerState(settings, alone=True)
+        _of_calls[key] = OptimizerState(settings, of_call=True)
         if len(_of_calls) > _MOST_CALLS:
             _of_calls.popitem(last=False)
             _say_dropped_once()
@@ -274,13 +274,13 @@ def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:
 
 
 def count_sparse(frame: FrameType) -> None:
-    """Count what this rank has sent of a sparse gradient: all ranks' are gathered as they are."""
+    """Count what this rank has sent of a sparse gradient, which Horovod gathers uncompressed."""
     optimizer, parameter = sparse_gradient(frame)
-    own = parameter.grad
-    parts = own._indices(), own._values()
+    gradient = parameter.grad
+    parts = gradient._indices(), gradient._values()
     nbytes = sum(part.numel() * part.element_size() for part in parts)
     traffic = memory_of(optimizer).engine.traffic
-    traffic.sparse(optimizer._parameter_names[parameter], own._values().numel(), nbytes)
+    traffic.sparse(optimizer._parameter_names[parameter], gradient._values().numel(), nbytes)
 
 
 @cache

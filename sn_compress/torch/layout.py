@@ -42,16 +42,16 @@ class BucketSlice:
 
 
 def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[BucketSlice]:
-    """Of parameters whose gradients lie one behind the other, each as DDP's buckets have it.
+    """Return the slices of parameters whose gradients lie one after another, as in DDP's buckets.
 
-    Its axes, too, as they lie: a matrix that is stored transposed is one of those rows.
+    Shapes have the axes in memory order: a matrix that is stored transposed is one of those rows.
     """
-    found, start = [], 0
+    slices, start = [], 0
     for name, parameter in parameters:
         shape, strides = real_sides(parameter)
-        found.append(BucketSlice(name, start, shape_of(shape, strides)))
+        slices.append(BucketSlice(name, start, shape_of(shape, strides)))
         start += prod(shape)
-    return found
+    return slices
 
 
 def real_sides(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -63,17 +63,17 @@ def real_sides(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
-    """How a tensor lies in DDP's buckets; axes of one element, whose strides mean nothing, last.
+    """Return the memory order of axes in DDP's buckets; axes of one element come last.
 
-    A dense one lies there as its strides say, any other one in the order of its indices.
+    A dense tensor lies there by its strides, any other one in the order of its indices.
     """
     axes = range(len(shape))
-    found = sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
-    steps = [prod(shape[axis] for axis in found[at + 1 :]) for at in axes]
+    order = sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
+    steps = [prod(shape[axis] for axis in order[at + 1 :]) for at in axes]
     if all(
-        strides[axis] == step or shape[axis] == 1 for axis, step in zip(found, steps, strict=True)
+        strides[axis] == step or shape[axis] == 1 for axis, step in zip(order, steps, strict=True)
     ):
-        return found
+        return order
     return sorted(axes, key=lambda axis: (shape[axis] == 1, axis))
 
 
@@ -109,11 +109,11 @@ def layout_of(named: Iterable[tuple[torch.Tensor, str]]) -> dict[str, Axes]:
 
 
 def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[str, Change]:
-    """For parameters that lie otherwise than they did: from the saved order to theirs.
+    """Return, for parameters whose layout has changed, the change from the saved order to theirs.
 
     saved : what layout_of returned in the run before; CompressError if it does not fit
     """
-    found: dict[str, Change] = {}
+    changes: dict[str, Change] = {}
     for parameter, name in named:
         shape, strides = real_sides(parameter)
         new = axes_of(shape, strides)
@@ -124,8 +124,8 @@ def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[st
                 "axes. Load what state_dict() returned, unchanged."
             )
         if old != new:
-            found[name] = partial(reorder, shape=shape, old=old, new=new)
-    return found
+            changes[name] = partial(reorder, shape=shape, old=old, new=new)
+    return changes
 
 
 class Names:
@@ -159,11 +159,11 @@ class Names:
 
 
 def names_given(named: Any) -> list[tuple[torch.Tensor, str]]:
-    """The parameters and names of what was passed as named_parameters, in their order.
+    """Return the parameters and names that were passed as named_parameters, in their order.
 
-    Raises CompressError unless these are pairs of a name, which is not given twice, and a tensor.
+    Raises CompressError unless these are pairs of a unique name and a tensor.
     """
-    found: list[tuple[torch.Tensor, str]] = []
+    pairs: list[tuple[torch.Tensor, str]] = []
     names: set[str] = set()
     for pair in _listed(named):
         ok = isinstance(pair, tuple | list) and len(pair) == 2
@@ -178,8 +178,8 @@ def names_given(named: Any) -> list[tuple[torch.Tensor, str]]:
                 "model.named_parameters() of one model."
             )
         names.add(pair[0])
-        found.append((pair[1], pair[0]))
-    return found
+        pairs.append((pair[1], pair[0]))
+    return pairs
 
 
 def _listed(named: Any) -> list[Any]:
@@ -211,5 +211,5 @@ def check_flag(value: Any, name: str) -> None:
 
 def _kind(thing: Any) -> str:
     if isinstance(thing, tuple | list):
-        return f"({', '.join(type(each).__qualname__ for each in thing)})"
+        return f"({', '.join(type(entry).__qualname__ for entry in thing)})"
     return repr(thing) if isinstance(thing, str) else f"a {type(thing).__qualname__}"

@@ -42,30 +42,30 @@ class NodeGroups(Place):
 
 
 # Of each group that has nodes: made once, as a group has threads and connections of its own.
-_made: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+_groups_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def _groups(group: Any, layout: NodeLayout, rank: int) -> tuple[Any, Any]:
-    """Those of a rank inside its node and between nodes; blocks where they are made."""
-    if group not in _made:
+    """Return the process groups inside a rank's node and between nodes; creating them blocks."""
+    if group not in _groups_of:
         node, number = layout.place(rank)
         # Numbers of the ranks in the program, which groups are made of.
         numbers = dist.get_process_group_ranks(group)
-        # On its own members alone, as a group need not be of all ranks of the program; and with its
-        # patience, or the others would wait half an hour for a rank that was killed.
+        # Only its members synchronize, as a group need not have all ranks of the program. With the
+        # group's timeout, or the others would wait half an hour for a rank that was killed.
         options = {"timeout": _timeout(group), "use_local_synchronization": True}
         inside, between = (
-            dist.new_group([numbers[each] for each in members], **options)
+            dist.new_group([numbers[member] for member in members], **options)
             for members in (layout.nodes[node], layout.across()[number])
         )
-        _made[group] = inside, between
-    return _made[group]
+        _groups_of[group] = inside, between
+    return _groups_of[group]
 
 
 def _timeout(group: Any) -> timedelta:
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+    return timeout
 
 
 class NodeSum:
@@ -76,27 +76,27 @@ class NodeSum:
 
     def __init__(self, groups: NodeGroups, gradients: Sequence[Gradient]) -> None:
         self._groups, self.shard = groups, Shard(groups, gradients)
-        self._begun: tuple[dist.Work, torch.Tensor] | None = None
-        self._came: Sequence[int] = ()
+        self._work: tuple[dist.Work, torch.Tensor] | None = None
+        self._sizes: Sequence[int] = ()
 
     def scatter(self) -> None:
-        """Begin to hand each owner its gradients."""
-        shard, others = self.shard, self._groups.layout.size - 1
-        self._begin(self._waiting(), self._of_others(), [shard.mine] * others, shard.scatter_bytes)
+        """Start to send each owner its gradients."""
+        shard, peers = self.shard, self._groups.layout.size - 1
+        self._begin(self._waiting(), self._of_others(), [shard.mine] * peers, shard.scatter_bytes)
 
     def gradients(self) -> list[Gradient]:
         """The node's mean of what this rank owns, once it is here."""
         return self.shard.gradients(self._wait())
 
     def gather(self) -> None:
-        """Begin to hand out what the means are now."""
-        shard, others = self.shard, self._groups.layout.size - 1
+        """Start to send the current means to all ranks of the node."""
+        shard, peers = self.shard, self._groups.layout.size - 1
         of_others = self._of_others()
-        # What is all of it, and of one tensor, is received in its place.
+        # If all of it is one tensor, it is received in place.
         waiting = self._waiting()
         into = waiting[0] if len(waiting) == 1 else None
-        each = [shard.mine] * others
-        self._begin([shard.values] * others, each, of_others, shard.gather_bytes, into)
+        sizes = [shard.mine] * peers
+        self._begin([shard.values] * peers, sizes, of_others, shard.gather_bytes, into)
 
     def finish(self) -> None:
         """Write all owners' means into the flat tensor."""
@@ -120,15 +120,15 @@ class NodeSum:
         nbytes: int,
         into: torch.Tensor | None = None,
     ) -> None:
-        """Hand others of the node their words, and receive theirs; a rank sends itself nothing."""
+        """Exchange words with the other ranks of the node; a rank sends itself nothing."""
         number = self._groups.number
-        to, of = ([*each[:number], 0, *each[number:]] for each in (to_others, of_others))
+        to, of = ([*sizes[:number], 0, *sizes[number:]] for sizes in (to_others, of_others))
         sent = join(words) if words else self.shard.none
-        self._begun, self._came = self._groups.inside.all_to_all(sent, to, of, into), of_others
+        self._work, self._sizes = self._groups.inside.all_to_all(sent, to, of, into), of_others
         self._groups.sent_bytes += nbytes
 
     def _wait(self) -> list[torch.Tensor]:
-        """What has come of each of the others."""
-        assert self._begun is not None
-        begun, self._begun = self._begun, None
-        return split(self._groups.inside.result(*begun), self._came)
+        """Return the words of each other rank."""
+        assert self._work is not None
+        work, self._work = self._work, None
+        return split(self._groups.inside.result(*work), self._sizes)

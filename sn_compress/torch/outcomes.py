@@ -150,13 +150,13 @@ class Outcomes:
                     record.outcome, record.found_inf = "applied", found_inf
 
 
-def _stepped(own: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
-    if (outcomes := own()) is not None:
+def _stepped(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
+    if (outcomes := reference()) is not None:
         outcomes.stepped(optimizer)
 
 
-def _reached(own: weakref.ref[Outcomes], _: torch.Tensor) -> None:
-    if (outcomes := own()) is not None:
+def _reached(reference: weakref.ref[Outcomes], _: torch.Tensor) -> None:
+    if (outcomes := reference()) is not None:
         outcomes.reached()
 
 

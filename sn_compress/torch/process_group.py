@@ -91,12 +91,12 @@ class Collectives:
         of_ranks: Sequence[int],
         into: torch.Tensor | None = None,
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to hand each rank its words; the result is `into`, where that is given."""
-        came = words.new_empty(sum(of_ranks)) if into is None else into
+        """Start to send each rank its words; the result is `into` if that is given."""
+        output = words.new_empty(sum(of_ranks)) if into is None else into
         work = dist.all_to_all_single(
-            came, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
+            output, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
         )
-        return work, came
+        return work, output
 
     def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
         """The sum over the ranks of an array, on this device, at once."""
@@ -131,13 +131,13 @@ class Collectives:
             return self.alltoall(carry)
         return self.sum(carry.words), carry.words
 
-    def result(self, work: dist.Work, came: torch.Tensor) -> torch.Tensor:
-        """Wait for a collective; what it brought."""
+    def result(self, work: dist.Work, output: torch.Tensor) -> torch.Tensor:
+        """Wait for a collective; return its result."""
         with self.waiting():
             work.wait()
-        if came.is_cuda:  # made on the stream of the backward pass, read on this one
-            came.record_stream(torch.cuda.current_stream(came.device))
-        return came
+        if output.is_cuda:  # made on the stream of the backward pass, read on this one
+            output.record_stream(torch.cuda.current_stream(output.device))
+        return output
 
 
 class HookedModel:
@@ -147,7 +147,7 @@ class HookedModel:
         self._model: weakref.ref[DistributedDataParallel] | None = None
 
     def find(self, state: Any, group: Any) -> Any:
-        """Look for the model; the process group that the state takes: its own, or the model's.
+        """Find the model; return the process group to use: the state's own, or the model's.
 
         Raises CompressError for a group of other ranks than the model's.
         """
@@ -155,9 +155,9 @@ class HookedModel:
             self._model = weakref.ref(model)
             theirs = model.process_group
             group = theirs if group is None else group
-            if (own := _ranks(group)) != (ddp := _ranks(theirs)):
+            if (ours := _ranks(group)) != (ddp := _ranks(theirs)):
                 raise CompressError(
-                    f"CompressionState has the process_group of ranks {own}, and its hook is on a "
+                    f"CompressionState has the process_group of ranks {ours}, and its hook is on a "
                     f"DistributedDataParallel of ranks {ddp}; expected the same. Leave "
                     "process_group out, or pass process_group=ddp.process_group."
                 )
@@ -195,11 +195,11 @@ class HookedModel:
 
 def _models_of(state: Any) -> list[DistributedDataParallel]:
     # By its type: to ask some objects for their class makes them import things.
-    models = [it for it in gc.get_objects() if issubclass(type(it), DistributedDataParallel)]
+    models = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)]
     return [
         model
         for model in models
-        if any(own is state for _, own in vars(model).get("_comm_hooks", ()))
+        if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
     ]
 
 
@@ -241,14 +241,14 @@ class CallWatch:
         self._parameters: set[int] = set()
         self._stepping: Any = None  # the optimizer in whose step this is, of several the outer one
         self._passes = 0  # in that step
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def begin(optimizer: Any, *_: Any) -> None:
-            if (watch := own()) is not None:
+            if (watch := reference()) is not None:
                 watch.begin_step(optimizer)
 
         def end(optimizer: Any, *_: Any) -> None:
-            if (watch := own()) is not None:
+            if (watch := reference()) is not None:
                 watch.end_step(optimizer)
 
         for handle in (

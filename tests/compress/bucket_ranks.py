@@ -78,7 +78,7 @@ class Ranks:
                 assert bits(mine) == bits(others)
         if not bool(first.lost) and not bool(first.damaged):
             for rank, each in results.items():
-                self.memories[rank] = [np.asarray(left) for left in each.left]
+                self.memories[rank] = [np.asarray(left) for left in each.residuals]
                 self.states[rank] = each.state
         for rank in joined:
             self.states[rank] = {n: self.of[rank](np.asarray(v)) for n, v in first.state.items()}

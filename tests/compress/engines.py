@@ -127,7 +127,7 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
     ]
     assert all(each == named[0] for each in named)
     for place in range(len(ways[0].dense)):
-        sent = [e.whole(way.dense[place]) for e, way in zip(all_, ways, strict=True)]
+        sent = [e.dense_values(way.dense[place]) for e, way in zip(all_, ways, strict=True)]
         for way, engine in zip(ways, all_, strict=True):
             way.dense[place].values[:] = np.mean(sent, axis=0)
             engine.learn(way.dense[place].name, way.dense[place].values)

@@ -64,7 +64,7 @@ def exchange_all(sessions, names, gradients):
 def dense(sessions, name, gradients, **how):
     """One tensor's dense step, of flat gradients by rank: the mean, from which sizes follow."""
     pairs = zip(sessions, gradients, strict=True)
-    sent = [np.asarray(own.whole(name, values, **how)) for own, values in pairs]
+    sent = [np.asarray(own.dense_values(name, values, **how)) for own, values in pairs]
     mean = np.mean(sent, axis=0, dtype=np.float64).astype(np.float32)
     for own, values in zip(sessions, gradients, strict=True):
         own.learn(name, torch.from_numpy(mean) if torch.is_tensor(values) else mean)
@@ -85,7 +85,7 @@ def words_sent(session, tensors, ranks):
     for it in tensors:
         assert session.dense(it.name, it.shape)
         values = rng.standard_normal(it.elements).astype(np.float32)
-        session.whole(it.name, values)
+        session.dense_values(it.name, values)
         session.learn(it.name, values)
     sent = 0
     for it in tensors:

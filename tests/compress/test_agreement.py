@@ -159,7 +159,7 @@ def test_comparisons_come_every_so_many_steps_and_never_at_the_first():
     assert [due.step() for _ in range(9)] == [False] * 4 + [True] + [False] * 3 + [True]
     assert due.free_steps == 3
     assert [due.step() for _ in range(4)] == [False] * 3 + [True]
-    due.begin_anew()
+    due.reset()
     assert not due.step()
     never = ParameterCheck(0)
     assert not any(never.step() for _ in range(1000))
@@ -170,9 +170,9 @@ def test_ranks_apart_say_since_when_and_what_to_do():
     def work(rank, total):
         checked = ParameterCheck(100)
         if rank != 5:
-            checked.found(300)
+            checked.passed(300)
         said = [("w", "00"), ("b", "0f" if rank == 2 else "01")]
-        raise checked.apart(400, said, total=total, rank=rank, ranks=3)
+        raise checked.error(400, said, total=total, rank=rank, ranks=3)
 
     said = on_ranks(3, work)
     assert len(set(said)) == 1

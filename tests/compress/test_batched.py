@@ -83,7 +83,7 @@ def test_records_are_those_of_the_host_bit_for_bit(library):
         tally = record.encode_records(values.copy(), left, words, layout, decay)
         made = records.encode(make(values), make(memory), decay, tally=True)
         np.testing.assert_array_equal(np.asarray(bits.as_int32(made.words)).view("u4"), words)
-        np.testing.assert_array_equal(np.asarray(made.left), left)
+        np.testing.assert_array_equal(np.asarray(made.residual), left)
         # Both are sums of squares in float32 of one sign, of at most `bins` terms in some order.
         near = {"rtol": 2 * layout.bins * U, "atol": 0}
         np.testing.assert_allclose(float(made.energy.sum()), tally.energy, **near)

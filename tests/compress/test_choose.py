@@ -17,7 +17,7 @@ from sn_compress.allreduce.allocate import (
 )
 from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.collective import Gradient
@@ -63,10 +63,10 @@ def test_a_curve_shows_the_shares_of_the_singular_values(shape):
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_words_are_those_that_a_part_sends(ranks):
     for size in (*SIZES.values(), Allocation((7, 2), 7, "rows"), Allocation((24, 5, 3), 1)):
-        said = words_of(size.shape, size.size, ranks, size.way)
+        said = words_of(size.shape, size.size, ranks, size.method)
         assert Bucket([size.part()]).words(ranks) == said
     kinds = [type(size.part()) for size in SIZES.values()]
-    assert kinds == [Rows, LowRank, Whole]
+    assert kinds == [Rows, LowRank, Dense]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 64])
@@ -156,7 +156,7 @@ def disturbed(monkeypatch):
     def of(mean, shape):
         curve = plain(mean, shape)
         shares = np.sort(curve.shares * rng.uniform(0.1, 10, curve.shares.size))[::-1]
-        return EnergyCurve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.way)
+        return EnergyCurve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.method)
 
     monkeypatch.setattr(EnergyCurve, "of", of)
 
@@ -186,13 +186,13 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
                 assert sizes[0] == proposed[0]
                 apart += len(set(proposed)) > 1
             assert seen == sessions[0].words(name, ranks)
-            plain = words_of(shape, sizes[0].size, ranks, sizes[0].way)
+            plain = words_of(shape, sizes[0].size, ranks, sizes[0].method)
             assert seen == ([told] if turn in (1, 5, 9) else []) + plain
             kinds.add(type(sessions[0].tensors[name].summable.part))
-            way = {Rows: "rows", LowRank: "low_rank", Whole: "whole"}
-            assert sessions[0].way(name) == way[type(sessions[0].tensors[name].summable.part)]
+            way = {Rows: "rows", LowRank: "low_rank", Dense: "whole"}
+            assert sessions[0].method(name) == way[type(sessions[0].tensors[name].summable.part)]
     assert apart > 3  # or this would show nothing
-    assert kinds == {Rows, LowRank, Whole}
+    assert kinds == {Rows, LowRank, Dense}
 
 
 def test_many_tensors_agree_in_one_round(disturbed):
@@ -288,7 +288,7 @@ def test_a_tensor_without_energy_travels_whole_until_it_has_some():
         found, _ = exchange_all(sessions, list(shapes), values)
         for own in sessions:
             own.commit()
-        assert [own.way("late") for own in sessions] == ["whole"] * 2
+        assert [own.method("late") for own in sessions] == ["whole"] * 2
         assert sessions[0].tensors["early"].size.size > 0
         # What is beyond the window of words for zeros goes along with the dense step.
         left = np.mean([own.residual("late") for own in sessions], axis=0)
@@ -300,7 +300,7 @@ def test_a_tensor_without_energy_travels_whole_until_it_has_some():
     for own in sessions:
         assert not own.dense("late", shapes["late"])
     exchange_all(sessions, list(shapes), gradients(True))
-    assert {own.way("late") for own in sessions} == {"low_rank"}
+    assert {own.method("late") for own in sessions} == {"low_rank"}
     assert not any(own.dense("late", shapes["late"]) for own in sessions)
 
 

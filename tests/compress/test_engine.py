@@ -432,7 +432,7 @@ def test_ranks_that_differ_are_told():
     assert not engine.shared.exact
     engine.agree([], total=alike, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
     assert asked == ["start", "hardware"]
-    engine.begin_anew()
+    engine.reset()
 
     def unlike_hardware(name, words):
         return apart(name, words) if name == "hardware" else alike(name, words)

@@ -88,7 +88,7 @@ def test_a_step_is_that_of_a_naive_one(shape):
         ]
         cubes = np.array([spectrum(own, shape) for own in held])
         places = naive_places(state, size)
-        basis = state["basis"].reshape(-1, it.beside).astype(np.float64)
+        basis = state["basis"].reshape(-1, it.inputs).astype(np.float64)
         results, sums = group.step(gradients)
         assert np.flatnonzero(np.asarray(results[0].state["0.age"]) == 1).tolist() == places
         digits, unit, _ = part._left.unpack(sums[0][HEAD:], state["left"], ranks)
@@ -116,11 +116,11 @@ def test_a_step_is_that_of_a_naive_one(shape):
         expected = values_of(out, shape)
         assert np.abs(mean - expected).max() <= 1e-5 * np.abs(expected).max()
         # What was not sent is remembered.
-        left = np.mean([np.asarray(own.left[0]).reshape(-1) for own in results.values()], axis=0)
+        left = np.mean([np.ravel(own.residuals[0]) for own in results.values()], axis=0)
         assert np.abs(np.mean(held, axis=0) - mean - left).max() <= 1e-5 * np.abs(held).max()
         for rank, own in results.items():
             gone = (held[rank].astype(np.float64) ** 2).sum() - (
-                np.asarray(own.left[0], np.float64) ** 2
+                np.asarray(own.residuals[0], np.float64) ** 2
             ).sum()
             # Waves are rounded to 2**-22, and all numbers to float32.
             assert abs(float(own.sent) - gone) <= 1e-5 * (held[rank] ** 2).sum()
@@ -211,7 +211,7 @@ def test_frequencies_are_taken_where_they_catch_more():
         sigma = np.sort(np.linalg.svd(spectrum(mean, shape), compute_uv=False).reshape(-1))[::-1]
         shares = np.square(sigma[:256]) / np.square(mean, dtype=np.float64).sum()
         np.testing.assert_allclose(frequencies.shares, shares, atol=1e-5)
-        assert with_frequencies(low_rank, frequencies, mean.size / 20, 8).way == way
+        assert with_frequencies(low_rank, frequencies, mean.size / 20, 8).method == way
     assert EnergyCurve.of_frequencies(mean.reshape(-1), (288, 32)) is None
 
 
@@ -251,11 +251,11 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     sessions = begun(rng, 2)
     for _ in range(3):
         exchanged(sessions, drawn(rng, 2))
-    ways = {name: sessions[1].way(name) for name in SESSION}
+    ways = {name: sessions[1].method(name) for name in SESSION}
     assert ways == {"smooth": "frequencies", "thin": "low_rank"}
     plain = begun(rng, 2, frequencies=False)
     exchanged(plain, drawn(rng, 2))
-    assert {plain[0].way(name) for name in SESSION} == {"low_rank"}
+    assert {plain[0].method(name) for name in SESSION} == {"low_rank"}
     resumed = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
     for own, other in zip(resumed, sessions, strict=True):
         own.load_state_dict(other.state_dict())
@@ -275,7 +275,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     mean = {n: np.mean([own.residual(n) for own in sessions], axis=0) for n in SESSION}
     three = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
     for own in three:
-        own.take_over(states[0], mean)
+        own.load_with_residuals(states[0], mean)
     exchanged(three, drawn(rng, 3))
     for entry in ({"way": "frequency"}, {"size": 9 * 32 + 1}, {"way": "rows", "size": 3000}):
         state = sessions[0].state_dict()

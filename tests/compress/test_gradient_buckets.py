@@ -32,7 +32,7 @@ def test_what_comes_in_any_order_is_handed_out_in_one(seed):
         held.begin()
         taken.clear()
         for name in order:
-            full = held.come(name, name.upper() if int(name[1:]) % 2 else None)
+            full = held.add(name, name.upper() if int(name[1:]) % 2 else None)
             if full is not None:
                 taken[full] = held.take(full)
         assert taken == {
@@ -41,15 +41,15 @@ def test_what_comes_in_any_order_is_handed_out_in_one(seed):
             2: [("t7", "T7")],
             3: [("t9", "T9")],
         }
-        assert held.rest() == []
+        assert held.incomplete() == []
 
 
 def test_what_is_never_asked_about_holds_its_bucket_back():
     held = buckets()
-    full = [held.come(name, name) for name in NAMES if name not in ("t0", "t4")]
+    full = [held.add(name, name) for name in NAMES if name not in ("t0", "t4")]
     assert [number for number in full if number is not None] == [2, 3]
     held.take(2), held.take(3)
-    assert held.rest() == [0, 1]
+    assert held.incomplete() == [0, 1]
     assert [name for name, _ in held.take(0)] == ["t1", "t2"]
     held.begin()
-    assert held.rest() == []
+    assert held.incomplete() == []

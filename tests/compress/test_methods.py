@@ -7,7 +7,7 @@ from bucket_ranks import Ranks, bits, chance, driven
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress.allreduce.bucket import Bucket
-from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
@@ -15,7 +15,7 @@ from sn_compress.allreduce.methods.rows import Rows
 KERNELS = [kernels_of(shape) for shape in ((8, 6, 3, 3), (3, 3, 6, 8), (5, 1, 2, 2))]
 ONE_OF_EACH = {
     "low rank": LowRank([(24, 15), (40, 30), (24, 15), (9, 70)], [2, 5, 3, 1]),
-    "whole": Whole([(1, 64), (1, 64), (7, 9)]),
+    "whole": Dense([(1, 64), (1, 64), (7, 9)]),
     "rows": Rows([(60, 5)], [3]),
     "frequencies": Frequencies(KERNELS, [4] * 3),
 }
@@ -143,7 +143,7 @@ def test_nothing_is_read_from_a_device(method, exact):
         sent, result = driven(rounds, lambda _, words: torch.zeros_like(words))
         assert [words.shape[0] for words in sent] == bucket.words(4)
         assert all(words.dtype == torch.int32 for words in sent)
-        for arrays in (result.mean, result.left, [result.lost, result.damaged, result.sent]):
+        for arrays in (result.mean, result.residuals, [result.lost, result.damaged, result.sent]):
             assert all(it.device.type == "meta" for it in arrays)
         assert outs is None or all(m is out for m, out in zip(result.mean, outs, strict=True))
         assert [tuple(it.shape) for it in result.mean] == bucket.shapes
@@ -166,7 +166,7 @@ def test_the_ops_of_a_step_do_not_depend_on_the_numbers(part, near):
         named = dict(zip(empty, others[count:], strict=True))
         rounds = bucket.step(named, [matrix.clone()], ranks=2, rank=1)
         words, result = driven(rounds, lambda round_, _: others[round_])
-        return *words, *result.left, *result.mean, *result.state.values(), result.lost
+        return *words, *result.residuals, *result.mean, *result.state.values(), result.lost
 
     zeros = [torch.zeros(words, dtype=torch.int32) for words in bucket.words(2)]
     recorded = make_fx(step)(torch.zeros(shape), *zeros, *empty.values())

@@ -28,7 +28,13 @@ from sn_compress.prediction.cost import (
     transfer_s,
     wire_bytes,
 )
-from sn_compress.prediction.predict import BY_NODES, METHODS, routes_by_nodes, routes_of, ways
+from sn_compress.prediction.predict import (
+    BY_NODES,
+    METHODS,
+    routes_by_method,
+    routes_by_nodes,
+    routes_of,
+)
 from sn_compress.prediction.rates import FREE, RECORDED, Rates
 from sn_compress.settings import Settings
 
@@ -263,7 +269,7 @@ def test_digits_take_a_byte_up_to_42_nodes_of_any_size():
     assert [Digits.of(nodes).bits for nodes in (42, 43)] == [8, 16]
     # So flat 336 ranks send digits of two bytes where 42 nodes of eight send one.
     matrices = [layer for layer in MODEL if len(layer.shape) == 2]
-    found = ways(matrices, ranks=336, gpus=8, settings=Settings(ratio=1000), rates=FREE)
+    found = routes_by_method(matrices, ranks=336, gpus=8, settings=Settings(ratio=1000), rates=FREE)
     flat, own = (sum(it.sent_bytes for it in found[way]) for way in ("shared", "shared by nodes"))
     assert 1.5 < flat / own < 2
 

@@ -132,7 +132,7 @@ def test_fifty_steps_have_the_same_bits_in_numpy_and_torch_and_lose_nothing(kind
         assert len(sent) == min(size * ranks, shape[0])
         assert named | set(np.flatnonzero(mean.any(axis=1))) <= sent
         named = set(np.flatnonzero(state["0.named"]))
-        lefts = [np.asarray(each.left[0]) for each in results.values()]
+        lefts = [np.asarray(each.residuals[0]) for each in results.values()]
         assert named == {row for left in lefts for row in naive_picks(left, size)}
     left = np.mean([memory[0] for memory in group.memories], axis=0, dtype=np.float64)
     # Each step rounds vectors of norm below |given| + |memory| a handful of times.

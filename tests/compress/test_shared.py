@@ -208,7 +208,7 @@ def test_without_a_rank_nothing_goes_by_rows():
     session.dense("table", (800, 32))
     mean = np.zeros((800, 32), np.float32)
     mean[::100] = 1
-    session.whole("table", mean.reshape(-1))
+    session.dense_values("table", mean.reshape(-1))
     session.learn("table", mean)
     next(session.exchange("table", mean.reshape(-1), ranks=2))
     assert isinstance(session.tensors["table"].summable.part, LowRank)
@@ -249,7 +249,7 @@ def test_what_goes_plain_counts_for_the_ratio():
             assert not session.takes(f"bias {index}", (64,))
             assert not session.takes(f"least {index}", (9, 7))
         session.dense("large", (64, 96))
-        session.whole("large", mean)
+        session.dense_values("large", mean)
         session.learn("large", mean)
         resumed = AllReduceExchange(ratio=20, warmup=1)
         resumed.load_state_dict(session.state_dict())

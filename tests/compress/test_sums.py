@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
 from sn_compress.allreduce.bucket import Bucket
-from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.allreduce.state import TensorState, exchange
@@ -28,7 +28,7 @@ def bucket():
     return Bucket(
         [
             LowRank([(24, 15), (40, 30), (24, 15), (9, 70)], [2, 5, 3, 1]),
-            Whole([(1, 64), (1, 64), (7, 9)]),
+            Dense([(1, 64), (1, 64), (7, 9)]),
             Rows([(50, 4)], [3]),
         ]
     )
@@ -57,7 +57,7 @@ def test_each_round_of_low_rank_is_one_graph(monkeypatch):
         except StopIteration as ended:
             end = ended.value
         sent = first.words, first.finite, second.words, second.finite
-        return *sent, end.left, end.mean, end.state, end.sent
+        return *sent, end.residuals, end.mean, end.state, end.sent
 
     with full_fp32_matmul(matrices[0]), monkeypatch.context() as patch:
         patch.setattr(_native, "core", lambda: None)  # what is captured is the array form
@@ -130,9 +130,9 @@ MIX = """
 import hashlib, numpy as np
 from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.methods.low_rank import LowRank
-from sn_compress.allreduce.methods.dense import Whole
+from sn_compress.allreduce.methods.dense import Dense
 
-parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Whole([(3, 70)])])
+parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Dense([(3, 70)])])
 rng = np.random.default_rng(0)
 mean = [rng.standard_normal(shape).astype(np.float32) for shape in parts.shapes]
 state, told = parts.begin(parts.new_state(mean[0]), mean), hashlib.sha256()

@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow")
 
 from sn_compress import arrays  # noqa: E402
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
-from sn_compress.allreduce.methods.dense import Whole  # noqa: E402
+from sn_compress.allreduce.methods.dense import Dense  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
 from sn_compress.codecs import batched  # noqa: E402
@@ -54,7 +54,7 @@ def same(found, expected):
         assert one.tobytes() == other.tobytes()
 
 
-BUCKET = Bucket([LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Whole([(1, 9)])])
+BUCKET = Bucket([LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Dense([(1, 9)])])
 
 
 def exact_gradients(rng, shapes):
@@ -247,7 +247,7 @@ def test_no_operation_of_a_step_calls_python():
 
 
 def test_a_gradient_of_another_size_is_refused():
-    bucket, order = bucket_of((Whole([(1, 40)]),))
+    bucket, order = bucket_of((Dense([(1, 40)]),))
     assert order == (0,)
     state = tensors(bucket.new_state(np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):

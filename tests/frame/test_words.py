@@ -13,7 +13,8 @@ BANNED = {
         *("Aside", "Carry", "Checked", "Chooser", "Columns", "Fused", "InRounds", "Later"),
         *("MakesChooser", "Memory", "Owed", "Ran", "Said", "Sameness", "SharedExchange", "Size"),
         *("Sorted", "Stepped", "Submission", "Summable", "Told", "Verdict", "Visited"),
-        *("like_of", "quickest", "said", "said_of", "stand_in", "steady", "turned"),
+        *("apart", "beside", "came", "each", "found", "given", "it", "like_of", "made", "quickest"),
+        *("said", "said_of", "stand_in", "steady", "there", "told", "turned", "whole"),
     ),
     "sn_memory": (
         *("Brought", "Kind", "Made", "Marks", "Named", "OnPaper", "Patient", "Planning", "Recent"),

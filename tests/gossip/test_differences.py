@@ -34,7 +34,7 @@ def test_both_ends_hold_the_same_bits_and_come_to_hold_the_values(name):
         assert wire.dtype == np.uint8
         assert wire.size == sender.wire_bytes == receiver.wire_bytes
         found = receiver.unpack(wire, 1)
-        assert (found == sender.told(3)).all()
+        assert (found == sender.sent_to(3)).all()
         assert (found == receiver.heard(1)).all()
         left.append(np.linalg.norm(found - values) / np.linalg.norm(values))
     # The small tensor is exact at once. Each message takes a share of what is left: top-k, the
@@ -56,7 +56,7 @@ def test_every_pair_of_ranks_has_a_copy_of_its_own(visits):
         values = start + np.random.default_rng(seed).normal(size=N).astype(np.float32)
         receivers[target].unpack(sender.pack(values, target), 9)
     for target, receiver in enumerate(receivers):
-        assert (receiver.heard(9) == sender.told(target)).all()
+        assert (receiver.heard(9) == sender.sent_to(target)).all()
 
 
 def test_nan_reaches_the_partner_and_leaves_the_copies_clean():
@@ -69,7 +69,7 @@ def test_nan_reaches_the_partner_and_leaves_the_copies_clean():
     good = np.ones(N, np.float32)
     for _ in range(60):
         found = receiver.unpack(sender.pack(good, 0), 0)
-    assert (found == sender.told(0)).all()
+    assert (found == sender.sent_to(0)).all()
     assert abs(found - 1).max() < 0.01
 
 

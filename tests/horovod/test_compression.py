@@ -204,7 +204,7 @@ def test_traffic_says_what_travels_how(caplog):
     """In the report, and in a line of the rank that speaks, when chosen and when it changes."""
     caplog.set_level(logging.INFO, "sn_compress.report")
     loud, quiet = Traffic(), Traffic()
-    quiet.speaks = False
+    quiet.logs = False
     payload = FFTCodec(theta=0.9).encode(np.ones(4096, np.float32))
     for traffic in (loud, quiet):
         for step in range(6):
@@ -212,10 +212,10 @@ def test_traffic_says_what_travels_how(caplog):
                 if step in (0, 1, 4):  # its own dense steps: the choice stays what it was
                     traffic.dense(name, 100, 400)
                 else:
-                    traffic.shared(name, 100, 20, 1.0, 0.5, way=way)
+                    traffic.shared(name, 100, 20, 1.0, 0.5, method=way)
             traffic.plain("bias", 10, 40)
             traffic.payload("kernel", 4096, PayloadStats.of([payload]))
-        found = {way: traffic.report()[way] for way in report.WAYS if traffic.report()[way]}
+        found = {way: traffic.report()[way] for way in report.METHODS if traffic.report()[way]}
         assert found == {"low_rank": 2, "rows": 1, "frequencies": 1, "whole": 1, "plain": 1}
     assert [record.getMessage() for record in caplog.records] == [
         "gradients travel as: 1 frequencies, 5 plain",

@@ -65,11 +65,11 @@ class DeMoCodec(Codec):
         ok = shape is None or (
             isinstance(shape, tuple)
             and len(shape) == 2
-            and all(frame.whole(side, 0, 2**32 - 1) for side in shape)
+            and all(frame.is_int(side, 0, 2**32 - 1) for side in shape)
         )
         frame.check_setting(self, "shape", shape, ok, "(rows, columns), or None")
-        frame.check_setting(self, "topk", topk, frame.whole(topk, 1, 65535), "1 to 65535")
-        frame.check_setting(self, "edge", edge, frame.whole(edge, 1, 256), "1 to 256")
+        frame.check_int(self, "topk", topk, 1, 65535, "1 to 65535")
+        frame.check_int(self, "edge", edge, 1, 256, "1 to 256")
         ok = frame.fraction(decay, 0, 1) and decay > 0
         frame.check_setting(self, "decay", decay, ok, "above 0 and at most 1 (1 forgets nothing)")
         self.shape, self.topk, self.edge, self.decay = shape, topk, edge, decay

@@ -86,7 +86,7 @@ class DGCCodec(Codec):
         frame.check_setting(self, "momentum", momentum, ok, "from 0 to below 1")
         ok = clip is None or (frame.fraction(clip, 0, 1e30) and clip > 0)
         frame.check_setting(self, "clip", clip, ok, "a positive norm, or None")
-        frame.check_setting(self, "warmup", warmup, frame.whole(warmup, 0, 2**62), "0 or more")
+        frame.check_int(self, "warmup", warmup, 0, 2**62, "0 or more")
         frame.check_setting(self, "indices", indices, indices in _INDICES, " or ".join(_INDICES))
         self.theta, self.momentum, self.clip = theta, momentum, clip
         self.warmup, self.indices = warmup, indices

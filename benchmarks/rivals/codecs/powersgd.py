@@ -65,11 +65,11 @@ class PowerSGDCodec(Codec):
         ok = shape is None or (
             isinstance(shape, tuple)
             and len(shape) == 2
-            and all(frame.whole(side, 0, 2**32 - 1) for side in shape)
+            and all(frame.is_int(side, 0, 2**32 - 1) for side in shape)
         )
         frame.check_setting(self, "shape", shape, ok, "(rows, columns), or None")
-        frame.check_setting(self, "rank", rank, frame.whole(rank, 1, 65535), "1 to 65535")
-        frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
+        frame.check_int(self, "rank", rank, 1, 65535, "1 to 65535")
+        frame.check_int(self, "seed", seed, 0, 2**64 - 1, "0 to 2**64 - 1")
         self.shape, self.rank, self.seed = shape, rank, seed
         rows, cols = shape or (0, 0)
         r = min(rank, rows, cols)

@@ -37,7 +37,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Summed:
-    """What came back: the sum of the words, and 0-d float32: 1, or NaN if a rank had no numbers."""
+    """The sum of the ranks' words, and 0-d float32: 1, or NaN if a rank had non-finite numbers."""
 
     words: Array
     poison: Array
@@ -49,13 +49,13 @@ class Outcome:
 
     Attributes
     ----------
-    left : per tensor, [rows, columns] float32: what this rank has not sent. Memory-to-be
+    residuals : per tensor, [rows, columns] float32: what this rank has not sent; the next memories
     mean : per tensor, [rows, columns] float32; NaN where a rank had no numbers
     state : the next step's, for a step in which all ranks had numbers
-    sent : 0-d float32, the squared norm of gradient and memory less that of `left`
+    sent : 0-d float32, the squared norm of gradient plus memory minus that of `residuals`
     """
 
-    left: list[Array]
+    residuals: list[Array]
     mean: list[Array]
     state: State
     sent: Array
@@ -153,8 +153,8 @@ class Method(ABC):
 
 
 def cut_up(state: State, lengths: dict[str, Sequence[int]]) -> list[State]:
-    """Each tensor's piece of arrays that hold those of many one behind the other."""
-    ends = {name: list(accumulate(each, initial=0)) for name, each in lengths.items()}
+    """Split arrays that hold those of many tensors one after another into each tensor's."""
+    ends = {name: list(accumulate(sizes, initial=0)) for name, sizes in lengths.items()}
     count = len(next(iter(lengths.values())))
     return [
         {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}

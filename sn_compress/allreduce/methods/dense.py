@@ -9,7 +9,7 @@ from ...ops.fixed_point import FixedPointColumns, numbers, shifted
 from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
 
 
-class Whole(Method):
+class Dense(Method):
     """All numbers of each tensor, on one scale for a tensor.
 
     Parameters
@@ -58,14 +58,14 @@ class Whole(Method):
     ) -> Step:
         xp = namespace(matrices[0])
         flat, finite = numbers(self._columns.join(matrices))
-        words, own = self._columns.pack(flat, state["scales"], ranks)
-        found: Summed = yield Send(words, finite)
-        sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
-        mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
-        left = self._columns.split(flat - own)
-        means = [xp.reshape(it, shape) for it, shape in zip(mean, self.shapes, strict=True)]
+        words, sent = self._columns.pack(flat, state["scales"], ranks)
+        received: Summed = yield Send(words, finite)
+        sums, unit, scales = self._columns.unpack(received.words, state["scales"], ranks)
+        mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * received.poison))
+        unsent = self._columns.split(flat - sent)
+        means = [xp.reshape(part, shape) for part, shape in zip(mean, self.shapes, strict=True)]
         if outs is not None:
             put_all(outs, means)
             means = list(outs)
-        rest = [xp.reshape(it, shape) for it, shape in zip(left, self.shapes, strict=True)]
-        return Outcome(rest, means, {"scales": scales}, xp.sum(own * (2 * flat - own)))
+        residuals = [xp.reshape(x, shape) for x, shape in zip(unsent, self.shapes, strict=True)]
+        return Outcome(residuals, means, {"scales": scales}, xp.sum(sent * (2 * flat - sent)))

@@ -41,7 +41,7 @@ from ...ops.fixed_point import FixedPointColumns, covering, integers, numbers, u
 from ...ops.orthonormal import Orthonormal, most
 from ...ops.products import exact_outer, outer, subtract_outer, times_columns, times_rows
 from .base import Method, Outcome, Send, State, Step, Summed, cut_up
-from .low_rank import LowRank, whole_of
+from .low_rank import LowRank, as_integers
 
 MOST = 64  # numbers in a kernel; where there are more, axes are of something else
 _GRID = 2.0**22  # float32 has these multiples exactly, whatever the host's cosine ends in
@@ -54,14 +54,14 @@ class Kernels:
     Attributes
     ----------
     sides : of a kernel
-    beside : channels next to the kernel's axes: those that come in
-    across : the channels at the tensor's other end: those that go out
+    inputs : input channels, next to the kernel's axes
+    outputs : output channels, at the other end of the tensor
     last : the kernel's axes are the last ones, as in torch; else the first, as in Keras
     """
 
     sides: tuple[int, ...]
-    beside: int
-    across: int
+    inputs: int
+    outputs: int
     last: bool
 
     @property
@@ -72,32 +72,31 @@ class Kernels:
     @property
     def shape(self) -> tuple[int, int]:
         """The tensor as a matrix: outgoing channels against all else, by a plain reshape."""
-        rest = self.beside * self.count
-        return (self.across, rest) if self.last else (rest, self.across)
+        inner = self.inputs * self.count
+        return (self.outputs, inner) if self.last else (inner, self.outputs)
 
 
 def kernels_of(shape: Sequence[int]) -> Kernels | None:
-    """The kernels of a tensor; None where it has none.
+    """Return the kernels of a tensor; None where it has none.
 
-    A tensor of 3 to 5 axes has them, at the end where they are smaller; at the last, if both are
-    alike.
+    A tensor of 3 to 5 axes has them, at the end with the smaller axes; the last if equal.
 
     >>> kernels_of((64, 32, 3, 3))
-    Kernels(sides=(3, 3), beside=32, across=64, last=True)
+    Kernels(sides=(3, 3), inputs=32, outputs=64, last=True)
     >>> kernels_of((3, 3, 32, 64))
-    Kernels(sides=(3, 3), beside=32, across=64, last=False)
+    Kernels(sides=(3, 3), inputs=32, outputs=64, last=False)
     >>> kernels_of((64, 32, 1, 1)), kernels_of((128, 1024))
     (None, None)
     """
     if not 3 <= len(shape) <= 5 or not math.prod(shape):
         return None
     if math.prod(shape[2:]) <= math.prod(shape[:-2]):
-        sides, across, beside, last = shape[2:], shape[0], shape[1], True
+        sides, outputs, inputs, last = shape[2:], shape[0], shape[1], True
     else:
-        sides, beside, across, last = shape[:-2], shape[-2], shape[-1], False
+        sides, inputs, outputs, last = shape[:-2], shape[-2], shape[-1], False
     if not 1 < math.prod(sides) <= MOST:
         return None
-    return Kernels(tuple(sides), beside, across, last)
+    return Kernels(tuple(sides), inputs, outputs, last)
 
 
 @cache
@@ -106,17 +105,17 @@ def waves(sides: tuple[int, ...]) -> Constant:
 
     Rows of the DCT-II's matrix, orthonormal but for the rounding to multiples of 2**-22.
     """
-    whole: npt.NDArray[np.float64] = np.ones((1, 1))
+    basis: npt.NDArray[np.float64] = np.ones((1, 1))
     for side in sides:
-        whole = np.asarray(np.kron(whole, _cosines(side)), np.float64)
-    return Constant((np.round(whole * _GRID) / _GRID).astype(np.float32))
+        basis = np.asarray(np.kron(basis, _cosines(side)), np.float64)
+    return Constant((np.round(basis * _GRID) / _GRID).astype(np.float32))
 
 
 def _cosines(side: int) -> npt.NDArray[np.float64]:
     row, column = np.indices((side, side))
-    found = np.cos(np.pi * row * (2 * column + 1) / (2 * side)) * math.sqrt(2 / side)
-    found[0] = math.sqrt(1 / side)
-    return np.asarray(found, np.float64)
+    matrix = np.cos(np.pi * row * (2 * column + 1) / (2 * side)) * math.sqrt(2 / side)
+    matrix[0] = math.sqrt(1 / side)
+    return np.asarray(matrix, np.float64)
 
 
 _NEWS = 5 / 16  # weight of the last time in the average of what a direction brought
@@ -132,7 +131,7 @@ class RoundRobin:
     kernels : how the tensor lies
     places : [count] int64 ascending, among all directions, which lie frequency by frequency
     wave, waves : of each, which one, [count] int64, and its array, [count, frequencies] float32
-    directions : [count, channels beside the kernel] float32, as they were when sent last
+    directions : [count, input channels] float32, as they were when sent last
     scale : [count] float32, about what each is expected to bring
     """
 
@@ -145,16 +144,16 @@ class RoundRobin:
 
     @classmethod
     def of(
-        cls, kernels: Kernels, places: Array, expected: Array, basis: Array, each: int
+        cls, kernels: Kernels, places: Array, expected: Array, basis: Array, per_frequency: int
     ) -> RoundRobin:
         """Those at some places of a tensor.
 
         expected : [all directions] float32, above zero
         basis : [all directions, channels] float32
-        each : directions of a frequency
+        per_frequency : directions of a frequency
         """
         xp = namespace(basis)
-        wave = places // each
+        wave = places // per_frequency
         return cls(
             kernels,
             places,
@@ -165,48 +164,48 @@ class RoundRobin:
         )
 
     def times_directions(self, matrix: Array) -> Array:
-        """The first product of a step, [count, channels across]."""
+        """The first product of a step, [count, output channels]."""
         factor = self._tensor_directions(self.directions)
         times = times_rows if self.kernels.last else times_columns
-        return self._told(times([factor], [matrix]))
+        return self._scaled(times([factor], [matrix]))
 
     def times_rows(self, rows: Array, matrix: Array) -> Array:
-        """The second product, [count, channels beside the kernel].
+        """The second product, [count, input channels].
 
-        rows : [count, channels across]
+        rows : [count, output channels]
         """
         times = times_columns if self.kernels.last else times_rows
-        count, own = rows.shape[0], self.kernels
-        found = times([rows], [matrix])
-        xp = namespace(found)
-        if own.last:
-            cube = xp.reshape(found, (count, own.beside, own.count))
-            found = products(cube, self.waves[:, :, None])
+        count, kernels = rows.shape[0], self.kernels
+        product = times([rows], [matrix])
+        xp = namespace(product)
+        if kernels.last:
+            cube = xp.reshape(product, (count, kernels.inputs, kernels.count))
+            product = products(cube, self.waves[:, :, None])
         else:
-            cube = xp.reshape(found, (count, own.count, own.beside))
-            found = products(self.waves[:, None, :], cube)
-        return self._told(found)
+            cube = xp.reshape(product, (count, kernels.count, kernels.inputs))
+            product = products(self.waves[:, None, :], cube)
+        return self._scaled(product)
 
     def mean(self, rows: Array, values: Array, out: Array | None, *, exact: bool) -> Array:
-        """The tensor that the factors make, as a matrix.
+        """Return the product of the factors: the tensor as a matrix.
 
-        values : of the second product, in parts of the scale
+        values : of the second product, divided by the scale
         exact : one order of sums and one rounding
         """
         pair = self._pair(rows, values)
         outs = None if out is None else [out]
-        (found,) = exact_outer(*pair, outs) if exact else outer(*pair, outs)
-        return found
+        (product,) = exact_outer(*pair, outs) if exact else outer(*pair, outs)
+        return product
 
-    def left(self, matrix: Array, rows: Array, values: Array) -> Array:
-        """The matrix less what the factors make, in its place where the library can."""
+    def residual(self, matrix: Array, rows: Array, values: Array) -> Array:
+        """Return the matrix minus the product of the factors, in place where the library can."""
         return subtract_outer([matrix], *self._pair(rows, values))[0]
 
-    def energy(self, before: Array, own: Array) -> Array:
-        """0-d: the squared norm that is gone when `own` of the second product has been sent."""
-        xp = namespace(own)
+    def energy(self, before: Array, sent: Array) -> Array:
+        """Return by how much sending `sent` of the second product lowers the squared norm, 0-d."""
+        xp = namespace(sent)
         scale = self.scale[:, None]  # its square may be beyond float32
-        return xp.sum((own * scale) * ((2 * before - own) * scale))
+        return xp.sum((sent * scale) * ((2 * before - sent) * scale))
 
     def learned(self, state: State, directions: Array, sums: Array, unit: Array) -> State:
         """What is known of the tensor's directions when these have been sent.
@@ -214,7 +213,7 @@ class RoundRobin:
         sums, unit : whole numbers [count, channels], and what one stands for in parts of the scale
         """
         xp = namespace(directions)
-        # Whole numbers: their squares are summed exactly, and a root has one rounding everywhere.
+        # Dense numbers: their squares are summed exactly, and a root has one rounding everywhere.
         wide = xp.astype(sums, xp.float64)
         norms = xp.sqrt(xp.sum(wide * wide, axis=1)) * xp.astype(unit, xp.float64)
         waited = xp.astype(xp.take(state["age"], self.places, axis=0), xp.float64)
@@ -224,7 +223,7 @@ class RoundRobin:
         # Both products are exact, so that it does not matter who adds before rounding.
         average = past + xp.astype(news, xp.float64) * _NEWS
         average = xp.where(average >= _TINY, average, xp.zeros_like(average))
-        basis = xp.reshape(state["basis"], (-1, self.kernels.beside))
+        basis = xp.reshape(state["basis"], (-1, self.kernels.inputs))
         basis = put(xp.asarray(basis, copy=True), self.places, directions)
         spread = xp.asarray(state["spread"], copy=True)
         age = state["age"] + 1
@@ -234,25 +233,25 @@ class RoundRobin:
             "age": put(age, self.places, xp.ones_like(age[: self.places.shape[0]])),
         }
 
-    def apart(self, rows: Array) -> Array:
-        """Rows [count, side], with zeros in place of each other frequency, [n].
+    def embed(self, rows: Array) -> Array:
+        """Return rows [count, side] with zeros at every other frequency, [n].
 
-        So those of two frequencies are orthogonal.
+        Rows of different frequencies are orthogonal then.
         """
         xp, count = namespace(rows), self.kernels.count
-        every = xp.arange(count, dtype=xp.int64, device=device_of(rows))
-        own = (self.wave[:, None] == every[None, :])[:, :, None]
+        frequencies = xp.arange(count, dtype=xp.int64, device=device_of(rows))
+        here = (self.wave[:, None] == frequencies[None, :])[:, :, None]
         wide = xp.broadcast_to(rows[:, None, :], (rows.shape[0], count, rows.shape[1]))
-        return xp.reshape(xp.where(own, wide, xp.zeros_like(wide)), (-1,))
+        return xp.reshape(xp.where(here, wide, xp.zeros_like(wide)), (-1,))
 
-    def back(self, flat: Array) -> Array:
-        """The rows of `apart`, [count, side]."""
-        xp, size = namespace(flat), self.places.shape[0]
-        every = xp.arange(size, dtype=xp.int64, device=device_of(flat)) * self.kernels.count
-        return xp.take(xp.reshape(flat, (size * self.kernels.count, -1)), every + self.wave, axis=0)
+    def extract(self, flat: Array) -> Array:
+        """Invert `embed`: return the rows, [count, side]."""
+        xp, size, count = namespace(flat), self.places.shape[0], self.kernels.count
+        starts = xp.arange(size, dtype=xp.int64, device=device_of(flat)) * count
+        return xp.take(xp.reshape(flat, (size * count, -1)), starts + self.wave, axis=0)
 
-    def _told(self, product: Array) -> Array:
-        """In parts of the scale."""
+    def _scaled(self, product: Array) -> Array:
+        """Divide a product by the scale."""
         product = namespace(product).reshape(product, (self.places.shape[0], -1))
         return product / self.scale[:, None]
 
@@ -288,45 +287,46 @@ class Frequencies(Method):
     rounds = 2
 
     def __init__(self, kernels: Sequence[Kernels], sizes: Sequence[int]) -> None:
-        for it, size in zip(kernels, sizes, strict=True):
-            high = it.count * min(it.across, it.beside)
+        for kernel, size in zip(kernels, sizes, strict=True):
+            high = kernel.count * min(kernel.outputs, kernel.inputs)
             if not 1 <= size <= high:
                 raise CompressError(
-                    f"Frequencies: {size!r} directions of {it}; expected 1 to {high}"
+                    f"Frequencies: {size!r} directions of {kernel}; expected 1 to {high}"
                 )
         self.kernels, self.sizes = tuple(kernels), tuple(sizes)
         self.shapes = tuple(kernel.shape for kernel in kernels)
         pairs = list(zip(self.kernels, self.sizes, strict=True))
-        left = [(size, it.across) for it, size in pairs]
-        right = [(size, it.beside) for it, size in pairs]
-        # Numbers are told in parts of what is expected: one scale for a tensor.
+        left = [(size, kernel.outputs) for kernel, size in pairs]
+        right = [(size, kernel.inputs) for kernel, size in pairs]
+        # Numbers travel divided by what is expected of them, so a tensor needs only one scale.
         self._left, self._right = (
             FixedPointColumns(
-                [(1, size * side) for size, side in each],
-                most=most(max(side for _, side in each)),
+                [(1, size * side) for size, side in factors],
+                most=most(max(side for _, side in factors)),
             )
-            for each in (left, right)
+            for factors in (left, right)
         )
-        # With zeros in place of other frequencies; see RoundRobin.apart.
+        # With zeros at other frequencies; see RoundRobin.embed.
         self._left_rows, self._right_rows = (
             Orthonormal(
                 [
                     (size, kernel.count * side)
-                    for kernel, (size, side) in zip(kernels, each, strict=True)
+                    for kernel, (size, side) in zip(kernels, factors, strict=True)
                 ]
             )
-            for each in (left, right)
+            for factors in (left, right)
         )
-        self._each = [
-            min(it.across, it.beside, max(_KEPT, -(-2 * size // it.count))) for it, size in pairs
+        self._known = [  # directions of each frequency
+            min(kernel.outputs, kernel.inputs, max(_KEPT, -(-2 * size // kernel.count)))
+            for kernel, size in pairs
         ]
-        self._all = [kernel.count * each for kernel, each in zip(kernels, self._each, strict=True)]
+        self._all = [kernel.count * n for kernel, n in zip(kernels, self._known, strict=True)]
         # Each frequency as a tensor of its own, for the first directions.
         self._first = LowRank(
-            [(kernel.across, kernel.beside) for kernel in kernels for _ in range(kernel.count)],
+            [(kernel.outputs, kernel.inputs) for kernel in kernels for _ in range(kernel.count)],
             [
-                each
-                for kernel, each in zip(kernels, self._each, strict=True)
+                directions
+                for kernel, directions in zip(kernels, self._known, strict=True)
                 for _ in range(kernel.count)
             ],
         )
@@ -340,11 +340,11 @@ class Frequencies(Method):
     def split(self, state: State) -> list[State]:
         one = [1] * len(self.sizes)
         basis = [
-            count * kernel.beside for count, kernel in zip(self._all, self.kernels, strict=True)
+            count * kernel.inputs for count, kernel in zip(self._all, self.kernels, strict=True)
         ]
-        each = self._all
+        count = self._all
         return cut_up(
-            state, {"basis": basis, "spread": each, "age": each, "left": one, "right": one}
+            state, {"basis": basis, "spread": count, "age": count, "left": one, "right": one}
         )
 
     def words(self, ranks: int) -> list[int]:
@@ -361,17 +361,17 @@ class Frequencies(Method):
     def begin(self, state: State, means: Sequence[Array]) -> State:
         xp = namespace(state["basis"])
         wholes, unit_of, known = [], [], []
-        for it, count, mean in zip(self.kernels, self._all, means, strict=True):
-            whole, unit = whole_of(mean)
-            found, step = _frequencies_of(it, whole)
-            wholes += found
-            unit_of += [unit * step] * it.count
-            known.append(xp.broadcast_to(xp.any(whole != 0), (count,)))
-        flat, _, factors = self._first.sought(state["basis"], wholes)
+        for kernel, count, mean in zip(self.kernels, self._all, means, strict=True):
+            values, unit = as_integers(mean)
+            matrices, step = _frequencies_of(kernel, values)
+            wholes += matrices
+            unit_of += [unit * step] * kernel.count
+            known.append(xp.broadcast_to(xp.any(values != 0), (count,)))
+        flat, _, factors = self._first.find_directions(state["basis"], wholes)
         norms = []
         for factor, unit in zip(factors, unit_of, strict=True):
-            whole, step = integers(factor, _BITS)
-            norms.append(xp.sqrt(xp.sum(whole * whole, axis=1)) * step[:, 0] * unit)
+            values, step = integers(factor, _BITS)
+            norms.append(xp.sqrt(xp.sum(values * values, axis=1)) * step[:, 0] * unit)
         spread = xp.astype(xp.clip(join(norms), 0.0, _HUGE), xp.float32)
         return state | {"basis": flat, "spread": xp.where(join(known), spread, state["spread"])}
 
@@ -391,47 +391,48 @@ class Frequencies(Method):
     ) -> Step:
         xp = namespace(matrices[0])
         known = self.split(state)
-        visits = [self._visited(own, place) for place, own in enumerate(known)]
-        p = [visit.times_directions(own) for visit, own in zip(visits, matrices, strict=True)]
-        flat, finite = numbers(join([xp.reshape(it, (-1,)) for it in p]))
-        found: Summed = yield Send(self._left.pack(flat, state["left"], ranks)[0], finite)
-        sums, _, left = self._left.unpack(found.words, state["left"], ranks)
+        visits = [self._visited(one, place) for place, one in enumerate(known)]
+        p = [visit.times_directions(m) for visit, m in zip(visits, matrices, strict=True)]
+        flat, finite = numbers(join([xp.reshape(product, (-1,)) for product in p]))
+        received: Summed = yield Send(self._left.pack(flat, state["left"], ranks)[0], finite)
+        sums, _, left = self._left.unpack(received.words, state["left"], ranks)
         rows = _orthonormal(self._left_rows, visits, self._numbers(self._left, sums))
         triples = zip(visits, rows, matrices, strict=True)
-        q, finite = numbers(join([xp.reshape(it.times_rows(p, m), (-1,)) for it, p, m in triples]))
-        words, own = self._right.pack(q, state["right"], ranks)
-        found = yield Send(words, finite)
-        sums, unit, right = self._right.unpack(found.words, state["right"], ranks)
-        mean = xp.astype(sums, xp.float32) * (unit * found.poison)
-        held, sent, values, whole = (self._numbers(self._right, it) for it in (q, own, mean, sums))
+        q, finite = numbers(join([xp.reshape(v.times_rows(p, m), (-1,)) for v, p, m in triples]))
+        words, quantized = self._right.pack(q, state["right"], ranks)
+        received = yield Send(words, finite)
+        sums, unit, right = self._right.unpack(received.words, state["right"], ranks)
+        mean = xp.astype(sums, xp.float32) * (unit * received.poison)
+        parts = (self._numbers(self._right, flat) for flat in (q, quantized, mean, sums))
+        held, sent, values, totals = parts
         old = [visit.directions for visit in visits]
-        new = _orthonormal(self._right_rows, visits, whole, old)
-        kept, means, states, energies = [], [], [], []
-        for at, it in enumerate(visits):
-            kept.append(it.left(matrices[at], rows[at], sent[at]))
+        new = _orthonormal(self._right_rows, visits, totals, old)
+        residuals, means, states, energies = [], [], [], []
+        for at, visit in enumerate(visits):
+            residuals.append(visit.residual(matrices[at], rows[at], sent[at]))
             out = None if outs is None else outs[at]
-            means.append(it.mean(rows[at], values[at], out, exact=exact))
-            energies.append(it.energy(held[at], sent[at]))
+            means.append(visit.mean(rows[at], values[at], out, exact=exact))
+            energies.append(visit.energy(held[at], sent[at]))
             unit_of = self._right.split(unit)[at][0, :1]
-            states.append(it.learned(known[at], new[at], whole[at], unit_of))
+            states.append(visit.learned(known[at], new[at], totals[at], unit_of))
         following = {name: join([state[name] for state in states]) for name in states[0]}
         following |= {"left": left, "right": right}
-        return Outcome(kept, means, following, xp.sum(xp.stack(energies)))
+        return Outcome(residuals, means, following, xp.sum(xp.stack(energies)))
 
     def _visited(self, state: State, place: int) -> RoundRobin:
-        """Those of a tensor's directions that are expected to bring most."""
-        xp, it = namespace(state["spread"]), self.kernels[place]
+        """Return those of a tensor's directions that are expected to carry most energy."""
+        xp, kernels = namespace(state["spread"]), self.kernels[place]
         spread, age = (xp.astype(state[name], xp.float64) for name in ("spread", "age"))
         spread = xp.maximum(spread, xp.max(spread) * _SILENT)
         expected = xp.astype(xp.clip(spread * age, _TINY, _HUGE), xp.float32)
         places = largest(orders(expected), self.sizes[place])
-        basis = xp.reshape(state["basis"], (-1, it.beside))
-        return RoundRobin.of(it, places, expected, basis, self._each[place])
+        basis = xp.reshape(state["basis"], (-1, kernels.inputs))
+        return RoundRobin.of(kernels, places, expected, basis, self._known[place])
 
     def _numbers(self, columns: FixedPointColumns, flat: Array) -> list[Array]:
         """[size] as one [directions, channels] for each tensor."""
         pieces = zip(columns.split(flat), self.sizes, strict=True)
-        return [namespace(it).reshape(it, (size, -1)) for it, size in pieces]
+        return [namespace(piece).reshape(piece, (size, -1)) for piece, size in pieces]
 
 
 def _orthonormal(
@@ -442,30 +443,29 @@ def _orthonormal(
 ) -> list[Array]:
     """Rows of each tensor, [directions, side], as orthonormal ones of the same frequencies."""
 
-    def apart(factors: Sequence[Array]) -> Array:
-        return join([visit.apart(own) for visit, own in zip(visits, factors, strict=True)])
+    def embed(factors: Sequence[Array]) -> Array:
+        return join([visit.embed(m) for visit, m in zip(visits, factors, strict=True)])
 
-    flat = rows_of(apart(rows), None if instead is None else apart(instead))
-    pairs = zip(visits, rows, strict=True)
-    sizes = [it.kernels.count * own.shape[0] * own.shape[1] for it, own in pairs]
-    return [visit.back(own) for visit, own in zip(visits, split(flat, sizes), strict=True)]
+    flat = rows_of(embed(rows), None if instead is None else embed(instead))
+    sizes = [v.kernels.count * math.prod(m.shape) for v, m in zip(visits, rows, strict=True)]
+    return [visit.extract(part) for visit, part in zip(visits, split(flat, sizes), strict=True)]
 
 
-def _frequencies_of(kernels: Kernels, whole: Array) -> tuple[list[Array], Array]:
-    """A matrix of each frequency, [across, beside], as whole numbers of 15 bits; what one is.
+def _frequencies_of(kernels: Kernels, tensor: Array) -> tuple[list[Array], Array]:
+    """Return a matrix of 15-bit integers for each frequency, [outputs, inputs], and their unit.
 
-    whole : the tensor as a matrix of whole numbers of 15 bits, float64
+    tensor : the tensor as a matrix of 15-bit integers, float64
     """
-    xp = namespace(whole)
-    wave = xp.round(xp.astype(waves(kernels.sides).on(whole), xp.float64) * 2.0**_BITS)
-    k, across, beside = kernels.count, kernels.across, kernels.beside
-    # Whole numbers of 30 bits and their sums: exact.
+    xp = namespace(tensor)
+    wave = xp.round(xp.astype(waves(kernels.sides).on(tensor), xp.float64) * 2.0**_BITS)
+    k, outputs, inputs = kernels.count, kernels.outputs, kernels.inputs
+    # Integers of 30 bits and their sums: exact.
     if kernels.last:
-        found = xp.reshape(whole, (-1, k)) @ xp.permute_dims(wave, (1, 0))
-        found = xp.permute_dims(xp.reshape(found, (across, beside, k)), (2, 0, 1))
+        spectra = xp.reshape(tensor, (-1, k)) @ xp.permute_dims(wave, (1, 0))
+        spectra = xp.permute_dims(xp.reshape(spectra, (outputs, inputs, k)), (2, 0, 1))
     else:
-        found = xp.reshape(wave @ xp.reshape(whole, (k, -1)), (k, beside, across))
-        found = xp.permute_dims(found, (0, 2, 1))
-    numbers_of, unit = integers(xp.reshape(found, (1, -1)), _BITS)
-    cube = xp.reshape(numbers_of, (k, across, beside))
+        spectra = xp.reshape(wave @ xp.reshape(tensor, (k, -1)), (k, inputs, outputs))
+        spectra = xp.permute_dims(spectra, (0, 2, 1))
+    numbers_of, unit = integers(xp.reshape(spectra, (1, -1)), _BITS)
+    cube = xp.reshape(numbers_of, (k, outputs, inputs))
     return [cube[at, :, :] for at in range(k)], xp.reshape(unit, ()) * 2.0**-_BITS

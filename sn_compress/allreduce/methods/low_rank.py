@@ -60,8 +60,8 @@ class LowRank(Method):
         left = [(size, rows) for (rows, _), size in pairs]
         right = [(size, columns) for (_, columns), size in pairs]
         self.left, self.right = (
-            FixedPointColumns(each, most=most(max(side for _, side in each)))
-            for each in (left, right)
+            FixedPointColumns(factors, most=most(max(side for _, side in factors)))
+            for factors in (left, right)
         )
         self.left_rows, self.right_rows = Orthonormal(left), Orthonormal(right)
         self._tables: dict[int, _Tables] = {}
@@ -94,40 +94,40 @@ class LowRank(Method):
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         xp = namespace(state["basis"])
-        wholes, steps = zip(*(whole_of(mean) for mean in means), strict=True)
-        flat, p, q = self.sought(state["basis"], wholes)
+        matrices, steps = zip(*(as_integers(mean) for mean in means), strict=True)
+        flat, p, q = self.find_directions(state["basis"], matrices)
         left, right = (
             columns.expected(
                 columns.peaks(
                     xp.astype(
-                        columns.join([it * step for it, step in zip(each, steps, strict=True)]),
+                        columns.join([p * step for p, step in zip(products, steps, strict=True)]),
                         xp.float32,
                     )
                 ),
                 state[name],
             )
-            for columns, each, name in ((self.left, p, "left"), (self.right, q, "right"))
+            for columns, products, name in ((self.left, p, "left"), (self.right, q, "right"))
         )
         return {"basis": flat, "left": left, "right": right}
 
-    def sought(
-        self, flat: Array, wholes: Sequence[Array]
+    def find_directions(
+        self, flat: Array, matrices: Sequence[Array]
     ) -> tuple[Array, list[Array], list[Array]]:
-        """Directions of whole matrices, [n] float32, and both products of a step with them.
+        """Return directions of integer matrices, [n] float32, and both products of a step.
 
-        Integers all the way, so that no library's order of sums shows in the directions.
+        All arithmetic is on integers, so the directions do not depend on a library's order of sums.
 
-        flat : directions to begin with
-        wholes : whole numbers of 15 bits at most, float64
+        flat : initial directions
+        matrices : integers of at most 15 bits, float64
         """
         bits = most(max(max(shape) for shape in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
-            p = _turned(self.right.split(flat), [matrix_transpose(whole) for whole in wholes])
-            q = _turned(self.left.split(self.left_rows(_rounded(p, bits))), wholes)
+            p = _exact_products(self.right.split(flat), [matrix_transpose(m) for m in matrices])
+            q = _exact_products(self.left.split(self.left_rows(_rounded(p, bits))), matrices)
             flat = self.right_rows(_rounded(q, bits), flat)
         return (
             flat,
-            _turned(self.right.split(flat), [matrix_transpose(whole) for whole in wholes]),
+            _exact_products(self.right.split(flat), [matrix_transpose(m) for m in matrices]),
             q,
         )
 
@@ -147,25 +147,25 @@ class LowRank(Method):
         xp = namespace(matrices[0])
         # P = M Q
         p, finite = numbers(times_rows(self.right.split(state["basis"]), matrices))
-        found: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
-        sums, _, left_exponents = self.left.unpack(found.words, state["left"], ranks)
+        received: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
+        sums, _, left_exponents = self.left.unpack(received.words, state["left"], ranks)
         p_of = self.left.split(self.left_rows(sums))
         # Q = M^T P
         q, finite = numbers(times_columns(p_of, matrices))
-        words, own = self.right.pack(q, state["right"], ranks)
-        found = yield Send(words, finite)
-        sums, unit, right_exponents = self.right.unpack(found.words, state["right"], ranks)
-        mean = self.right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
-        left = subtract_outer(matrices, p_of, self.right.split(own))
+        words, sent = self.right.pack(q, state["right"], ranks)
+        received = yield Send(words, finite)
+        sums, unit, right_exponents = self.right.unpack(received.words, state["right"], ranks)
+        mean = self.right.split(xp.astype(sums, xp.float32) * (unit * received.poison))
+        residuals = subtract_outer(matrices, p_of, self.right.split(sent))
         means = exact_outer(p_of, mean, outs) if exact else outer(p_of, mean, outs)
         new = {
-            # The new directions; where there is none (the gradient had fewer), the old one waits.
+            # Where the gradient has fewer directions, the old ones stay.
             "basis": self.right_rows(sums, state["basis"]),
             "left": left_exponents,
             "right": right_exponents,
         }
-        # P is orthonormal: the norm of what is left follows from the factors.
-        return Outcome(left, means, new, xp.sum(own * (2 * q - own)))
+        # P is orthonormal: the norm of the residual follows from the factors.
+        return Outcome(residuals, means, new, xp.sum(sent * (2 * q - sent)))
 
     def compiled_step(
         self,
@@ -183,7 +183,7 @@ class LowRank(Method):
         if (fastest := kernel(_native.core())) is None:
             return None
         tables = self._tables.get(ranks) or self._tables.setdefault(ranks, _Tables(self, ranks))
-        into = [np.empty_like(it) for it in gradients] if outs is None else outs
+        into = [np.empty_like(gradient) for gradient in gradients] if outs is None else outs
         sums = [
             np.empty_like(memory) if out is None else out
             for memory, out in zip(memories, added or [None] * len(memories), strict=True)
@@ -208,19 +208,19 @@ class LowRank(Method):
             tables.shapes, tuple(memories), tuple(gradients), matrices, decay, basis, tables.left,
             left, fastest, words,
         )  # fmt: skip
-        found: Summed = yield Send(words, np.bool_(finite), np.float64(energy))
-        p, own = np.empty(self.left.size, np.float32), np.empty(self.right.size, np.float32)
+        received: Summed = yield Send(words, np.bool_(finite), np.float64(energy))
+        p, quantized = np.empty(self.left.size, np.float32), np.empty(self.right.size, np.float32)
         exponents = np.empty(left.size, np.int32), np.empty(right.size, np.int32)
         words = np.empty(tables.right_words, np.int32)
         finite, sent = core.low_rank_second(
-            tables.shapes, matrices, _words(found), tables.left, left, tables.right, right,
-            transform, fastest, p, own, exponents[0], words,
+            tables.shapes, matrices, _words(received), tables.left, left, tables.right, right,
+            transform, fastest, p, quantized, exponents[0], words,
         )  # fmt: skip
-        found = yield Send(words, np.bool_(finite))
+        received = yield Send(words, np.bool_(finite))
         directions = np.empty(self.right.size, np.float32)
         core.low_rank_last(
-            tables.shapes, matrices, tuple(means), _words(found), float(found.poison), p, own,
-            tables.mean, right, transform, fastest, basis, directions, exponents[1],
+            tables.shapes, matrices, tuple(means), _words(received), float(received.poison), p,
+            quantized, tables.mean, right, transform, fastest, basis, directions, exponents[1],
         )  # fmt: skip
         new = {"basis": directions, "left": exponents[0], "right": exponents[1]}
         return Outcome(list(added), list(means), new, np.float64(sent))
@@ -233,7 +233,7 @@ class _Tables:
         pairs = zip(method.shapes, method.sizes, strict=True)
         self.shapes = np.array([(*shape, size) for shape, size in pairs], np.int64)
         self.left_words, self.right_words = method.words(ranks)
-        self.left, self.right = (_side(it, ranks, 1) for it in (method.left, method.right))
+        self.left, self.right = _side(method.left, ranks, 1), _side(method.right, ranks, 1)
         self.mean = _side(method.right, ranks, ranks)
 
 
@@ -244,26 +244,26 @@ def _side(columns: FixedPointColumns, ranks: int, over: int) -> tuple[Any, ...]:
     return columns.sides, COVERED.host, units, LOWEST, digits.bits, float(digits.limit)
 
 
-def _words(found: Summed) -> Array:
-    """The sum as the extension reads it; another type is of whoever adds up."""
-    return np.ascontiguousarray(to_host(found.words), np.int32)
+def _words(total: Summed) -> Array:
+    """Convert the sum to the type that the extension reads; the caller's may be another."""
+    return np.ascontiguousarray(to_host(total.words), np.int32)
 
 
-def whole_of(mean: Array) -> tuple[Array, Array]:
-    """A matrix as integers of 15 bits in float64, and what one stands for; zeros if not finite."""
+def as_integers(mean: Array) -> tuple[Array, Array]:
+    """Return a matrix as 15-bit integers in float64, and their unit; zeros if not finite."""
     xp = namespace(mean)
     finite = xp.all(xp.isfinite(mean))
     wide = xp.astype(xp.where(finite, mean, xp.zeros_like(mean)), xp.float64)
-    whole, unit = integers(xp.reshape(wide, (1, -1)), _BITS)
-    return xp.reshape(whole, wide.shape), xp.reshape(unit, ())
+    values, unit = integers(xp.reshape(wide, (1, -1)), _BITS)
+    return xp.reshape(values, wide.shape), xp.reshape(unit, ())
 
 
-def _turned(factors: Sequence[Array], wholes: Sequence[Array]) -> list[Array]:
-    """Factor @ whole, the factors on a grid of 2**-15: exact in float64, in any order of sums."""
-    xp = namespace(wholes[0])
+def _exact_products(factors: Sequence[Array], matrices: Sequence[Array]) -> list[Array]:
+    """Factor @ matrix, with factors rounded to 2**-15: exact in float64, in any order of sums."""
+    xp = namespace(matrices[0])
     return [
-        xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS
-        for factor, whole in zip(factors, wholes, strict=True)
+        xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ matrix * 2.0**-_BITS
+        for factor, matrix in zip(factors, matrices, strict=True)
     ]
 
 

@@ -108,41 +108,41 @@ class Rows(Method):
         xp = namespace(matrices[0])
         columns = _columns(self.shapes, self.sizes, ranks)
         at = []
-        for own, shape, size in zip(self._of, self.shapes, self.sizes, strict=True):
-            spread, age, named = (state[name][own] for name in ("spread", "age", "named"))
+        for piece, shape, size in zip(self._of, self.shapes, self.sizes, strict=True):
+            spread, age, named = (state[name][piece] for name in ("spread", "age", "named"))
             at.append(agreed_rows(spread, age, named, _count(shape, size, ranks)))
         owed = [xp.vecdot(matrix, matrix) for matrix in matrices]
-        finite = xp.all(xp.isfinite(xp.stack([xp.sum(it) for it in owed])))
+        finite = xp.all(xp.isfinite(xp.stack([xp.sum(norms) for norms in owed])))
         held = [xp.take(matrice, rows, axis=0) for matrice, rows in zip(matrices, at, strict=True)]
         flat = columns.join(held)
         flat = xp.where(finite, flat, xp.zeros_like(flat))
-        words, own = columns.pack(flat, state["exponents"], ranks)
-        rest = columns.split(flat - own)
-        slots, kept = [], []
+        words, quantized = columns.pack(flat, state["exponents"], ranks)
+        rounding = columns.split(flat - quantized)
+        slots, residuals = [], []
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
-            left = xp.reshape(rest[place], (-1, matrix.shape[1]))
-            kept.append(put(matrix, rows, left))
-            owes = put(owed[place], rows, xp.vecdot(left, left))
+            unsent = xp.reshape(rounding[place], (-1, matrix.shape[1]))
+            residuals.append(put(matrix, rows, unsent))
+            owes = put(owed[place], rows, xp.vecdot(unsent, unsent))
             slots.append(own_slot(_finite_or_zeros(owes), self.sizes[place], ranks, rank))
-        found: Summed = yield Send(xp.concat([words, *slots]), finite)
-        counts = found.words[: words.shape[0]]
+        received: Summed = yield Send(xp.concat([words, *slots]), finite)
+        counts = received.words[: words.shape[0]]
         sums, unit, exponents = columns.unpack(counts, state["exponents"], ranks)
-        mean = columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        mean = columns.split(xp.astype(sums, xp.float32) * (unit * received.poison))
         new, means, start = [], [], words.shape[0]
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
             out = xp.empty_like(matrix) if outs is None else outs[place]
-            out = filled(out, 0 * found.poison)
+            out = filled(out, 0 * received.poison)
             values = xp.reshape(mean[place], (-1, matrix.shape[1]))
             means.append(put(out, rows, values))
             end = start + slots[place].shape[0]
-            # One that has joined names none.
-            told = xp.reshape(found.words[start:end], (ranks, -1))
-            named = read_positions(told, self.sizes[place], matrix.shape[0])
+            # A rank that has joined names no rows.
+            slots_of = xp.reshape(received.words[start:end], (ranks, -1))
+            named = read_positions(slots_of, self.sizes[place], matrix.shape[0])
             new.append({**self._learned(state, place, rows, values), "named": named})
             start = end
-        following = {name: xp.concat([it[name] for it in new]) for name in new[0]}
-        sent = xp.sum(own * (2 * flat - own))
-        return Outcome(kept, means, {"exponents": exponents, **following}, sent)
+        following = {name: xp.concat([state[name] for state in new]) for name in new[0]}
+        sent = xp.sum(quantized * (2 * flat - quantized))
+        return Outcome(residuals, means, {"exponents": exponents, **following}, sent)
 
     def _learned(self, state: State, place: int, at: Array, values: Array) -> State:
         """What is known of a tensor's rows when these means have been sent of some."""

@@ -46,10 +46,10 @@ class Gossip:
             raise CompressError(
                 f"got topology {graph!r}; expected one that does not rotate, under TensorFlow"
             )
-        own = [graph.partner(self.rank, step) for step in range(graph.steps)]
-        self._sources = np.array([partner.source for partner in own])
-        self._targets = np.array([partner.target for partner in own])
-        self._weights = np.array([partner.weight for partner in own], np.float32)
+        partners = [graph.partner(self.rank, step) for step in range(graph.steps)]
+        self._sources = np.array([partner.source for partner in partners])
+        self._targets = np.array([partner.target for partner in partners])
+        self._weights = np.array([partner.weight for partner in partners], np.float32)
         self.copies: Differences | None = None
         # Made where no trace is under way, and past Keras, which would save them.
         self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
@@ -87,7 +87,7 @@ class Gossip:
     # In the graph.
 
     def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
-        """What mixing adds to each tensor, float32: weight * (partner's - own)."""
+        """Return what mixing adds to each tensor, float32: weight * (partner's - own)."""
         flat = flattened(tensors)
         n = sum(int(np.prod(t.shape)) for t in tensors)
         turn = tf.cast(step % len(self._targets), tf.int32)
@@ -95,9 +95,9 @@ class Gossip:
         weight = tf.gather(self._weights, turn)
         coded = self.copies is not None and kind == "w"
         if coded:
-            wire, own = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
+            wire, sent = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
         else:
-            wire, own = flat, flat
+            wire, sent = flat, flat
         active = tf.cast(target != self.rank, tf.int32)
         wire = wire[: tf.size(wire) * active]
         splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
@@ -106,28 +106,28 @@ class Gossip:
         )
         if coded:
             received = tf.numpy_function(self._unpack, [received, source], tf.float32)
-        # Who sits out hears nothing, and nothing is added.
-        received = tf.cond(tf.size(received) > 0, lambda: received, lambda: own)
-        delta = weight * self.settings.factor * (tf.reshape(received, [n]) - tf.reshape(own, [n]))
+        # A rank that sits out receives nothing and adds nothing.
+        received = tf.cond(tf.size(received) > 0, lambda: received, lambda: sent)
+        delta = weight * self.settings.factor * (tf.reshape(received, [n]) - tf.reshape(sent, [n]))
         sizes = [int(np.prod(t.shape)) for t in tensors]
         parts = tf.split(delta, sizes)
         return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
         assert self.copies is not None
-        wire, told = self.copies.begin(values, int(target), self.rank)
-        return wire, told.copy()
+        wire, copy = self.copies.begin(values, int(target), self.rank)
+        return wire, copy.copy()
 
     def _unpack(self, wire: Any, source: Any) -> Any:
         assert self.copies is not None
         return self.copies.unpack(wire, int(source)) if wire.size else np.empty(0, np.float32)
 
     def measure(self, variables: Sequence[Any], step: Any) -> None:
-        """Every so many steps, the spread; and the mean of all ranks if it is over the limit."""
-        every, limit = self.settings.every, self.settings.limit
-        if not every:
+        """Every `every` steps, measure the spread; take the mean of all ranks above the limit."""
+        interval, limit = self.settings.every, self.settings.limit
+        if not interval:
             return
-        turn = step % every == 0
+        turn = step % interval == 0
         over = tf.cond(turn, lambda: self._over_limit(variables), lambda: tf.constant(False))
         if limit is not None:
             tf.cond(over, lambda: self.consensus(variables), lambda: tf.constant(0))
@@ -145,8 +145,8 @@ class Gossip:
             tf.concat([numbers, tf.stack([tf.reduce_sum(numbers**2), norm])], 0),
             name=f"{self._prefix}.spread", op=hvd.Sum, process_set=self.process_set,
         )  # fmt: skip
-        found = tf.numpy_function(lambda t: differences.spread(t, self.ranks), [total], tf.float64)
-        self.spread.assign(tf.ensure_shape(found, []))
+        spread = tf.numpy_function(lambda t: differences.spread(t, self.ranks), [total], tf.float64)
+        self.spread.assign(tf.ensure_shape(spread, []))
         limit = self.settings.limit
         return tf.constant(False) if limit is None else self.spread > limit
 
@@ -235,10 +235,8 @@ class _Gossiping:
     def _momenta(self) -> list[Any]:
         """The optimizer's own variables of the shapes of its parameters, such as momentum."""
         shapes = {tuple(v.shape) for v in self._trainable_variables}  # type: ignore[attr-defined]
-        own = self.variables  # type: ignore[attr-defined]
-        return [
-            v for v in own if len(v.shape) and tuple(v.shape) in shapes and "float" in str(v.dtype)
-        ]
+        floats = (v for v in self.variables if "float" in str(v.dtype))  # type: ignore[attr-defined]
+        return [v for v in floats if len(v.shape) and tuple(v.shape) in shapes]
 
     def _mix_momenta(self, step: Any) -> Any:
         momenta = self._momenta()
@@ -251,14 +249,14 @@ class _Gossiping:
     def consensus(self, also: Sequence[Any] = ()) -> None:
         if self._sn.ranks == 1:
             return
-        own = list(self._trainable_variables)  # type: ignore[attr-defined]
+        trainable = list(self._trainable_variables)  # type: ignore[attr-defined]
         floats = [v for v in also if "float" in str(v.dtype)]
-        self._sn.consensus(own, [*self._momenta(), *floats])
+        self._sn.consensus(trainable, [*self._momenta(), *floats])
 
     @property
     def spread(self) -> float | None:
-        found = float(self._sn.spread.numpy())
-        return None if np.isnan(found) else found
+        value = float(self._sn.spread.numpy())
+        return None if np.isnan(value) else value
 
     def report(self) -> dict[str, float]:
         sizes = [int(np.prod(v.shape)) for v in self._trainable_variables]  # type: ignore[attr-defined]
@@ -345,9 +343,9 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         limit=limit, every=every,
     )  # fmt: skip
     gossip = Gossip(settings, ranks_of(process_set))
-    own = type(optimizer)
+    cls = type(optimizer)
     # Past Keras's own __setattr__, which would track what it is given.
     object.__setattr__(optimizer, "_sn", gossip)
-    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    object.__setattr__(optimizer, "__class__", type(own.__name__, (_Gossiping, own), same_name))
+    same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    object.__setattr__(optimizer, "__class__", type(cls.__name__, (_Gossiping, cls), same_name))
     return optimizer

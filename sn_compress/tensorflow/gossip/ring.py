@@ -31,8 +31,8 @@ def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any 
     peers = ranks_of(process_set)
     rank, ranks, name = peers.rank(), peers.size(), message_prefix("ring", peers)
     fields = [np.asarray(array) for array in arrays]
-    own = tf.constant([len(fields[0]) if fields else 0])
-    counts = hvd.allgather(own, name=f"{name}.counts", process_set=peers) if ranks > 1 else own
+    count = tf.constant([len(fields[0]) if fields else 0])
+    counts = hvd.allgather(count, name=f"{name}.counts", process_set=peers) if ranks > 1 else count
     ring = Ring(fields, counts=counts.numpy().tolist(), rank=rank, batch_size=batch_size, seed=seed)
     # One thread, in which Horovod's blocking call waits while the batch is used.
     sender = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -67,9 +67,9 @@ class _Gossiping:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with reading("the saved state of the optimizer"):
             held(state_dict)  # before torch makes copies
-            own = {key: value for key, value in state_dict.items() if key != "gossip"}
+            state = {key: value for key, value in state_dict.items() if key != "gossip"}
             gossip = self._sn.read(state_dict.get("gossip"))
-            super().load_state_dict(own)  # type: ignore[misc]
+            super().load_state_dict(state)  # type: ignore[misc]
         self._sn.take(gossip)
 
 
@@ -143,8 +143,8 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     if not wait_s > 0:
         raise CompressError(f"wait_s={wait_s!r}; expected seconds above 0")
     peers = find_peers(process_set, group, wait_s=wait_s)
-    own = type(optimizer)
+    cls = type(optimizer)
     optimizer._sn = Gossip(optimizer, peers, settings, bucket_bytes)
-    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    optimizer.__class__ = type(own.__name__, (_Gossiping, own), same_name)
+    same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    optimizer.__class__ = type(cls.__name__, (_Gossiping, cls), same_name)
     return optimizer

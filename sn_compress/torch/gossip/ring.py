@@ -72,8 +72,7 @@ def ring_shuffle(
     process_set, group : as in GossipOptimizer
 
     Returns an IterableDataset of batches, for DataLoader(..., batch_size=None, num_workers=0) or
-    for itself. All ranks have to iterate alike; an epoch that all give up at the same step moves
-    nothing.
+    for itself. All ranks have to iterate alike; an epoch all give up at one step moves nothing.
     """
     peers = find_peers(process_set, group)
     fields = [torch.as_tensor(tensor).detach().cpu().numpy() for tensor in tensors]

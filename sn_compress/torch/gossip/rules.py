@@ -70,17 +70,17 @@ def _wide(dtype: Any) -> Any:
 
 def split(tensors: Iterable[Any], kind: str, most_bytes: int) -> list[Bucket]:
     """Buckets of up to most_bytes, each of one dtype and device, in order."""
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     open_: dict[Any, tuple[Bucket, int]] = {}
     for tensor in tensors:
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
         bucket, taken = open_.get(key, (None, 0))
         if bucket is None or taken + size > most_bytes:
-            bucket, taken = Bucket(f"{kind}{len(found)}", []), 0
-            found.append(bucket)
+            bucket, taken = Bucket(f"{kind}{len(buckets)}", []), 0
+            buckets.append(bucket)
         bucket.tensors.append(tensor)
         open_[key] = bucket, taken + size
-    return found
+    return buckets
 
 
 class Gossip:
@@ -135,14 +135,14 @@ class Gossip:
         if self.settings.of_gradients:
             return self._gradient_step(inner, closure)
         average_now = self._over_limit()
-        overlap, every = self.settings.overlap, self.settings.every
+        overlap, interval = self.settings.overlap, self.settings.every
         if overlap and not self._under_way():
             self._begin_all()
         result = self._inner_step(inner, closure)
         if not overlap:
             self._begin_all()
         self._finish_all(again=overlap and not average_now)
-        if every and not (self.steps - 1) % every:
+        if interval and not (self.steps - 1) % interval:
             self._measure()
         if average_now:
             self.consensus()
@@ -237,8 +237,8 @@ class Gossip:
             wire = bucket.sent.view(torch.uint8)
         else:
             values = bucket.sent.to("cpu", torch.float32).numpy()
-            packed, told = bucket.copies.begin(values, partner.target, self.peers.rank)
-            wire, bucket.sent = torch.from_numpy(packed), torch.from_numpy(told)
+            packed, copy = bucket.copies.begin(values, partner.target, self.peers.rank)
+            wire, bucket.sent = torch.from_numpy(packed), torch.from_numpy(copy)
         self.sent_bytes += wire.numel() if partner.target != self.peers.rank else 0
         bucket.wait = self.peers.exchange(f"{self._prefix}.{bucket.name}", wire, partner)
 
@@ -256,7 +256,7 @@ class Gossip:
             bucket.arrived = torch.from_numpy(bucket.copies.unpack(wire.numpy(), source))
 
     def _finish(self, bucket: Bucket, step: int) -> None:
-        """Mix in what has come."""
+        """Mix in the partner's values."""
         self._receive(bucket, step)
         partner = self._partner(step)
         sent, arrived = bucket.sent, bucket.arrived
@@ -265,9 +265,9 @@ class Gossip:
             return
         like = bucket.tensors[0]
         wide = _wide(like.dtype)
-        apart = arrived.to(like.device, wide) - sent.to(like.device, wide)
+        offset = arrived.to(like.device, wide) - sent.to(like.device, wide)
         mixed = [p.grad for p in bucket.tensors] if self.settings.of_gradients else bucket.tensors
-        _add(mixed, partner.weight * self.settings.factor * apart)
+        _add(mixed, partner.weight * self.settings.factor * offset)
 
     def _under_way(self) -> bool:
         return any(b.wait is not None or b.arrived is not None for b in self._moving)
@@ -339,7 +339,7 @@ class Gossip:
         self._agreed = True
         fingerprint = self._of_tensors(digest)
         if not all_equal(self._sum("weights", digest_words(fingerprint))):
-            told = difference(
+            differing = difference(
                 fingerprint,
                 total=self._sum,
                 rank=self.peers.rank,
@@ -347,24 +347,24 @@ class Gossip:
                 name="weights",
             )
             raise CompressError(
-                f"ranks start with different weights; expected the same; {told} (digests). Load a "
-                "checkpoint into all ranks, or call consensus() to start with their mean."
+                f"ranks start with different weights; expected the same; {differing} (digests). "
+                "Load a checkpoint into all ranks, or call consensus() to start with their mean."
             )
 
     def _measure(self) -> None:
-        """Start to sum the sketches of the ranks' weights; `_over_limit` takes the sum in."""
+        """Start to sum the sketches of the ranks' weights; `_over_limit` waits for the sum."""
         parts = [bucket.flat().float() for bucket in self.buckets]
         rows = [differences.rows_of(len(part)) for part in parts]
         signs = torch.from_numpy(differences.signs(sum(rows))).split(rows)
-        own = torch.zeros(differences.WIDTH + 2, dtype=torch.float64)
+        sketch = torch.zeros(differences.WIDTH + 2, dtype=torch.float64)
         for part, sign in zip(parts, signs, strict=True):
             missing = len(sign) * differences.WIDTH - len(part)
             filled = torch.nn.functional.pad(part, (0, missing)).view(-1, differences.WIDTH)
-            own[:-2] += (sign.to(part.device) @ filled).double().cpu()
-            own[-1] += part.norm().item() ** 2
-        own[-2] = own[:-2] @ own[:-2]
-        self.other_bytes += own.nbytes
-        self._measured = self.peers.sum(f"{self._prefix}.spread", own)
+            sketch[:-2] += (sign.to(part.device) @ filled).double().cpu()
+            sketch[-1] += part.norm().item() ** 2
+        sketch[-2] = sketch[:-2] @ sketch[:-2]
+        self.other_bytes += sketch.nbytes
+        self._measured = self.peers.sum(f"{self._prefix}.spread", sketch)
 
     def _over_limit(self) -> bool:
         """Take in the last measure; whether it is over the limit."""
@@ -432,8 +432,8 @@ class Gossip:
             if spread is not None and not (isinstance(spread, float) and 0 <= spread < math.inf):
                 raise CompressError(f"a saved spread is {spread!r}; expected 0 or more, or None")
             copies = [
-                own.read(_as_numpy(saved))
-                for own, saved in zip(coded, state["copies"], strict=True)
+                copies_of.read(_as_numpy(saved))
+                for copies_of, saved in zip(coded, state["copies"], strict=True)
             ]
             if not isinstance(arrived, bool) or (
                 arrived and (not coded or any(base is None for base, _, _ in copies))
@@ -463,7 +463,7 @@ class Gossip:
             assert copies is not None
             copies.take(saved)
             if state["arrived"]:
-                bucket.sent = torch.from_numpy(copies.told(partner.target))
+                bucket.sent = torch.from_numpy(copies.sent_to(partner.target))
                 bucket.arrived = torch.from_numpy(copies.heard(partner.source).copy())
 
 

@@ -21,8 +21,7 @@ def compress_accelerated(
     """Compress the gradients of a model that `accelerator.prepare` returned.
 
     `save_state` and `load_state` then write and read `compression-rank<n>.pt` of every rank in the
-    checkpoint's folder. Returns the state, for report(); None in a single process, which a warning
-    says.
+    checkpoint's folder. Returns the state, for report(); None, with a warning, in one process.
 
     Parameters
     ----------

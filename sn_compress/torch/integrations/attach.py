@@ -59,33 +59,33 @@ def save(state: CompressionState | None, folder: str | Path) -> None:
 
 
 def load(state: CompressionState | None, folder: str | Path) -> None:
-    """Take over what `save` wrote: this rank's own, or of another number of ranks the mean of all.
+    """Load what `save` wrote: this rank's state, or the mean of all if the rank count changed.
 
     Where the checkpoint has none, as before compression was switched on, the memory begins empty
     and an UncalledWarning says so. Raises CompressError if some of the files are missing.
     """
     if state is None:
         return
-    own = _file(folder, state.rank)
-    first = own if own.exists() else _file(folder, 0)
+    own_file = _file(folder, state.rank)
+    first = own_file if own_file.exists() else _file(folder, 0)
     if not first.exists():
         warnings.warn(
-            f"{folder} has no memory of compressed gradients ({own.name}); it starts empty. This "
-            "is expected if the checkpoint was saved without compression.",
+            f"{folder} has no memory of compressed gradients ({own_file.name}); it starts empty. "
+            "This is expected if the checkpoint was saved without compression.",
             UncalledWarning,
             stacklevel=3,
         )
         return
-    found = torch.load(first, map_location="cpu", weights_only=True)
-    if found["ranks"] != state.ranks:
-        files = [_file(folder, rank) for rank in range(found["ranks"])]
+    saved = torch.load(first, map_location="cpu", weights_only=True)
+    if saved["ranks"] != state.ranks:
+        files = [_file(folder, rank) for rank in range(saved["ranks"])]
         if missing := [file.name for file in files if not file.exists()]:
             raise CompressError(
-                f"{folder} was saved by {found['ranks']} ranks and has no {', '.join(missing)}; "
+                f"{folder} was saved by {saved['ranks']} ranks and has no {', '.join(missing)}; "
                 f"expected all, as there are {state.ranks} ranks now. Copy them together."
             )
-        found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-    state.load_state_dict(found)
+        saved = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    state.load_state_dict(saved)
 
 
 def _file(folder: str | Path, rank: int) -> Path:

@@ -47,11 +47,11 @@ class TrainerCompression(TrainerCallback):  # type: ignore[misc]
         self._model: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put the hook on, once a model, and take over the memory of a checkpoint."""
+        """Register the hook, once per model, and load the memory of a checkpoint."""
         model = self._trainer.model_wrapped
         if model is not self._model:  # training that goes on in the same process has it already
-            given = {"scaler": self._trainer.accelerator.scaler} | self._settings
-            self.state = attach.attach(model, self._compression, "the Trainer", **given)
+            settings = {"scaler": self._trainer.accelerator.scaler} | self._settings
+            self.state = attach.attach(model, self._compression, "the Trainer", **settings)
             self._model = model
         if state.global_step:
             folder = self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -59,7 +59,7 @@ class TrainerCompression(TrainerCallback):  # type: ignore[misc]
         # A new list, as the Trainer goes through the old one now: the numbers must be in the logs
         # before the callbacks that write them are asked.
         handler = self._trainer.callback_handler
-        handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
+        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write this rank's memory beside the weights; the Trainer calls it on every rank."""

@@ -45,11 +45,11 @@ class LightningCompression(Callback):  # type: ignore[misc]
         self._saved: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the hook on, once a model, and take over what a checkpoint had."""
+        """Register the hook, once per model, and load the memory of a checkpoint."""
         model = trainer.strategy.model
         if model is not self._model:
-            given = {"scaler": getattr(trainer.precision_plugin, "scaler", None)} | self._settings
-            self.state = attach.attach(model, self._compression, "Lightning", **given)
+            kwargs = {"scaler": getattr(trainer.precision_plugin, "scaler", None)} | self._settings
+            self.state = attach.attach(model, self._compression, "Lightning", **kwargs)
             self._model = model
         if self._saved is not None and self.state is not None:
             self.state.load_state_dict(self._saved)
@@ -71,9 +71,9 @@ class LightningCompression(Callback):  # type: ignore[misc]
         self._saved = checkpoint.get(_KEY)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Give report() to the loggers, as often as they get anything."""
-        every = trainer.log_every_n_steps
-        if self.state is None or not trainer.loggers or trainer.global_step % every:
+        """Log report() as often as Lightning logs."""
+        interval = trainer.log_every_n_steps
+        if self.state is None or not trainer.loggers or trainer.global_step % interval:
             return
         for logger in trainer.loggers:
             logger.log_metrics(named(self.state.report()), step=trainer.global_step)

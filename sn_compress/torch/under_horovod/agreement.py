@@ -46,7 +46,7 @@ def _at_once(
     memory: OptimizerState, name: str, wire: torch.Tensor, send: Callable[..., int]
 ) -> Any:
     """What comes of a collective that is waited for; counted beside the gradients."""
-    memory.engine.traffic.beside(wire.nbytes)
+    memory.engine.traffic.overhead(wire.nbytes)
     handle = send(wire, name=name)
     return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
 
@@ -54,21 +54,21 @@ def _at_once(
 def agree_on_optimizers(
     memory: OptimizerState, optimizer: Any, new: Callable[[Any], bool]
 ) -> list[Any]:
-    """Raise CompressError, on all ranks, unless they have the same optimizers; those are returned.
+    """Return the new optimizers; CompressError, on all ranks, unless ranks have the same ones.
 
-    Asked when the first of them, `optimizer`, sends its first gradient. Horovod tells nobody of an
-    optimizer that is made, so those alive are looked for, once the garbage is gone: Python clears
-    it away at another moment on each rank.
+    Called when the first of them, `optimizer`, sends its first gradient. Horovod does not announce
+    new optimizers, so those alive are searched for, after a garbage collection: Python collects at
+    different times on each rank.
 
-    new : whether an optimizer is to be looked at; others have agreed before
+    new : whether an optimizer is to be compared; others have agreed before
     """
     gc.collect()
     alive = _optimizers(optimizer.process_set)
-    if all(each is not optimizer for each in alive):  # frozen: the collector lists it no more
+    if all(other is not optimizer for other in alive):  # frozen: the collector does not list it
         alive.append(optimizer)
-    found = list(filter(new, alive))
-    _agree(memory, optimizer.process_set, _said(found))
-    return found
+    chosen = list(filter(new, alive))
+    _agree(memory, optimizer.process_set, _fingerprint(chosen))
+    return chosen
 
 
 def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
@@ -99,20 +99,20 @@ def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> 
         )
 
 
-def end_what_is_left(memory: OptimizerState, process_set: Any) -> None:
-    """Bring to an end what a step that broke off left with some ranks, which others never sent.
+def end_broken_rounds(memory: OptimizerState, process_set: Any) -> None:
+    """End collectives that some ranks started before a step broke off and others never sent.
 
-    For ever in Horovod's table it would do no harm, as later names are others, until a rank calls
-    hvd.join(): what waits for that one alone is then carried out, and a rank that does not know it
-    crashes. So all tell each other what they sent, and each sends a word for what it did not. It is
-    of another form, so Horovod makes it an error for all, and waits no more.
+    In Horovod's table they would do no harm, as later names differ, until a rank calls hvd.join():
+    collectives that wait for that rank alone are then executed, and a rank that does not know them
+    crashes. So ranks exchange the names they sent, and each sends a word for those it did not. Its
+    shape differs, so Horovod reports an error to all and stops waiting.
     """
     words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
     wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
     send = partial(hvd.allgather_async, process_set=process_set)
-    told = _at_once(memory, memory.wire_name("sn.left"), wire, send)
-    every = {tuple(it.split(" ", 1)) for it in bytes(told.tolist()).decode().split("\n") if it}
-    for kind, name in sorted(every - memory.sent):
+    gathered = bytes(_at_once(memory, memory.wire_name("sn.left"), wire, send).tolist())
+    names = {tuple(line.split(" ", 1)) for line in gathered.decode().split("\n") if line}
+    for kind, name in sorted(names - memory.sent):
         with suppress(hvd.mpi_ops.HorovodInternalError):
             handle = _word(kind, name, process_set)
             result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
@@ -131,7 +131,7 @@ def _word(kind: str, name: str, process_set: Any) -> Any:
 
 def agree_on_calls(memory: OptimizerState, process_set: Any) -> None:
     """The same for plain hvd.allreduce, at the first call of these settings."""
-    _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_said_of(memory.settings)])
+    _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_fingerprint_of(memory.settings)])
 
 
 def alike_in_hardware(memory: OptimizerState, process_set: Any, device: torch.device) -> bool:
@@ -149,28 +149,28 @@ def _agree(memory: OptimizerState, process_set: Any, fingerprint: Fingerprint) -
 
 def _optimizers(process_set: Any) -> list[Any]:
     # By its type: to ask some objects for their class makes them import things.
-    kinds = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.optim.Optimizer)]
     return [
-        each
-        for each in kinds
-        if isinstance(getattr(getattr(each, "_compression", None), "settings", None), Settings)
+        one
+        for one in optimizers
+        if isinstance(getattr(getattr(one, "_compression", None), "settings", None), Settings)
         # That of Adasum has none, and is refused at its own first gradient.
-        and hasattr(each, "process_set")
-        and each.process_set.process_set_id == process_set.process_set_id
+        and hasattr(one, "process_set")
+        and one.process_set.process_set_id == process_set.process_set_id
     ]
 
 
-def _said(optimizers: list[Any]) -> Fingerprint:
-    every = sorted(map(_said_of_one, optimizers))  # made in the same order, found in any
+def _fingerprint(optimizers: list[Any]) -> Fingerprint:
+    fingerprints = sorted(map(_fingerprint_of_one, optimizers))  # the collector's order is any
     named = [
-        (f"optimizer {number}'s {what}" if len(every) > 1 else what, value)
-        for number, fingerprint in enumerate(every)
+        (f"optimizer {number}'s {what}" if len(fingerprints) > 1 else what, value)
+        for number, fingerprint in enumerate(fingerprints)
         for what, value in fingerprint
     ]
-    return [("number of optimizers", str(len(every))), *named]
+    return [("number of optimizers", str(len(fingerprints))), *named]
 
 
-def _said_of_one(optimizer: Any) -> list[tuple[str, str]]:
+def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
     names, groups = optimizer._parameter_names, optimizer._groups
     if isinstance(groups, list):
         groups = [[names.get(parameter) for parameter in group] for group in groups]
@@ -185,10 +185,11 @@ def _said_of_one(optimizer: Any) -> list[tuple[str, str]]:
         for place, p in enumerate(reduced)
     )
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
-    return [*_said_of(optimizer._compression.settings), *options, ("groups", str(groups)), *tensors]
+    settings = _fingerprint_of(optimizer._compression.settings)
+    return [*settings, *options, ("groups", str(groups)), *tensors]
 
 
-def _said_of(settings: Settings) -> list[tuple[str, str]]:
+def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:
     return [*settings.fingerprint(), ("version of sn_compress", __version__)]
 
 
@@ -217,7 +218,7 @@ class CheckedHandle:
         name = memory.wire_name("sn.same." + fingerprint[0][0])
         fingerprint = [*memory.engine.counted(), *fingerprint]
         words = digest_words(fingerprint)
-        memory.engine.traffic.beside(words.nbytes)
+        memory.engine.traffic.overhead(words.nbytes)
         memory.sent.add(("shared", name))
         handle = hvd.allreduce_async(
             torch.from_numpy(words), name=name, op=hvd.Sum, process_set=optimizer.process_set
@@ -225,29 +226,29 @@ class CheckedHandle:
         return cls(memory, optimizer, fingerprint, memory.engine.sameness.steps - 1, handle, inner)
 
     def finish(self, reduced: Any) -> Any:
-        """Called by Horovod; raises CompressError on every rank if parameters differ."""
+        """Finish for Horovod; CompressError, on every rank, if parameters differ."""
         memory, sets = self.memory, self.optimizer.process_set
         what = f"the digest of the parameters at step {self.step}"
-        asked = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
-        if not all_equal(asked.numpy()):
+        digests = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
+        if not all_equal(digests.numpy()):
             complete(memory, sets)  # another rank may wait for our words before it comes here
-            raise memory.engine.sameness.apart(
+            raise memory.engine.sameness.error(
                 self.step, self.fingerprint, total=partial(total, memory, sets), rank=sets.rank(),
                 ranks=sets.size(),
             )  # fmt: skip
-        memory.engine.sameness.found(self.step)
+        memory.engine.sameness.passed(self.step)
         return reduced if self.inner is None else self.inner.finish(reduced)
 
 
-def _at_rest(optimizer: Any) -> OptimizerState:
+def _idle_state(optimizer: Any) -> OptimizerState:
     memory = memory_of(optimizer)
-    memory.rest()
+    memory.wait_idle()
     return memory
 
 
 def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     """See Compression.residuals."""
-    memory = _at_rest(optimizer)
+    memory = _idle_state(optimizer)
     engine = memory.engine
     # By nodes of the node's mean: as the gradient of one of its ranks it is that many times more.
     by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
@@ -269,20 +270,20 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    memory, place = _at_rest(optimizer), _place(optimizer)
+    memory, place = _idle_state(optimizer), _place(optimizer)
     memory.outcomes.look()
     engine = memory.engine
     state = engine_state.state_dict(engine, **place)
     state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
-    return registry.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
+    return registry.map_tree(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned, on whichever rank, or the list of all ranks' states."""
     with reading("the saved state"):
         held(state)
-        arrays = registry.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    place, memory = _place(optimizer), _at_rest(optimizer)
+        arrays = registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    place, memory = _place(optimizer), _idle_state(optimizer)
     one = isinstance(arrays, dict)
     fits = arrays | place if one else loadable(arrays, place["ranks"])
     engine_state.load_state_dict(memory.engine, fits, ranks=place["ranks"], rank=place["rank"])
@@ -297,12 +298,12 @@ def _place(optimizer: Any) -> dict[str, int]:
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
-    memory, sets = _at_rest(optimizer), optimizer.process_set
-    memory.begin_anew()
+    memory, sets = _idle_state(optimizer), optimizer.process_set
+    memory.reset()
     engine = memory.engine
-    own = engine.exchange
+    exchange = engine.exchange
     state = {
-        **own.state_dict(),
+        **exchange.state_dict(),
         "theta": engine.theta.state_dict(),
         "scale": engine.transaction.scale,
     }
@@ -310,14 +311,14 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     if sets.process_set_id == 0:
         state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
     residuals = {}
-    for name, n in sorted(own.sizes(state).items()):
+    for name, n in sorted(exchange.sizes(state).items()):
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
-        if own.remembers(name):
-            wire[:n], wire[n] = torch.from_numpy(own.residual(name)), 1
+        if exchange.remembers(name):
+            wire[:n], wire[n] = torch.from_numpy(exchange.residual(name)), 1
         total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
         residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
-    own.take_over(state, residuals)
-    engine.theta.load_state_dict(state["theta"])  # ranks that came are where the others are
+    exchange.load_with_residuals(state, residuals)
+    engine.theta.load_state_dict(state["theta"])  # new ranks resume where the others are
     engine.transaction.scale = state["scale"]
     engine.forget_step()
     memory.loaded = None
@@ -342,7 +343,7 @@ class _ElasticHandler(StateHandler):
 
     def restore(self) -> None:
         self._give_up()
-        memory_of(self.value.optimizer).begin_anew()
+        memory_of(self.value.optimizer).reset()
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:

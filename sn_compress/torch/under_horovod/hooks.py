@@ -3,8 +3,7 @@
 Horovod passes only the tensor. Keying by the order of calls would break as soon as two ranks
 compute gradients in different orders, and keying by address as soon as gradients are freed, so
 the answer is read from the local variables of Horovod's own calling function. They are those of
-release 0.28.1, which is what `scripts/build_horovod.py` builds; anything else is an error, never
-a guess.
+release 0.28.1, which `scripts/build_horovod.py` builds; anything else is an error.
 
 How Horovod's optimizer submits a gradient once it has had a step of ours: without a stand-in.
 
@@ -157,42 +156,42 @@ _READERS = {
 
 
 class GradientHook:
-    """Stands in an optimizer in the place of its `_allreduce_grad_async`.
+    """Replaces an optimizer's `_allreduce_grad_async`.
 
     optimizer : made by hvd.DistributedOptimizer, held weakly
-    stands_in : whether all ranks hand Horovod stand-ins in this step
-    send : what is to be handed to Horovod for a tensor, or None where it travels in a bucket, and
-        what is to be done with the result
-    again : whether what a tensor holds is the ranks' mean already, on all ranks alike
+    uses_placeholders : whether all ranks hand Horovod placeholders in this step
+    send : returns what to hand to Horovod for a tensor, or None where it travels in a bucket, and
+        the context that finishes its result
+    again : whether a tensor holds the ranks' mean already, the same on all ranks
     limit_s : seconds to wait for other ranks
     """
 
     def __init__(
         self,
         optimizer: Any,
-        stands_in: Callable[[], bool],
+        uses_placeholders: Callable[[], bool],
         send: Callable[[torch.Tensor, Caller], tuple[Any, Any]],
         again: Callable[[Caller], bool],
         limit_s: float,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._stands_in, self._send, self._again = stands_in, send, again
+        self._uses_placeholders, self._send, self._again = uses_placeholders, send, again
         self._limit_s = limit_s
 
     def begin(self) -> None:
-        """From the next gradient on."""
+        """Install the hook, from the next gradient on."""
         if (optimizer := self._optimizer()) is not None:
             optimizer._allreduce_grad_async = self
 
     def end(self) -> None:
-        """From the next gradient on Horovod submits itself."""
+        """Remove the hook: Horovod submits the next gradient itself."""
         if (optimizer := self._optimizer()) is not None:
             vars(optimizer).pop("_allreduce_grad_async", None)
 
     def __call__(self, parameter: torch.Tensor) -> tuple[Any, Any]:
-        """Called by Horovod for each gradient, in the backward pass or behind it."""
+        """Send a gradient; Horovod calls this for each, in the backward pass or after it."""
         optimizer = self._optimizer()
-        assert optimizer is not None  # who calls is its method
+        assert optimizer is not None  # its method is the caller
         if parameter.grad is None:  # not used in this step, but by another rank, perhaps
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
@@ -205,7 +204,7 @@ class GradientHook:
         if again:
             return DeferredCheck(lambda: gradient), None
         wire, ctx = self._send(gradient, caller)
-        if wire is None and not self._stands_in():
+        if wire is None and not self._uses_placeholders():
             return DeferredCheck(partial(ctx.finish, gradient)), None
         if wire is None:
             wire = placeholder(gradient)

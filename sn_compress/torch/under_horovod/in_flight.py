@@ -42,7 +42,7 @@ class PlainHandle:
     dtype: torch.dtype
 
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        self.memory.comes_back()
+        self.memory.mark_all_sent()
         self.memory.engine.learn(self.name, reduced.detach().float() / self.factor)
         return reduced.to(self.dtype)
 
@@ -113,7 +113,7 @@ class Reducer:
     sent: set[tuple[str, str]] = field(default_factory=set)
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def beside(self) -> AbstractContextManager[None]:
+    def computing(self) -> AbstractContextManager[None]:
         return self.side.on(self.device)
 
     def start(self, name: str, carries: Sequence[Carried]) -> list[tuple[str, int, bool]]:
@@ -146,7 +146,7 @@ class Reducer:
 
     def wait(self, handles: list[tuple[str, int, bool]]) -> list[Any]:
         with self.waiting():
-            return [self._result(*each) for each in handles]
+            return [self._result(*handle) for handle in handles]
 
     def _result(self, name: str, handle: int, by_rank: bool) -> Any:
         try:
@@ -163,7 +163,7 @@ class Reducer:
 def rounds(
     memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], process_set: Any
 ) -> Rounds:
-    """Those of gradients that travel together: what is plain goes beside the first one."""
+    """The rounds of gradients that travel together; plain ones go with the first round."""
     if memory.nodes is not None:
         yield from _by_nodes(memory, members, memory.nodes)
         return
@@ -172,16 +172,17 @@ def rounds(
     for member in members:
         if isinstance(member, FusedHandle):
             small.setdefault(member.kind, []).append(member)
-    opened = _coded(memory, coded, process_set) if coded else None
-    asked = [] if opened is None else next(opened)
-    came = yield [*asked, *(Plain(_joined(it, kind), it[0].send) for kind, it in small.items())]
-    means, came = came[len(asked) :], came[: len(asked)]
-    if opened is not None:
+    coded_rounds = _coded(memory, coded, process_set) if coded else None
+    requests = [] if coded_rounds is None else next(coded_rounds)
+    plain = [Plain(_joined(fused, kind), fused[0].send) for kind, fused in small.items()]
+    results = yield [*requests, *plain]
+    means, results = results[len(requests) :], results[: len(requests)]
+    if coded_rounds is not None:
         with suppress(StopIteration):
             while True:
-                came = yield opened.send(came)
+                results = yield coded_rounds.send(results)
     for fused, mean in zip(small.values(), means, strict=True):
-        pieces = mean.split([it.tensor.numel() for it in fused])
+        pieces = mean.split([member.tensor.numel() for member in fused])
         for member, piece in zip(fused, pieces, strict=True):
             member.tensor.copy_(piece.view(member.tensor.shape))
 
@@ -225,7 +226,7 @@ def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> No
     if name:
         memory.sent.add(("shared", name))
     word = torch.ones(1, dtype=torch.int32)
-    memory.engine.traffic.beside(word.nbytes)
+    memory.engine.traffic.overhead(word.nbytes)
     memory.counts_ranks = True
     memory.ranks_sum = hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)
 
@@ -254,25 +255,25 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
 
 
 def begin(memory: OptimizerState, number: int, process_set: Any) -> None:
-    """Start what was filed in a bucket."""
+    """Start the exchange of a bucket's gradients."""
     assert memory.buckets is not None
     members = [member for _, member in memory.buckets.take(number)]
     require_all_ranks(memory, memory.buckets.members[number][0], process_set)
     device = members[0].tensor.device
-    beside = memory.settings.overlap and device.type == "cpu"
+    in_thread = memory.settings.overlap and device.type == "cpu"
     wire = Reducer(
         process_set, memory.settings.wait_s, memory.side, device, sent=memory.sent,
         waiting=memory.engine.seconds.waiting,
     )  # fmt: skip
     key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")
     opens = partial(rounds, memory, members, process_set)
-    memory.pending.begin(key, opens, wire, encoding_thread() if beside else None)
+    memory.pending.begin(key, opens, wire, encoding_thread() if in_thread else None)
 
 
 def complete(memory: OptimizerState, process_set: Any) -> None:
     """Take a step to its end: what was held back by tensors that nobody was asked about, too."""
     if memory.buckets is not None:
-        for number in memory.buckets.rest():
+        for number in memory.buckets.incomplete():
             begin(memory, number, process_set)
     memory.complete()
 

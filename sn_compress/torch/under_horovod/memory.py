@@ -71,8 +71,8 @@ Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent wha
 class Wire(Protocol):
     """The rim's collectives, without waiting."""
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Around all that is computed."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context in which the rounds compute."""
 
     def start(self, name: str, words: Any) -> Any:
         """Send off what rounds have yielded; the handle of what comes of it."""
@@ -120,7 +120,7 @@ class Pending:
             self._jobs.append(thread.submit(self._first_beside, key, rounds, wire))
 
     def _first(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
-        with wire.beside():
+        with wire.computing():
             under_way = _Underway(rounds(), wire)
             words = next(under_way.rounds)
             under_way.handle = wire.start(f"sn0.{key}", words)
@@ -144,19 +144,19 @@ class Pending:
                     under_way.error = error
 
     def complete(self) -> dict[str, Any]:
-        """Take all that is on its way to its end: what the rounds have returned, by key.
+        """Complete all exchanges; return what their rounds have returned, by key.
 
-        If that fails, so has the step, and nothing of it is on its way any more.
+        If that fails, the step has failed, and all exchanges are dropped.
         """
         try:
             self.settle()
-            while left := [(it.round, key) for key, it in self._underway.items() if not it.ended]:
-                self._advance(min(left)[1])
+            while open_ := [(u.round, key) for key, u in self._underway.items() if not u.ended]:
+                self._advance(min(open_)[1])
         except BaseException:
             self.drop()
             raise
         ended, self._underway = self._underway, {}
-        return {key: each.result for key, each in ended.items()}
+        return {key: exchange.result for key, exchange in ended.items()}
 
     def settle(self) -> None:
         """Wait until the thread has done what it was given; raises what failed there."""
@@ -166,25 +166,25 @@ class Pending:
             job.result()
 
     def drop(self) -> None:
-        """Forget what is on its way, after a step that failed; waits for no other rank."""
+        """Drop all exchanges, after a step that failed, without waiting for other ranks."""
         wait(self._jobs)
         self._jobs.clear()
-        left, self._underway = self._underway, {}
-        for each in left.values():
-            # Taken, or the framework would keep the sum for ever. Why it failed has been said.
+        dropped, self._underway = self._underway, {}
+        for exchange in dropped.values():
+            # Waited for, or the framework would keep the sum forever.
             with suppress(Exception):
-                if each.handle is not None and each.wire.arrived(each.handle):
-                    each.wire.wait(each.handle)
+                if exchange.handle is not None and exchange.wire.arrived(exchange.handle):
+                    exchange.wire.wait(exchange.handle)
 
     def _advance(self, key: str) -> None:
         under_way = self._underway[key]
         if under_way.error is not None:
             raise under_way.error
         handle, under_way.handle = under_way.handle, None  # good for one wait
-        came = under_way.wire.wait(handle)
+        summed = under_way.wire.wait(handle)
         try:
-            with under_way.wire.beside():
-                words = under_way.rounds.send(came)
+            with under_way.wire.computing():
+                words = under_way.rounds.send(summed)
                 under_way.handle = under_way.wire.start(f"sn{under_way.round + 1}.{key}", words)
             under_way.round += 1
         except StopIteration as end:
@@ -203,15 +203,15 @@ class OptimizerState:
 
     unused_number: ClassVar[int] = 0  # that no names of collectives have had on this rank
 
-    def __init__(self, settings: Settings, *, alone: bool = False) -> None:
+    def __init__(self, settings: Settings, *, of_call: bool = False) -> None:
         self.settings = settings
         self.outcomes = Outcomes()
         self.engine = Engine(
             settings,
             torch.get_num_threads(),
             stock="Horovod",
-            tuner=None if alone else new_tuner,
-            outcomes=None if alone else self.outcomes,
+            tuner=None if of_call else new_tuner,
+            outcomes=None if of_call else self.outcomes,
             drops_unused=False,
             pauses=True,
         )
@@ -226,7 +226,7 @@ class OptimizerState:
         # Kinds and names of collectives since the last step that came to its end.
         self.sent: set[tuple[str, str]] = set()
         # On all ranks alike: some of these may wait for a rank that never sends them.
-        self.leaves_some = False
+        self.has_broken_rounds = False
         self.counts_ranks = False  # in this step, or call
         self.ranks_sum: int | None = None  # the handle of their number, until it was read
         self.repeats = False  # Horovod asks again about what it has averaged
@@ -239,13 +239,13 @@ class OptimizerState:
         self.loaded: list[dict[str, Any]] | None = []
 
     def begin_step(self) -> None:
-        """The first gradient of a step is about to be sent."""
+        """Begin a step: its first gradient is about to be sent."""
         self.give_up()
         self._steps += 1
         self.engine.new_step()
 
     def sends(self, gradient: torch.Tensor) -> None:
-        """A gradient is on its way, and its mean will be in the same tensor."""
+        """Note that a gradient is being sent; its mean will be written to the same tensor."""
         self._sent_from[id(gradient)] = gradient
 
     def has_sent(self, gradient: torch.Tensor | None) -> bool:
@@ -254,43 +254,43 @@ class OptimizerState:
             return False
         return gradient.is_sparse or self._sent_from.get(id(gradient)) is gradient
 
-    def stands_in(self) -> bool:
-        """Whether Horovod is handed a stand-in for what travels in buckets: alike on all ranks."""
+    def uses_placeholders(self) -> bool:
+        """Whether Horovod gets placeholders for gradients in buckets: the same on all ranks."""
         return self._steps <= 1
 
     def give_up(self) -> None:
-        """Forget what is on its way, of a step that broke off; waits for no other rank.
+        """Drop the exchanges of a step that broke off, without waiting for other ranks.
 
-        It is taken back: ranks may have come to different places of it, and have to be alike.
+        The step is undone: ranks may have reached different points of it, and must end up equal.
         """
         under_way = not self.pending.empty
         self.pending.drop()
         self.counts_ranks, self.ranks_sum = False, None
         self.side.join()
-        filed = self.buckets is not None and self.buckets.rest()
-        begun, self._coded, self._dense = self._coded | self._dense, set(), set()
-        if filed or begun or under_way:
-            # Some ranks may have sent a round off that others never will.
+        filed = self.buckets is not None and self.buckets.incomplete()
+        names, self._coded, self._dense = self._coded | self._dense, set(), set()
+        if filed or names or under_way:
+            # Some ranks may have sent a round that others never will.
             self._broken += 1
-            self.leaves_some = True
-        self.engine.transaction.undo(begun)
+            self.has_broken_rounds = True
+        self.engine.transaction.undo(names)
         if self.buckets is not None:
             self.buckets.begin()
 
-    def take_number(self, number: int) -> None:
-        """Ranks have agreed on a number that no names had before on any of them."""
+    def set_number(self, number: int) -> None:
+        """Set the number of this rank's names, on which ranks agreed as new to all of them."""
         self._number, self._broken = number, 0
         OptimizerState.unused_number = max(OptimizerState.unused_number, number + 1)
 
     def forget_sent(self) -> None:
-        """Nothing waits any more: Horovod was started anew, or it was brought to its end."""
+        """Forget the collectives that were sent: Horovod was restarted, or they have ended."""
         self.sent.clear()
-        self.leaves_some = False
+        self.has_broken_rounds = False
 
     def wire_name(self, key: str) -> str:
-        """That of collectives, under which nothing of a step that broke off is still waiting.
+        """Return a name for collectives under which nothing of a broken step is still waiting.
 
-        Of no optimizer that is gone, either: what one rank had sent, and no other, waits for ever.
+        Nor of a deleted optimizer: what one rank had sent, and no other, waits forever.
         """
         return f"{key}.{self._number}.{self._broken}" if self._number or self._broken else key
 
@@ -298,14 +298,14 @@ class OptimizerState:
         """The engine begins a step of these tensors."""
         (self._dense if dense else self._coded).update(names)
 
-    def comes_back(self) -> None:
-        """The framework hands out its first mean of this step: all gradients were sent."""
+    def mark_all_sent(self) -> None:
+        """Note that all gradients were sent, as the framework asks for the step's first mean."""
         self._dense.clear()
 
     def complete(self) -> None:
-        """All that is on its way comes to its end; if that fails, so has the step.
+        """Complete all exchanges; if that fails, the step has failed.
 
-        For the first mean that is asked for in a step, and nothing for those behind it.
+        Does so for the first mean that is asked for in a step, and nothing for later ones.
         """
         if not self._coded and self.pending.empty:
             return
@@ -318,19 +318,19 @@ class OptimizerState:
         self._coded.clear()
         self.sent.clear()
 
-    def rest(self) -> None:
-        """Nothing is being computed any more, in whatever thread or stream."""
+    def wait_idle(self) -> None:
+        """Wait until no thread or stream computes any more."""
         self.pending.settle()
         self.side.join()
 
-    def begin_anew(self) -> None:
-        """Before ranks that came share a state: all agree again, and count from here."""
+    def reset(self) -> None:
+        """Let all ranks agree again and count from here, before new ranks receive a state."""
         self._broken = self._steps = 0
-        self.engine.begin_anew()
+        self.engine.reset()
 
 
 def memory_of(optimizer: Any) -> OptimizerState:
-    """That of an optimizer, made when first asked for; CompressError if it has none of ours."""
+    """Return an optimizer's state, created on first use; CompressError if it is not compressed."""
     compression = getattr(optimizer, "_compression", None)
     settings = getattr(compression, "settings", None)
     if not isinstance(settings, Settings):

@@ -17,30 +17,30 @@ from .memory import OptimizerState, memory_of
 
 
 def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: Any) -> None:
-    """See for optimizers which nodes there are; blocks, on all ranks."""
-    every = [(each, memory_of(each)) for each in optimizers]
-    if not any(may_have_nodes(own.settings, process_set) for _, own in every):
+    """Find the nodes for optimizers; blocks, on all ranks."""
+    states = [memory_of(optimizer) for optimizer in optimizers]
+    if not any(may_have_nodes(state.settings, process_set) for state in states):
         return
     layout = horovods_layout(partial(total, memory, process_set), process_set)
-    for optimizer, own in every:
-        if layout is None or not may_have_nodes(own.settings, process_set):
-            own.nodes = None
-        elif own.nodes is None or own.nodes.layout != layout:
-            own.nodes = Place(layout, process_set.rank())
-            own.nodes.own(_tensors(optimizer))
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if layout is None or not may_have_nodes(state.settings, process_set):
+            state.nodes = None
+        elif state.nodes is None or state.nodes.layout != layout:
+            state.nodes = Place(layout, process_set.rank())
+            state.nodes.owned_names(_tensors(optimizer))
 
 
 def _tensors(optimizer: Any) -> list[tuple[str, int]]:
-    """Those of an optimizer, in the order in which gradients come; the same on all ranks."""
-    asked, names = optimizer._requires_update, optimizer._parameter_names
-    every = [p for group in optimizer.param_groups for p in group["params"] if p in asked]
-    return [(names[p], p.numel()) for p in reversed(every)]
+    """Return (name, elements) of an optimizer's tensors in gradient order, equal on all ranks."""
+    reduced, names = optimizer._requires_update, optimizer._parameter_names
+    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
+    return [(names[p], p.numel()) for p in reversed(ordered)]
 
 
-def take_loaded(memory: OptimizerState, optimizer: Any, process_set: Any) -> None:
+def load_pending(memory: OptimizerState, optimizer: Any, process_set: Any) -> None:
     """Go on from what was loaded before the nodes were known; CompressError if it cannot be."""
     states, memory.loaded = memory.loaded, []
-    engine_state.take_loaded(
+    engine_state.load_pending(
         memory.engine, states, memory.nodes, _tensors(optimizer), ranks=process_set.size(),
         rank=process_set.rank(),
     )  # fmt: skip
