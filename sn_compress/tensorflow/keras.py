@@ -524,7 +524,7 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     Parameters
     ----------
     backup_dir : rank n writes `backup_dir/rank<n>`, at the end of each epoch
-    others : of BackupAndRestore, but save_freq, which is "epoch"
+    options : of BackupAndRestore, but save_freq, which is "epoch"
 
     Raises CompressError for another save_freq, and for a folder with weights and without a memory.
     """

@@ -125,7 +125,7 @@ class Program:
 class Emission:
     """One time a program is put into the graph that is being built.
 
-    given : tensors for the step's arguments
+    inputs : tensors for the step's arguments
     """
 
     def __init__(self, program: Program, inputs: list[Any]) -> None:

@@ -43,7 +43,7 @@ def fitting(
 
     model : the planned model; what is planned now is kept in its record
     step : the step planned for its input
-    given : the input, as the sample was written
+    arguments : the input, as the sample was written
     parameters : the model's
     """
     record: PlanRecord = model.__dict__[RECORD]

@@ -52,7 +52,7 @@ def step_for(
     memory. Warns where what runs is slower than a plan of ops, or above the budget.
 
     model, record : the planned model and what it carries; the step is kept there
-    kind, given : the input; no kind where an argument cannot be compared
+    kind, arguments : the input; no kind where an argument cannot be compared
     """
     if of_first_fsdp(model):
         raise first_fsdp_refused()
@@ -72,7 +72,7 @@ def step_for(
 class _UnseenArguments(UnseenInput[Step]):
     """Arguments of a kind that came for the first time.
 
-    plain, record, kind, given : as for `step_for`, but the plain model
+    plain, record, kind, arguments : as for `step_for`, but the plain model
     like : its kind, with types in the place of arguments that cannot be compared
     """
 

@@ -111,7 +111,7 @@ class StepCache:
     def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
         """Bytes of what steps hold beside the model's tensors, each storage once.
 
-        beside : tensors that do not count
+        excluding : tensors that do not count
         """
         known = {_key(tensor) for tensor in excluding}
         held = {_key(tensor): tensor for step in self.every for tensor in step.known}

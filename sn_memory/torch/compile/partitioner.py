@@ -153,7 +153,7 @@ def compile_step(
 ) -> Run:
     """Compile a traced model.
 
-    apart : from the compilation that is under way, to be run and measured. What follows upon it is
+    separately : from the compilation that is under way, to be run and measured. What follows upon it is
         compiled without Inductor's assertions, 190 calls in a U-Net's step: that sizes and strides
         are as told was seen when it was measured, and does not change from step to step.
     """

@@ -363,7 +363,7 @@ def signature_of(
 ) -> InputSignature | None:
     """Return the signature of an input; None if an argument cannot be compared.
 
-    model, given : the plain or the planned model, and what its forward is given
+    model, arguments : the plain or the planned model, and what its forward is given
     settings : what counts of the modules
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
@@ -422,7 +422,7 @@ class GuardCache:
     ) -> InputSignature:
         """Return the signature that a step is for, and compare what it depends on from now on.
 
-        signature, model, given : what the step was planned for
+        signature, model, arguments : what the step was planned for
         reads : what it read of modules
         value_places : places among the flat arguments of which it counts whether they are all ones
         """

@@ -36,7 +36,7 @@ class Form:
     spec : of the first leaves
     shells : objects among these, as a list copied at once, with a place for each tensor
     places : per place in the shells, the leaf that stands there
-    whole : by id, what the copies share with the objects
+    tensors : by id, what the copies share with the objects
     """
 
     spec: TreeSpec

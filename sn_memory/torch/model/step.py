@@ -133,7 +133,7 @@ def forbid_external_rng() -> Iterator[None]:
 class ModelSnapshot:
     """All that a step may change of a model and of what it is given, when this is made.
 
-    model, given : what the step runs on
+    model, arguments : what the step runs on
     others : tensors and generators that it may change beside those that modules hold as attributes
     spared : tensors that it changes only as training does
     """

@@ -286,7 +286,7 @@ def breaks(survey: Survey, saved: Callable[[str], int], model_reason: str) -> tu
     """Return what is no region and holds some, or is a leaf that was refused; the largest first.
 
     saved : returns what a module saves for the backward pass, by its path
-    whole : why the model itself cannot be traced
+    model_reason : why the model itself cannot be traced
     """
     why = ({"": model_reason} if model_reason else {}) | survey.refused
     by_reason: dict[str, Break] = {}

@@ -317,7 +317,7 @@ class ModelState:
         whether it runs at all.
 
         replay : the step
-        model, given : the plain model, and the sample; one without memory is not run
+        model, arguments : the plain model, and the sample; one without memory is not run
         planned_with : traces and plans the step with such layouts
 
         Raises TraceError if the step does not run on the sample.
