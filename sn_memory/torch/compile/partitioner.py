@@ -153,9 +153,9 @@ def compile_step(
 ) -> Run:
     """Compile a traced model.
 
-    separately : from the compilation that is under way, to be run and measured. What follows upon it is
-        compiled without Inductor's assertions, 190 calls in a U-Net's step: that sizes and strides
-        are as told was seen when it was measured, and does not change from step to step.
+    separately : from the compilation that is under way, to be run and measured. What follows upon
+        it is compiled without Inductor's assertions, 190 calls in a U-Net's step: sizes and strides
+        were checked when it was measured, and do not change from step to step.
     """
     patches: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
     if partitioner is not None and not separately:
