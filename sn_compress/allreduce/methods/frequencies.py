@@ -213,7 +213,7 @@ class RoundRobin:
         sums, unit : whole numbers [count, channels], and what one stands for in parts of the scale
         """
         xp = namespace(directions)
-        # Dense numbers: their squares are summed exactly, and a root has one rounding everywhere.
+        # Integers: their squares are summed exactly, and a root has one rounding everywhere.
         wide = xp.astype(sums, xp.float64)
         norms = xp.sqrt(xp.sum(wide * wide, axis=1)) * xp.astype(unit, xp.float64)
         waited = xp.astype(xp.take(state["age"], self.places, axis=0), xp.float64)
