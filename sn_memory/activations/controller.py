@@ -248,8 +248,8 @@ class Controller:
     def held_under(self, keys: Collection[str], bits: int | None = None) -> int:
         """What is kept under some keys, in the bits of the last observation or these."""
         rows = [row for row in self.rows() if row.key in keys]
-        each = [bits if bits and self._seen.is_free(row) else row.bits for row in rows]
-        return sum(map(compressed_bytes, (row.n for row in rows), each)) + sum(
+        widths = [bits if bits and self._seen.is_free(row) else row.bits for row in rows]
+        return sum(map(compressed_bytes, (row.n for row in rows), widths)) + sum(
             nbytes for key, nbytes in self._seen.others.items() if key in keys
         )
 
@@ -374,8 +374,8 @@ def suggest_batch(
         )
     # What is there for a moment only costs the same with and without compression.
     batches = [
-        int((budget_bytes - fixed_bytes) // (each + transient_sample_bytes)) // multiple * multiple
-        for each in (compressed_sample_bytes, sample_bytes)
+        int((budget_bytes - fixed_bytes) // (held + transient_sample_bytes)) // multiple * multiple
+        for held in (compressed_sample_bytes, sample_bytes)
     ]
     if batches[0] < multiple:
         raise ValueError(

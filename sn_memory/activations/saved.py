@@ -352,19 +352,19 @@ def rates_of(timed: Sequence[Timed]) -> dict[str, float]:
     Of all tensors kept one way together, as one alone is over too soon to be measured.
     """
     taken: dict[str, list[float]] = {}
-    for it in timed:
-        for way in (it.way, "") if it.rounded else (it.way,):
+    for call in timed:
+        for way in (call.way, "") if call.rounded else (call.way,):
             total = taken.setdefault(way, [0.0, 0.0])
-            total[0], total[1] = total[0] + it.seconds, total[1] + it.nbytes
+            total[0], total[1] = total[0] + call.seconds, total[1] + call.nbytes
     return {way: seconds / max(nbytes, 1) for way, (seconds, nbytes) in taken.items()}
 
 
 def packing_of(timed: Sequence[Timed], rates: Mapping[str, float]) -> Cost:
     """Return what it takes to keep these tensors as the first pass did."""
     return Cost(
-        sum(rates[it.way] * it.nbytes for it in timed),
-        sum(it.plain_bytes for it in timed),
-        sum(it.held_bytes for it in timed),
+        sum(rates[call.way] * call.nbytes for call in timed),
+        sum(call.plain_bytes for call in timed),
+        sum(call.held_bytes for call in timed),
     )
 
 
@@ -441,11 +441,11 @@ class Observed:
         memories: Groups = {}
         for row in self.free:
             memories.setdefault(row.group, []).append(row)
-        found: tuple[Groups, Groups, Groups] = {}, {}, {}
+        by_kind: tuple[Groups, Groups, Groups] = {}, {}, {}
         for group, rows in memories.items():
             kinds = {row.kind for row in rows}
-            found[2 if "nonlinear" in kinds else int("norm" in kinds)][group] = rows
-        return found
+            by_kind[2 if "nonlinear" in kinds else int("norm" in kinds)][group] = rows
+        return by_kind
 
     def held(self, linear_bits: int, norm_bits: int, nonlinear_bits: int) -> int:
         """Bytes kept at these bits."""
@@ -455,10 +455,10 @@ class Observed:
             for row in self.rows.values()
             if not self.is_free(row)
         }
-        each = linear_bits, norm_bits, nonlinear_bits
+        widths = linear_bits, norm_bits, nonlinear_bits
         compressed = (
             compressed_bytes(rows[0].n, bits)
-            for groups, bits in zip(self.groups(), each, strict=True)
+            for groups, bits in zip(self.groups(), widths, strict=True)
             for rows in groups.values()
         )
         return sum(self.others.values()) + sum(exact.values()) + sum(compressed)
@@ -545,14 +545,14 @@ def _left_alone(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict
         id(rows): compressed_bytes(rows[0].n, None) - compressed_bytes(rows[0].n, bits)
         for rows in groups
     }
-    found: dict[str, None] = {}
+    left_alone: dict[str, None] = {}
     for rows in sorted(
-        groups, key=lambda it: (-sum(row.seconds for row in it) / more[id(it)], it[0].key)
+        groups, key=lambda rows: (-sum(row.seconds for row in rows) / more[id(rows)], rows[0].key)
     ):
         if rows[0].seconds and more[id(rows)] <= left_bytes:
             left_bytes -= more[id(rows)]
-            found |= dict.fromkeys(row.key for row in rows)
-    return found
+            left_alone |= dict.fromkeys(row.key for row in rows)
+    return left_alone
 
 
 def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:

@@ -206,13 +206,13 @@ class _Search:
             return 0.0
         freed = {name: kept[name].held_bytes - again[name].held_bytes for name in again}
         # Where nothing is packed, what the cheapest takes that runs again.
-        each = [again[name].seconds / freed[name] for name in again if freed[name] > 0]
-        return price or min(each, default=0.0)
+        prices = [again[name].seconds / freed[name] for name in again if freed[name] > 0]
+        return price or min(prices, default=0.0)
 
     def _mix(self, names: tuple[str, ...], price: float) -> Mix:
         sections = self.sections(names)
-        inside = {key for it in self._timed_of(names) for key in it.within}
-        packed = [key for it in self.timed for key in it.within if key not in inside]
+        inside = {key for row in self._timed_of(names) for key in row.within}
+        packed = [key for row in self.timed for key in row.within if key not in inside]
         kept, plain_bytes = self.kept(names), sum(self.plain.all)
         unpacked_bytes = sum(self._counted(sections)) if names else plain_bytes
         ways = (
@@ -239,11 +239,11 @@ class _Search:
     def _timed_of(self, names: Sequence[str]) -> list[Timed]:
         """Return what layers pack that are in these places."""
         layers = layers_in(self.places[name].section for name in names)
-        return [it for it in self.timed if any(self.keys[key] in layers for key in it.within)]
+        return [row for row in self.timed if any(self.keys[key] in layers for key in row.within)]
 
     def held_bytes(self, names: Sequence[str], bits: int) -> int:
         """Return what is held where these run again, inputs of the others in so many bits."""
-        inside = {key for it in self._timed_of(names) for key in it.within}
+        inside = {key for row in self._timed_of(names) for key in row.within}
         return sum(self.kept(names)) + self.packed.held_under(
             [key for key in self.keys if key not in inside], bits
         )
@@ -262,10 +262,10 @@ class _Search:
 
     def sections(self, names: Collection[str]) -> tuple[Section, ...]:
         """Return what runs again: layers next to each other together, while they leave little."""
-        found: list[Section] = []
+        sections: list[Section] = []
         for name in (name for name in self.places if name in names):
             more, left = self.places[name].section, self.plain.left[name]
-            last = found[-1] if found else more
+            last = sections[-1] if sections else more
             items = more.chain.items
             joins = last.chain is more.chain and items.index(last.items[-1]) + 1 == items.index(
                 more.items[0]
@@ -273,12 +273,12 @@ class _Search:
             # All that they leave is there at once when they run again.
             if joins and last.saved_bytes + left < self.held:
                 changed = (*last.changed, *more.changed)
-                found[-1] = Section(
+                sections[-1] = Section(
                     last.chain, (*last.items, *more.items), changed, last.saved_bytes + left
                 )
             else:
-                found.append(replace(more, saved_bytes=left))
-        return tuple(found)
+                sections.append(replace(more, saved_bytes=left))
+        return tuple(sections)
 
     def _counted(self, sections: Sequence[Section]) -> list[int]:
         """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
@@ -309,7 +309,7 @@ def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
 def _watch(places: dict[str, _Place], watch: Rerun, model: Any) -> ExitStack:
     """Let all places go through `watch`, those around others too."""
     undo = ExitStack()
-    undo.enter_context(run_in_sections([it.section for it in places.values()], watch, model))
+    undo.enter_context(run_in_sections([place.section for place in places.values()], watch, model))
     return undo
 
 
@@ -353,7 +353,7 @@ def _packing(trial: Packing, model: Any, args: tuple[Any, ...]) -> list[Timed]:
     for _ in range(1 + _RUNS):
         with tf.GradientTape() as tape:
             results = tensors_in(model(*args, training=True))
-        tape.gradient([it for it in results if it.dtype.is_floating], weights)
+        tape.gradient([result for result in results if result.dtype.is_floating], weights)
         runs.append(trial.seconds())
     rows = {row.key: row for row in trial.controller.rows()}
     timed = []
@@ -421,12 +421,12 @@ def _left_bytes(function: Function, given: list[Any], free: set[int]) -> list[in
         sources = [*wanted, *tape.watched_variables()]
         tape.gradient(results, sources, _placeholders(results))
     ops = graph.get_operations()
-    made, own = {op.name for op in ops[:forward]}, {value.ref() for value in counted}
+    names, own = {op.name for op in ops[:forward]}, {value.ref() for value in counted}
     roots = {_root(value).ref() for op in ops[forward:] for value in op.inputs}
     return [
         bytes_of(root.deref())
         for root in roots
-        if root in own or (root.deref().op.name in made and root.deref().op.type not in _THERE)
+        if root in own or (root.deref().op.name in names and root.deref().op.type not in _THERE)
     ]
 
 

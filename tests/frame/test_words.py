@@ -22,7 +22,8 @@ BANNED = {
         *("cook", "door", "elsewhere", "fewest_again", "glance", "guard", "in_turn", "journeys"),
         *("looked_at", "made_up", "menu", "no_chance", "operate", "owed", "put_off", "rehearsal"),
         *("rehearsed", "resting", "say", "set_chance", "speaking", "stand_for", "taken_apart"),
-        *("tell", "underway", "aside"),
+        *("tell", "underway", "aside", "it", "found", "made", "each", "there", "told", "said"),
+        *("came", "begun", "beside"),
     ),
 }
 

@@ -60,7 +60,7 @@ class Block:
 
     first, last : its forward ops, half-open
     turn : the first of its backward ops
-    made : storages that its forward ops make
+    created : storages that its forward ops make
     crossing : storages of earlier ops that forward ops from `first` on read
     forward_s, forward_peak_bytes : its forward ops run once more, holding nothing but what crosses
     options : kept, and made again where that holds less
@@ -69,7 +69,7 @@ class Block:
     first: int
     last: int
     turn: int
-    made: tuple[int, ...] = field(repr=False)
+    created: tuple[int, ...] = field(repr=False)
     crossing: tuple[int, ...] = field(repr=False)
     forward_s: float
     forward_peak_bytes: int
@@ -155,7 +155,7 @@ def _blocks(
     """Return the blocks with what they hold: kept whole, or but for what crosses into the next."""
     count, ops = len(cuts) - 1, len(shape.graph.ops)
     ends = [until, *turns]
-    made: list[list[int]] = [[] for _ in range(count)]
+    created: list[list[int]] = [[] for _ in range(count)]
     crossing: list[list[int]] = [[] for _ in range(count)]
     held, passed = [0] * count, [0] * count
     # Live bytes of what a block makes, in its own ops; of backward ops, until it goes. And of its
@@ -171,7 +171,7 @@ def _blocks(
             live[chain[0]] += size
             live[ops if stays else used + 1] -= size
             continue
-        made[block].append(storage)
+        created[block].append(storage)
         forward, end = last_forward[storage], cuts[block + 1]
         for later in range(block + 1, bisect_right(cuts, forward)):
             crossing[later].append(storage)
@@ -197,7 +197,7 @@ def _blocks(
             options.append(Option(False, passed[at], max(again, backward), forward_s))
         blocks.append(
             Block(
-                first, last, turns[at], tuple(made[at]), tuple(crossing[at]), forward_s, again,
+                first, last, turns[at], tuple(created[at]), tuple(crossing[at]), forward_s, again,
                 tuple(options),
             )
         )  # fmt: skip
@@ -354,7 +354,7 @@ class _Writer:
     def option(self, number: int, option: Option, since: int) -> None:
         """Carry a block out in one way, at a level that holds from op `since` on."""
         block, turn = self.chain.blocks[number], self.chain.blocks[-1].last
-        for storage in block.made:
+        for storage in block.created:
             hole = self.chain.turn_holes[storage]
             if option.kept and self.shape.start[hole] < turn <= self.shape.end[hole]:
                 self._put(hole, since)

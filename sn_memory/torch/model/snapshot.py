@@ -218,7 +218,7 @@ def kept_by_code(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(method, FunctionType)
     ]
     seen: set[int] = set()
-    yield from (("what its code reaches", it) for own in methods for it in _reached(own, seen))
+    yield from (("what its code reaches", item) for f in methods for item in _reached(f, seen))
 
 
 def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]:
@@ -325,7 +325,7 @@ def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> It
                 yield from _reached(named, seen, depth - 1)
             elif not theirs and (isinstance(named, type) or not isinstance(named, OPAQUE)):
                 own = getattr(named, "__dict__", {}).values()
-                yield from (it for it in own if isinstance(it, _GROUPS))
+                yield from (value for value in own if isinstance(value, _GROUPS))
     else:
         yield hook
 

@@ -131,21 +131,21 @@ def _left_outside(recorder: Recorder) -> str:
         return ""
     torch.clear_autocast_cache()
     gc.collect()  # hooks on nodes of autograd make cycles
-    made = recorder.still_held()
+    held = recorder.still_held()
     left = [
-        it
-        for it in (gc.get_objects() if made else ())
-        if type(it) is FakeTensor and it.untyped_storage()._cdata in made
+        value
+        for value in (gc.get_objects() if held else ())
+        if type(value) is FakeTensor and value.untyped_storage()._cdata in held
     ]
     holders = gc.get_referrers(*left) if left else []
-    others = [it for it in holders if it is not left and not isinstance(it, _OF_AUTOGRAD)]
+    others = [one for one in holders if one is not left and not isinstance(one, _OF_AUTOGRAD)]
     # A function that keeps its own result makes a cycle of autograd's nodes: no step meets it.
-    if not left or (not others and any(isinstance(it, torch._C._FunctionBase) for it in holders)):
+    if not left or (not others and any(isinstance(x, torch._C._FunctionBase) for x in holders)):
         return ""
     # Of holders that gc.freeze() took out of sight there is no kind.
     kind = type(others[0]).__name__ if others else "place"
     inside = {*map(id, gc.get_referents(*others[:1]))} or {id(left[0])}
-    call = next(made[it.untyped_storage()._cdata] for it in left if id(it) in inside)
+    call = next(held[value.untyped_storage()._cdata] for value in left if id(value) in inside)
     return f"{kind} outside of its modules ({call.target} in {call.scope or 'the model'})"
 
 

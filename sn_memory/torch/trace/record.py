@@ -301,9 +301,9 @@ class Recorder(TorchDispatchMode):
 
     def still_held(self) -> dict[int, Call]:
         """Return by memory what somebody holds, with the calls that made it."""
-        held = {at: it.cdata for at, it in self._fakes.items() if not it.expired()}
+        held = {at: fake.cdata for at, fake in self._fakes.items() if not fake.expired()}
         calls = self.recording.calls
-        return {held[made]: call for call in calls for made in call.makes if made in held}
+        return {held[number]: call for call in calls for number in call.makes if number in held}
 
     def view(self, tensor: torch.Tensor) -> View:
         """Return how a tensor looks at its storage; it must have been seen before."""
