@@ -104,7 +104,7 @@ def _step(own: AllReduceExchange) -> None:
         if name == "e":
             values.reshape(shape)[5:] = 0
         if own.dense(name, shape):
-            own.learn(name, own.whole(name, values))
+            own.learn(name, own.dense_values(name, values))
         else:
             _run(own.exchange(name, values, ranks=1, rank=0))
 
@@ -218,7 +218,7 @@ def _saved_by_ddp(own: CompressionState) -> Any:
         "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.transaction.scale,
         "feedback": own.feedback.state_dict(), "shared": own.shared.state_dict(),
     }  # fmt: skip
-    return registry.each(np.ndarray, torch.from_numpy, state)
+    return registry.map_tree(np.ndarray, torch.from_numpy, state)
 
 
 @cache

@@ -58,11 +58,11 @@ def check_profile(*, profile: bool, backend: str, measuring: str) -> None:
         )
 
 
-def refuse_keywords(function: str, given: Iterable[str], removed: Mapping[str, str]) -> None:
+def refuse_keywords(function: str, keywords: Iterable[str], removed: Mapping[str, str]) -> None:
     """Raise TypeError for keywords that a function does not have; says what to write instead.
 
     removed : per keyword that it had, that line
     """
-    for name in given:
+    for name in keywords:
         instead = f", which was removed. {removed[name]}" if name in removed else ""
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{instead}.")

@@ -84,10 +84,10 @@ class Controller:
         constant: float = PAPER_CONSTANT,
         overflow_limit: int = 3,
     ) -> None:
-        given = [name for name, v in _named(error, budget_bytes, bits) if v is not None]
-        if len(given) != 1:
+        goals = [name for name, v in _named(error, budget_bytes, bits) if v is not None]
+        if len(goals) != 1:
             raise ValueError(
-                f"Controller: got {', '.join(given) or 'nothing'}; expected exactly one of error, "
+                f"Controller: got {', '.join(goals) or 'nothing'}; expected exactly one of error, "
                 "budget_bytes and bits. Give the one that matters to you."
             )
         _check("error", error, error is None or error > 0, "above 0")

@@ -63,9 +63,9 @@ def keep(
     return Kept(y, buffer, shape)
 
 
-def restored(decompress: Callable[..., Array], given: list[Any], dtype: Any, like: Any) -> Any:
+def restored(decompress: Callable[..., Array], inputs: list[Any], dtype: Any, like: Any) -> Any:
     """Return what a numpy function makes of what is kept, in the type and shape of an input."""
-    values = tf.numpy_function(decompress, given, dtype)
+    values = tf.numpy_function(decompress, inputs, dtype)
     values.set_shape(like)
     return values
 
@@ -137,8 +137,8 @@ class Places:
             static, dtype = x.shape, x.dtype
 
             def gradient(dy: Any) -> Any:
-                given = [kept, tf.cast(dy, tf.float32), shape]
-                return tf.cast(restored(spread, given, tf.float32, static), dtype)
+                inputs = [kept, tf.cast(dy, tf.float32), shape]
+                return tf.cast(restored(spread, inputs, tf.float32, static), dtype)
 
             return y, gradient
 
@@ -210,9 +210,9 @@ class Compressor:
     def timing(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
         """Return a function that packs or unpacks, and counts the seconds it takes."""
 
-        def timed(*given: Any) -> Array:
+        def timed(*args: Any) -> Array:
             began = perf_counter()
-            result = function(*given)
+            result = function(*args)
             self.seconds[key] = self.seconds.get(key, 0.0) + perf_counter() - began
             return result
 
@@ -220,7 +220,7 @@ class Compressor:
 
     def noting(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
         """The same for one that packs alike whatever is chosen."""
-        return self.timing(key, lambda *given: self.noted(key, function(*given)))
+        return self.timing(key, lambda *args: self.noted(key, function(*args)))
 
     def compress(self, key: str, x: Array) -> Array:
         """A payload; or plain float32 where that is smaller, or too many elements escape."""

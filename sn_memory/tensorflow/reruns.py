@@ -104,13 +104,13 @@ def put_reruns(sections: Sequence[Section], model: Any) -> ExitStack:
 _LOOPS = ("WhileCondFuncGraph", "WhileBodyFuncGraph", "CondBranchFuncGraph")
 
 
-def _rerun(section: Section, function: Function, given: list[Any]) -> list[Any]:
+def _rerun(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
     graph = tf.compat.v1.get_default_graph()
-    symbolic = all(isinstance(value, tf.Tensor) for value in given)
+    symbolic = all(isinstance(value, tf.Tensor) for value in inputs)
     # Eagerly, tf.custom_gradient holds on to what it made: nothing would be saved.
     if not symbolic or tf.executing_eagerly() or type(graph).__name__ in _LOOPS:
-        return function(given)
-    return run_again(function, given, section.changed)
+        return function(inputs)
+    return run_again(function, inputs, section.changed)
 
 
 def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) -> Mix:
@@ -180,7 +180,7 @@ class _Search:
             seconds = plain_bytes if settings.deterministic else self.seconds.get(name, 0.0)
             held = self.now.left.get(name, 0) + packing.held_bytes
             kept[name] = Cost(packing.seconds, plain_bytes, held)
-            again[name] = Cost(seconds, plain_bytes, self.now.given.get(name, 0))
+            again[name] = Cost(seconds, plain_bytes, self.now.inputs.get(name, 0))
 
         def fits(names: Iterable[str]) -> bool:
             freed = sum(kept[name].held_bytes - again[name].held_bytes for name in names)
@@ -318,12 +318,12 @@ def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> di
     taken: dict[str, float] = {}
     names = {place.section: name for name, place in places.items()}
 
-    def watch(section: Section, function: Function, given: list[Any]) -> list[Any]:
-        results = function(given)
+    def watch(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
+        results = function(inputs)
         if tf.executing_eagerly():
             alone = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
             name = names[section]
-            taken[name] = taken.get(name, 0.0) + _least_seconds(lambda: alone(*given))
+            taken[name] = taken.get(name, 0.0) + _least_seconds(lambda: alone(*inputs))
         return results
 
     with _watch(places, watch, model):
@@ -372,46 +372,46 @@ class _Count:
 
     all : of each tensor of the model
     left : by place, of it alone: what it makes, and those of its inputs and outputs that it needs
-    given : by place, of its inputs
+    inputs : by place, of its inputs
 
     Packed bytes have no size in a trace, and do not count.
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], places: dict[str, _Place]) -> None:
         self.left: dict[str, int] = {}
-        self.given: dict[str, int] = {}
+        self.inputs: dict[str, int] = {}
         self._names = {place.section: name for name, place in places.items()}
         self._alone = False
         tensors = tensors_in(args)
 
-        def call(given: list[Any]) -> list[Any]:
-            return tensors_in(model(*refilled(args, given), training=True))
+        def call(inputs: list[Any]) -> list[Any]:
+            return tensors_in(model(*refilled(args, inputs), training=True))
 
         self.all = _left_bytes(call, tensors, free=set(range(len(tensors))))
         with tf.__internal__.FuncGraph("all").as_default(), _watch(places, self._watch, model):
             call(_placeholders(tensors))
 
-    def _watch(self, section: Section, function: Function, given: list[Any]) -> list[Any]:
-        results = function(given)
+    def _watch(self, section: Section, function: Function, inputs: list[Any]) -> list[Any]:
+        results = function(inputs)
         if self._alone:
             return results
         self._alone = True
         try:
-            name, roots = self._names[section], [_root(value) for value in given]
+            name, roots = self._names[section], [_root(value) for value in inputs]
             free = {slot for slot, root in enumerate(roots) if root.op.type in _THERE}
             held = {root.ref(): bytes_of(root) for root in roots if root.op.type not in _THERE}
-            self.left[name] = self.left.get(name, 0) + sum(_left_bytes(function, given, free))
-            self.given[name] = self.given.get(name, 0) + sum(held.values())
+            self.left[name] = self.left.get(name, 0) + sum(_left_bytes(function, inputs, free))
+            self.inputs[name] = self.inputs.get(name, 0) + sum(held.values())
         finally:
             self._alone = False
         return results
 
 
-def _left_bytes(function: Function, given: list[Any], free: set[int]) -> list[int]:
+def _left_bytes(function: Function, arguments: list[Any], free: set[int]) -> list[int]:
     """Return bytes of tensors that a function's gradients ask for; `free` inputs are none."""
     graph = tf.__internal__.FuncGraph("alone")
     with graph.as_default():
-        inputs = _placeholders(given)
+        inputs = _placeholders(arguments)
         counted = [value for slot, value in enumerate(inputs) if slot not in free]
         wanted = [value for value in counted if value.dtype.is_floating]
         with tf.GradientTape() as tape:

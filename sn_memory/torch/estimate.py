@@ -83,8 +83,8 @@ def estimate(
     memory = CachingAllocator(allocator_settings())
     scratch = scratch_of_steps(device_of(model), profile=False)
 
-    def step(given: Any, memory: CachingAllocator | None = None) -> Measured:
-        arguments = call_arguments(given)
+    def step(sample: Any, memory: CachingAllocator | None = None) -> Measured:
+        arguments = call_arguments(sample)
         if gpu is None:
             return fake_step(model, arguments, constants, scratch=scratch)
         if memory is None:

@@ -302,8 +302,8 @@ class LayerStep:
             return own_call(*call.args, **call.kwargs)
 
 
-def _rerun(section: Section, function: Any, given: list[Any]) -> list[Any]:
-    return run_again(function, given, section.changed)
+def _rerun(section: Section, function: Any, inputs: list[Any]) -> list[Any]:
+    return run_again(function, inputs, section.changed)
 
 
 def _synthetic(leaf: Any) -> Any:

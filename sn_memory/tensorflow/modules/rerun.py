@@ -135,7 +135,7 @@ def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
         for chain in chains:
             if chain.functional is not None:
                 run = _runner(
-                    chain, chain.items, around, lambda _, function, given: function(given)
+                    chain, chain.items, around, lambda _, function, inputs: function(inputs)
                 )
                 undo.enter_context(_replaced(chain.functional, "_run_through_graph", run))
             else:
@@ -210,9 +210,9 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
     def run(inputs: Any, operation_fn: Any = lambda value: value, call_fn: Any = None) -> Any:
         if call_fn is not None:
             return plain(inputs, operation_fn, call_fn)
-        given = keras.tree.flatten(inputs)
+        values = keras.tree.flatten(inputs)
         tensors = {
-            id(tensor): value for tensor, value in zip(functional.inputs, given, strict=True)
+            id(tensor): value for tensor, value in zip(functional.inputs, values, strict=True)
         }
         for group, wanted in zip(groups, later, strict=True):
             if isinstance(group, Item):
@@ -236,8 +236,8 @@ def _run_section(
     enter = [tensor for tensor in dict.fromkeys(used) if tensor not in outputs]
     leave = [tensor for tensor in outputs if tensor in wanted]
 
-    def function(given: list[Any]) -> list[Any]:
-        inside = dict(zip(enter, given, strict=True))
+    def function(entering: list[Any]) -> list[Any]:
+        inside = dict(zip(enter, entering, strict=True))
         for item in section.items:
             call(item, inside)
         return [inside[tensor] for tensor in leave]
@@ -265,9 +265,9 @@ def _around_section(section: Section, rerun: Rerun) -> Any:
             return plain(*args, **kwargs)
         structure: Any = None
 
-        def function(given: list[Any]) -> list[Any]:
+        def function(tensors: list[Any]) -> list[Any]:
             nonlocal structure
-            args_again, kwargs_again = refilled((args, kwargs), given)
+            args_again, kwargs_again = refilled((args, kwargs), tensors)
             structure = plain(*args_again, **kwargs_again)
             return tensors_in(structure)
 
@@ -298,7 +298,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
     masks = [get_keras_mask(value) for value in inputs]
-    given = [*inputs, *(mask for mask in masks if mask is not None)]
+    tensors = [*inputs, *(mask for mask in masks if mask is not None)]
     before = [(v, tf.identity(v._value)) for v in changed]
     settings = settings_now()
     masked: list[int] = []
@@ -324,7 +324,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
 
         return results, gradient
 
-    results = passes(*given)
+    results = passes(*tensors)
     count = len(results) - len(masked)
     for place, mask in zip(masked, results[count:], strict=True):
         set_keras_mask(results[place], mask)

@@ -189,8 +189,8 @@ class _Taped:
         ]
         gradients = tape.gradient(ends, variables, output_gradients=placeholders)
         seen.update(
-            key=key, given=inputs, results=results, outs=outs, ends=ends, placeholders=placeholders,
-            gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
+            key=key, inputs=inputs, results=results, outs=outs, ends=ends, gradients=gradients,
+            placeholders=placeholders, variables=self.trainable_variables,  # type: ignore[attr-defined]
         )  # fmt: skip
         return results
 
@@ -221,7 +221,7 @@ def capture_model(
     captured = flat(
         concrete.graph,
         TapeLog(seen["ends"], gradients),
-        arguments=seen["given"],
+        arguments=seen["inputs"],
         results=[*seen["outs"], *gradients],
         placeholders=seen["placeholders"],
     )

@@ -77,7 +77,7 @@ class Call:
     kept: list[weakref.ref[Kept]] = field(default_factory=list)  # let go when autograd does
     by_images: bool = False
 
-    def given(self, *names: str) -> dict[str, Any]:
+    def arguments(self, *names: str) -> dict[str, Any]:
         """Its arguments by name; `names` are those of its first parameters, in order."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
@@ -112,7 +112,7 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
     """
     if call.name not in ("relu", "relu_"):
         return None
-    args = call.given("input", "inplace")
+    args = call.arguments("input", "inplace")
     x: Any = args.get("input")
     inplace = call.name == "relu_" or bool(args.get("inplace"))
     # Of other types of tensors, autograd functions know nothing.
@@ -130,7 +130,7 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
     if call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    args = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.given(*names)
+    args = dict(zip(names, (None, None, None, 1, 0, 1, 1), strict=True)) | call.arguments(*names)
     x, weight, bias, *sizes, groups = (args[name] for name in names)
     plain = all(type(operand) in (torch.Tensor, torch.nn.Parameter) for operand in (x, weight))
     if (
@@ -180,7 +180,7 @@ def weight_of(call: Call) -> torch.nn.Parameter | None:
     """The parameter whose gradient an op's input makes, if it is one the theory knows."""
     if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
-    weight = call.given("input", "weight").get("weight")
+    weight = call.arguments("input", "weight").get("weight")
     return weight if isinstance(weight, torch.nn.Parameter) and weight.requires_grad else None
 
 
@@ -188,7 +188,7 @@ def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float
     """The part of a layer's products that do not meet padding."""
     if call.name == "linear":
         return 1.0
-    args = call.given("input", "weight", "bias", "stride", "padding", "dilation")
+    args = call.arguments("input", "weight", "bias", "stride", "padding", "dilation")
     kernel = list(weight.shape[2:])
     dims = len(kernel)
     sizes = [_each(args.get(name, value), dims) for name, value in (("stride", 1), ("dilation", 1))]
@@ -206,7 +206,7 @@ def window_of(call: Call) -> Window | None:
     """Return the windows that a pooling call looks at; None of any other call."""
     if call.name != "max_pool2d":
         return None
-    args = call.given("input", "kernel_size", "stride", "padding", "dilation")
+    args = call.arguments("input", "kernel_size", "stride", "padding", "dilation")
     kernel = _each(args["kernel_size"], 2)
     stride = _each(args.get("stride") or kernel, 2)
     padding, dilation = _each(args.get("padding", 0), 2), _each(args.get("dilation", 1), 2)
@@ -226,17 +226,17 @@ def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
     axes, view = tuple(range(tensor.dim())), tensor
     match call.name:
         case "layer_norm" | "rms_norm":
-            axes = axes[-len(call.given("input", "normalized_shape")["normalized_shape"]) :]
+            axes = axes[-len(call.arguments("input", "normalized_shape")["normalized_shape"]) :]
         case "batch_norm" | "instance_norm":  # what an instance norm saves has a batch of one
             axes = (0, *axes[2:])
         case "group_norm":
-            groups = call.given("input", "num_groups")["num_groups"]
+            groups = call.arguments("input", "num_groups")["num_groups"]
             view = tensor.unflatten(1, (groups, -1))
             axes = tuple(range(2, view.dim()))
         case "softmax" | "log_softmax":
-            axes = _axes(call.given("input", "dim").get("dim", -1), axes)
+            axes = _axes(call.arguments("input", "dim").get("dim", -1), axes)
         case "normalize":
-            axes = _axes(call.given("input", "p", "dim").get("dim", 1), axes)
+            axes = _axes(call.arguments("input", "p", "dim").get("dim", 1), axes)
         case "input" if tensor.shape[-1] >= _LEAST_ROW:
             axes = axes[-1:]
         case _:
@@ -472,7 +472,7 @@ class Pass:
 
     def _attend(self, func: Any, call: Call) -> Any:
         """Run attention: again in the backward pass, where it keeps more than it is given."""
-        args = call.given("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        args = call.arguments("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         parts = [args.pop(name) for name in ("query", "key", "value")]
         size = sum(part.numel() for part in parts)
         if call.place in self.attention and any(part.requires_grad for part in parts):

@@ -158,7 +158,7 @@ class _Builder:
         self.rerun_names = {name for name, count in runs.items() if count > 1}
         self.drawn_again = {named.call_of[key] for key in self.rerun_names & named.call_of.keys()}
         self.ran: set[str] = set()
-        self.held: set[int] = set(captured.recording.given) - self.fetched
+        self.held: set[int] = set(captured.recording.roles) - self.fetched
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
         self.overwritten: set[int] = set()
@@ -194,7 +194,7 @@ class _Builder:
         outside |= {view.storage for view in self.captured.output_gradients}
         # Gradients whose sum comes next: they go with their section, not before.
         summed: set[int] = set()
-        changeable = outside | set(self.captured.recording.given)
+        changeable = outside | set(self.captured.recording.roles)
         waiting: set[int] = set()
         at_end = False
         for at, (kind, target, _) in enumerate(self.plan.actions):
@@ -202,7 +202,7 @@ class _Builder:
             if kind == "run" and target == LOSS:
                 current = []
                 at_end = True
-                waiting = self.held - set(self.captured.recording.given)
+                waiting = self.held - set(self.captured.recording.roles)
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
             copied = self.copied(target) if kind == "run" else None

@@ -60,7 +60,7 @@ def as_part(traced: Trace) -> Trace:
     Results may be let go once they are handed out, and made again for the backward pass.
     """
     captured, graph = traced.captured, traced.graph
-    inputs = captured.recording.given
+    inputs = captured.recording.roles
     returned = {view.storage for view in captured.outputs if isinstance(view, View)} - set(inputs)
     handed = {name for name, number in traced.named.storage_of.items() if number in returned}
     # A gradient may lie where an output does, and stays then.

@@ -233,7 +233,7 @@ def _check_border(traced: Trace) -> None:
     """
     captured = traced.captured
     views = [view for view in captured.outputs if isinstance(view, View)]
-    shared = {view.storage for view in views} & set(captured.recording.given)
+    shared = {view.storage for view in views} & set(captured.recording.roles)
     if shared or len({view.storage for view in views}) < len(views):
         raise TraceError(
             "it returns a view of what it is given, or two of one memory, which a region cannot "

@@ -181,7 +181,7 @@ class StateUnits:
         names = {number: name for name, number in traced.named.storage_of.items()}
         gradients = dict(captured.gradients)
         outputs = {output.storage for output in captured.outputs if isinstance(output, View)}
-        kept = {grad.storage for grad in captured.output_gradients} | set(captured.recording.given)
+        kept = {grad.storage for grad in captured.output_gradients} | set(captured.recording.roles)
         speed = traced.graph.device.bytes_per_s
         host_speed = speed if host_bytes_per_s is None else host_bytes_per_s
         units = []

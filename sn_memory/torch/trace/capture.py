@@ -175,7 +175,7 @@ class _Capture:
         self.recorder = Recorder(layouts, values.is_look) if values else Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of an input that is all ones, what the model is given for it.
-        self.given: dict[int, torch.Tensor] = {}
+        self.ones_of: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.
         self.wanted: dict[int, bool] = {}
         # Per fake of a parameter or buffer, the number of its memory.
@@ -270,12 +270,12 @@ class _Capture:
 
     def with_values(self, fake: torch.Tensor) -> torch.Tensor:
         """Return what the model is given for an input of ones: a tensor that it may look at."""
-        if id(fake) not in self.given:
+        if id(fake) not in self.ones_of:
             ones = None if self.values is None else self.values.give_ones(fake)
             if ones is not None:
                 self.recorder.alias(ones, fake)
-            self.given[id(fake)] = fake if ones is None else ones
-        return self.given[id(fake)]
+            self.ones_of[id(fake)] = fake if ones is None else ones
+        return self.ones_of[id(fake)]
 
     def swapped(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
         """Put fake tensors into the modules; return path and fake, each tensor once."""
@@ -320,7 +320,7 @@ class _Capture:
         taken = {
             self.recorder.view(output_gradient).storage for output_gradient in output_gradients
         }
-        taken |= set(self.recorder.recording.given)
+        taken |= set(self.recorder.recording.roles)
         gradients = []
         for leaf, gradient in zip(wanted, arrived, strict=True):
             if gradient is not None:

@@ -107,7 +107,7 @@ def owned(captured: Captured) -> set[int]:
         *captured.output_gradients,
         *(view for _, view in captured.gradients if view is not None),
     ]
-    return {view.storage for view in views} | set(captured.recording.given)
+    return {view.storage for view in views} | set(captured.recording.roles)
 
 
 def last_uses(recording: Recording) -> list[int]:
@@ -254,7 +254,7 @@ def defer_weight_grads(captured: Captured) -> Captured:
     calls, last = recording.calls, last_uses(recording)
     final = {view.storage for _, view in captured.gradients if view is not None}
     # A gradient that is an input of the step is made by no call.
-    final -= set(recording.given)
+    final -= set(recording.roles)
     written = {storage: at for at, call in enumerate(calls) for storage in call.writes}
     wanted = [
         at
@@ -299,7 +299,7 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         for place, arg in enumerate(call.flat):
             if isinstance(arg, View) and place != shape:
                 read[arg.storage] = at
-    nbytes, device, inputs = list(recording.nbytes), list(recording.device), dict(recording.given)
+    nbytes, device, inputs = list(recording.nbytes), list(recording.device), dict(recording.roles)
     after: dict[int, list[tuple[int, Call]]] = {}
     earlier: list[tuple[str, int]] = []
     for place, (name, view) in enumerate(captured.gradients):
@@ -333,7 +333,7 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         calls=[call for _, call in instructions],
         nbytes=nbytes,
         device=device,
-        given=inputs,
+        roles=inputs,
     )
     numbers = tuple(number for number, _ in instructions)
     result = replace(captured, recording=recording, numbers=numbers)

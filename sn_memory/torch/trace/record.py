@@ -157,14 +157,14 @@ class Recording:
 
     calls : in execution order
     nbytes, device : per storage
-    given : storages that were there before the first call, with a word on what they are
-    constants : given storages that belong to nobody, with the tensor that holds them
+    roles : per storage that was there before the first call, what it is
+    constants : of these storages, those that belong to nobody, with the tensor that holds them
     """
 
     calls: list[Call] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     device: list[torch.device] = field(default_factory=list)
-    given: dict[int, str] = field(default_factory=dict)
+    roles: dict[int, str] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -276,7 +276,7 @@ class Recorder(TorchDispatchMode):
     def give(self, tensor: torch.Tensor, what: str) -> View:
         """Say that a tensor is there before the first call."""
         storage = self._storage(tensor)
-        self.recording.given.setdefault(storage, what)
+        self.recording.roles.setdefault(storage, what)
         return self._view(tensor)
 
     def alias(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
@@ -402,7 +402,7 @@ class Recorder(TorchDispatchMode):
         """A tensor that Python made, as torch.tensor([1, 2]): the same in each step."""
         result = func(tensor)
         storage = self._storage(result)
-        self.recording.given.setdefault(storage, "constant")
+        self.recording.roles.setdefault(storage, "constant")
         self.recording.constants.setdefault(storage, tensor)
         self._lifted.setdefault(storage, (len(self.recording.calls), self.scope))
         return result
@@ -421,7 +421,7 @@ class Recorder(TorchDispatchMode):
             )
         place, scope = self._lifted.pop(storage)
         constant = self.recording.constants.pop(storage)
-        del self.recording.given[storage]
+        del self.recording.roles[storage]
         view = self.give(constant, "constant")
         self.recording.constants[view.storage] = constant
         _, spec = flattened(((constant,), {}))
@@ -466,7 +466,7 @@ class Recorder(TorchDispatchMode):
                     f"{func} reads a tensor of shape {tuple(arg.shape)} that requires a gradient "
                     "and is not a parameter of the model. Register it as a parameter."
                 )
-            self.recording.given[self._storage(arg)] = "constant"
+            self.recording.roles[self._storage(arg)] = "constant"
             self.recording.constants[self._storage(arg)] = arg
         return self._view(arg)
 

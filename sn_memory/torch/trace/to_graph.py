@@ -209,12 +209,12 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     # What is added to a gradient that is there, or to its parameter, is not held beside it.
     present = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in present}
-    kept = ((gradients - added) | _handed_out(captured)) - set(recording.given)
+    kept = ((gradients - added) | _handed_out(captured)) - set(recording.roles)
     # The caller's as well, or autograd's.
     held = _handed_out(captured) | {view.storage for view in captured.output_gradients}
     result = []
     for number in sorted(names):
-        role = recording.given.get(number, "gradient" if number in gradients else "activation")
+        role = recording.roles.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
         result.append(Storage(names[number], size, role, number in kept, number in held))
@@ -241,7 +241,7 @@ def _op(
     count = flops(call) if seconds is None else 0.0
     writes = [
         *call.writes,
-        *(storage for storage in hidden if storage not in captured.recording.given),
+        *(storage for storage in hidden if storage not in captured.recording.roles),
     ]
     return Op(
         name,
