@@ -38,7 +38,7 @@ from torch import nn
 from training_rows import load, save
 
 from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
-from sn_compress.prediction.predict import Prediction, predict, ways
+from sn_compress.prediction.predict import Prediction, predict, routes_by_method
 from sn_compress.prediction.rates import FREE, RECORDED, Rates, measure_rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
@@ -90,7 +90,7 @@ def of_nodes(gbit: float) -> Link:
 @cache
 def _node_routes(rates: Rates) -> dict[str, list[Route]]:
     model = layers("gpt2-small")
-    return ways(model, ranks=NODES * GPUS, gpus=GPUS, settings=Settings(), rates=rates)
+    return routes_by_method(model, ranks=NODES * GPUS, gpus=GPUS, settings=Settings(), rates=rates)
 
 
 def best_of_nodes(gbit: float, rates: Rates) -> float:
