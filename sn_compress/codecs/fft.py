@@ -386,7 +386,11 @@ class FFTCodec(Codec):
         if self.threads > 1:
             parallel(work, range(len(calls)), self.threads)
         else:
-            work(iter(range(len(calls))))
+            for section, first, parts, room in calls:  # without a call of `work`
+                layout = section.layout
+                section.put(
+                    decode_blocks(self._within, parts, room, layout, weight, self.span), out, first
+                )
         if self.transform == "axes":
             out[:] = self._from_axes(out)
 
