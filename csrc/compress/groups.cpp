@@ -398,10 +398,10 @@ class Packer {
     waiting_ = 0;
   }
 
-  // Groups that lie side by side in a tile's lines, the first as in add(), the next ones `run`
+  // Groups that lie side by side in lines, the first as in add(), the next ones `run`
   // positions, `groups` and `bytes` further; false if that is not for them.
-  bool beside(const Tile& lines, int64_t size, int64_t at, int64_t g, int64_t byte, int64_t run,
-              int64_t groups, int64_t bytes) {
+  bool beside(const Lines<const uint8_t>& lines, int64_t size, int64_t at, int64_t g, int64_t byte,
+              int64_t run, int64_t groups, int64_t bytes) {
     const PackBeside pack = loops_.pack[static_cast<int>(kind_)][index_][to_.spread != nullptr];
     if (!pack || !std::isinf(grid_.bound) || run % 2 || size * grid_.bits % 32) return false;
     Luck luck[kLine / 2];
@@ -410,7 +410,8 @@ class Packer {
     const Beside to = {size, to_.bases + g, to_.steps + g, to_.spread ? to_.spread + g : nullptr,
                        to_.codes + byte, groups, bytes};
     if (!pack(lines, luck, cap_, to)) return false;
-    if (to_.spread) escapes_.zeros += zeros_of(lines.memory, kind_, size * count);
+    for (int64_t i = 0; to_.spread && i < size; ++i)
+      escapes_.zeros += zeros_of(lines.first + lines.stride * i, kind_, count);
     return true;
   }
 
@@ -525,6 +526,7 @@ template <bool back, typename Byte, typename ByLines, typename One, typename Don
 void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
                    int bits, int64_t width, Byte* memory, ByLines beside, One one, Done done) {
   const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
+  const bool all = first % turn.rows == 0 && rows % turn.rows == 0;
   Tile tile;
   const auto move = [&](const Block& block) {
     if (width == 4)
@@ -536,11 +538,8 @@ void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, i
     const int64_t kept = block.row - first, g = kept * groups + block.start / group;
     const int64_t at = block.row * run + block.start, byte = kept * bytes + block.start * bits / 8;
     if (turn.near_row == 1 && block.rows * width == kLine) {
-      if (!back) move_lines<back>(turn, block, width, memory, tile);
-      if (beside(tile, block.size, at, g, byte, groups, bytes)) {
-        if (back) move_lines<back>(turn, block, width, memory, tile);
-        return;
-      }
+      const Lines<Byte> lines = lines_of(turn, block, width, all, memory);
+      if (lines.first && beside(lines, block.size, at, g, byte, groups, bytes)) return;
     }
     if (!back) move(block);
     for (int64_t r = 0; r < block.rows; ++r)
@@ -614,8 +613,8 @@ void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& 
     through_tiles<false>(
         *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, grid.group,
         grid.bits, width, from,
-        [&](const Tile& lines, int64_t size, int64_t at, int64_t g, int64_t byte, int64_t groups,
-            int64_t bytes) {
+        [&](const Lines<const uint8_t>& lines, int64_t size, int64_t at, int64_t g, int64_t byte,
+            int64_t groups, int64_t bytes) {
           return packer.beside(lines, size, at, g, byte, runs.length, groups, bytes);
         },
         [&](const uint8_t* row, int64_t size, int64_t at, int64_t g, int64_t byte) {
@@ -642,8 +641,8 @@ void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group
     through_tiles<true>(
         *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, group, bits,
         width, to,
-        [&](Tile& lines, int64_t size, int64_t, int64_t g, int64_t byte, int64_t groups,
-            int64_t bytes) {
+        [&](const Lines<uint8_t>& lines, int64_t size, int64_t, int64_t g, int64_t byte,
+            int64_t groups, int64_t bytes) {
           if (!beside || size * bits % 32) return false;
           for (int64_t r = 0; r < kLine / width; ++r)
             if (!sound(place_of(from, g + groups * r))) return false;

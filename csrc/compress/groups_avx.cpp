@@ -115,19 +115,17 @@ SN_LANES void value_all(const uint8_t* codes, int64_t count, const Place& place,
   }
 }
 
-// Sixteen of the groups side by side, the first of them `first`: their extremes and grids.
+// The grids of sixteen groups side by side; false where an element does not fit, or a step is too wide.
 template <Floats kind>
-SN_LANES bool grids_beside(const uint8_t* lines, int64_t size, int levels, float cap,
-                           Floats16& base, Floats16& step) {
+SN_LANES bool grids_beside(const Reach<kind>* reach, int levels, float cap, Floats16& base,
+                           Floats16& step) {
   constexpr int parts = kind == kFloats ? 2 : 1;
   uint8_t low[64], high[64], zero[64];
   for (int k = 0; k < parts; ++k) {
-    Reach<kind> reach;
-    for (int64_t i = 0; i < size; ++i) reach.add(load(lines + kLine * i + 32 * k));
-    if (!reach.fits()) return false;
-    store(low + 32 * k, reach.least());
-    store(high + 32 * k, reach.greatest());
-    store(zero + 32 * k, reach.zeros());
+    if (!reach[k].fits()) return false;
+    store(low + 32 * k, reach[k].least());
+    store(high + 32 * k, reach[k].greatest());
+    store(zero + 32 * k, reach[k].zeros());
   }
   Words16 none;
   if constexpr (kind == kFloats)
@@ -158,34 +156,42 @@ SN_LANES void keep_floats(const Floats16& it, float* to) {
 template <int bits, bool look>
 SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const Spot& spot,
                            int shift, __m256i& made, __m256i& sums) {
-  const __m256i byte = _mm256_set1_epi16(255);
   mix<2>(mixed, other);
   const Words16 near = luck_of<bits>(mixed[0]), away = luck_of<bits>(mixed[1]);
   __m256i steps[4];
   for (int j = 0; j < 4; ++j) steps[j] = spot.steps(x[j]);
   if constexpr (look)
     for (int j = 0; j < 2; ++j) {
-      const __m256i ways = _mm256_and_si256(ways_of<bits>(steps[j], steps[j + 2]), byte);
+      const __m256i ways = _mm256_and_si256(ways_of<bits>(steps[j], steps[j + 2]),
+                                            _mm256_set1_epi16(255));
       sums = _mm256_add_epi32(sums, spread_of(ways));
     }
   const __m256i chance[4] = {near.a, near.b, away.a, away.b};
   for (int j = 0; j < 4; ++j) steps[j] = _mm256_add_epi32(steps[j], chance[j]);
-  for (int j = 0; j < 2; ++j) {
-    __m256i codes = codes_of<bits>(steps[j], steps[j + 2]);
-    if constexpr (bits == 8) codes = _mm256_min_epi16(codes, byte);
-    made = _mm256_or_si256(made, _mm256_slli_epi32(codes, shift + bits * j));
+  const __m256i even = codes_of<bits>(steps[0], steps[2]), odd = codes_of<bits>(steps[1], steps[3]);
+  if constexpr (bits == 8) {  // a word is full at once; packing to bytes ends at 255
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    made = _mm256_shuffle_epi8(_mm256_packus_epi16(even, odd), order);
+  } else {
+    made = _mm256_or_si256(made, _mm256_slli_epi32(even, shift));
+    made = _mm256_or_si256(made, _mm256_slli_epi32(odd, shift + bits));
   }
 }
 
 // Words of 32 bits have the codes of a group; those of one place in all groups are made together.
 template <Floats kind, int bits, bool look>
-SN_LANES bool pack_all(const Tile& tile, const Luck* luck, float cap, const Beside& to) {
+SN_LANES bool pack_all(const Lines<const uint8_t>& lines, const Luck* luck, float cap,
+                       const Beside& to) {
   constexpr int64_t held = 32 / bits, quarter = held / 4;
   constexpr int64_t groups = kLine / kWidth<kind>;
+  Reach<kind> reach[2];  // of the halves of a line
+  for (int64_t i = 0; i < to.size; ++i)
+    for (int k = 0; k < 2; ++k) reach[k].add(load(lines.first + lines.stride * i + 32 * k));
   for (int64_t first = 0; first < groups; first += kLanes) {
-    const uint8_t* lines = tile.memory + first * kWidth<kind>;
+    const uint8_t* half = lines.first + first * kWidth<kind>;
     Floats16 base, step;
-    if (!grids_beside<kind>(lines, to.size, (1 << bits) - 1, cap, base, step)) return false;
+    if (!grids_beside<kind>(reach + first / kLanes, (1 << bits) - 1, cap, base, step)) return false;
     const Spot spots[2] = {Spot::of<bits>(base.a, step.a), Spot::of<bits>(base.b, step.b)};
     uint32_t pairs[kLanes], others[kLanes], words[kTileRun / held * kLanes];
     for (int64_t j = 0; j < kLanes; ++j) {
@@ -199,8 +205,12 @@ SN_LANES bool pack_all(const Tile& tile, const Luck* luck, float cap, const Besi
       __m256i made[2] = {all_of(0), all_of(0)};
       for (int64_t k = 0; k < quarter; ++k) {
         Floats16 x[4];
-        for (int64_t j = 0; j < 4; ++j)
-          x[j] = Order<kind>::read(lines + kLine * (i + 2 * k + j % 2 + j / 2 * (held / 2)));
+        for (int64_t j = 0; j < 4; ++j) {
+          const int64_t place = i + 2 * k + j % 2 + j / 2 * (held / 2);
+          const uint8_t* line = half + lines.stride * place;
+          if (first == 0) __builtin_prefetch(lines.next + lines.next_stride * place);
+          x[j] = Order<kind>::read(line);
+        }
         const int shift = 2 * bits * static_cast<int>(k);
         const __m256i near = all_of(static_cast<uint32_t>(k) * kWeyl);
         const __m256i away = all_of(static_cast<uint32_t>(k + quarter) * kWeyl);
@@ -233,10 +243,10 @@ SN_LANES bool pack_all(const Tile& tile, const Luck* luck, float cap, const Besi
 }
 
 template <Floats kind, int bits>
-SN_LANES void unpack_all(const Beside& from, Tile& tile) {
+SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
   constexpr int64_t held = 32 / bits, groups = kLine / kWidth<kind>;
   for (int64_t first = 0; first < groups; first += kLanes) {
-    uint8_t* lines = tile.memory + first * kWidth<kind>;
+    uint8_t* lines = all.first + first * kWidth<kind>;
     uint32_t bases[kLanes], steps[kLanes], words[kTileRun / held * kLanes];
     for (int64_t j = 0; j < kLanes; ++j) {
       const int64_t g = (first + j) * from.groups;
@@ -258,7 +268,8 @@ SN_LANES void unpack_all(const Beside& from, Tile& tile) {
                            _mm256_mul_ps(a, _mm256_castsi256_ps(step.a))),
              _mm256_add_ps(_mm256_castsi256_ps(base.b),
                            _mm256_mul_ps(b, _mm256_castsi256_ps(step.b)))},
-            lines + kLine * (i + j));
+            lines + all.stride * (i + j));
+        if (first == 0) __builtin_prefetch(all.next + all.next_stride * (i + j), 1);
       }
     }
   }
@@ -288,12 +299,14 @@ SN_LANES void unpack_all(const Beside& from, Tile& tile) {
       value_all<kind>(codes, count, place, values);                                                 \
     }                                                                                               \
     template <Floats kind, int bits, bool look>                                                     \
-    __attribute__((target(TARGET))) static bool pack(const Tile& lines, const Luck* luck,           \
-                                                     float cap, const Beside& to) {                 \
+    __attribute__((target(TARGET))) static bool pack(const Lines<const uint8_t>& lines,             \
+                                                     const Luck* luck, float cap,                   \
+                                                     const Beside& to) {                            \
       return pack_all<kind, bits, look>(lines, luck, cap, to);                                      \
     }                                                                                               \
     template <Floats kind, int bits>                                                                \
-    __attribute__((target(TARGET))) static void unpack(const Beside& from, Tile& lines) {           \
+    __attribute__((target(TARGET))) static void unpack(const Beside& from,                          \
+                                                       const Lines<uint8_t>& lines) {               \
       unpack_all<kind, bits>(from, lines);                                                          \
     }                                                                                               \
   }

@@ -71,8 +71,9 @@ struct Beside {
 };
 
 // False where an element does not fit or a step is not below `cap`; `luck` is of each group, none odd.
-using PackBeside = bool (*)(const Tile& lines, const Luck* luck, float cap, const Beside& to);
-using UnpackBeside = void (*)(const Beside& from, Tile& lines);  // of finite grids
+using PackBeside = bool (*)(const Lines<const uint8_t>& lines, const Luck* luck, float cap,
+                            const Beside& to);
+using UnpackBeside = void (*)(const Beside& from, const Lines<uint8_t>& lines);  // of finite grids
 
 // By Floats; by the logarithm of bits; without spread, and with it. Those for groups side by side, of
 // 2 bits and more, are null among the plain ones.

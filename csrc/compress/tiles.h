@@ -21,6 +21,16 @@ struct Tile {
   alignas(kLine) uint8_t memory[kTileRun * kLine];
 };
 
+// Lines of kLine bytes, each `stride` bytes after the one before; and as many that are needed later, to
+// ask memory for one with each of these.
+template <typename Byte>
+struct Lines {
+  Byte* first;
+  int64_t stride;
+  Byte* next;
+  int64_t next_stride;
+};
+
 // Rows [row, row + rows), of each the elements [start, start + size).
 struct Block {
   int64_t row, rows, start, size;
@@ -137,24 +147,25 @@ inline void move_block(const Turn& turn, const Block& block, Byte* memory, Tile&
   }
 }
 
-// Between memory and the lines of a tile, one below the other: of a block as wide as a line, whose rows
-// are neighbours in memory.
-template <bool back, typename Byte>
-inline void move_lines(const Turn& turn, const Block& block, int64_t width, Byte* memory,
-                       Tile& tile) {
-  const int64_t row = block.row / turn.rows * turn.far_row + block.row % turn.rows;
-  uint8_t* line = tile.memory;
-  for (int64_t t = 0, count = 0; t < block.size; t += count) {
-    const int64_t at = block.start + t, place = at % turn.piece;
-    count = std::min(block.size - t, turn.piece - place);
-    Byte* here = memory + width * (row + at / turn.piece * turn.far + place * turn.near);
-    for (int64_t i = 0; i < count; ++i, here += width * turn.near, line += kLine) {
-      if constexpr (back)
-        std::memcpy(here, line, kLine);
-      else
-        std::memcpy(line, here, kLine);
-    }
-  }
+// The lines of a block as wide as a line, whose rows are neighbours in memory; with a null `first` where
+// one distance does not lead from each line to the next. With `all`, the other blocks of its rows follow.
+template <typename Byte>
+inline Lines<Byte> lines_of(const Turn& turn, const Block& block, int64_t width, bool all,
+                            Byte* memory) {
+  const auto place_of = [&](int64_t row, int64_t start) {
+    return memory + width * (row / turn.rows * turn.far_row + row % turn.rows +
+                             start / turn.piece * turn.far + start % turn.piece * turn.near);
+  };
+  const bool across = block.start % turn.piece + block.size > turn.piece;
+  if (across && turn.far != turn.piece * turn.near) return {nullptr, 0, nullptr, 0};
+  Byte* first = place_of(block.row, block.start);
+  const int64_t stride = width * turn.near;
+  if (!all || turn.near != turn.rows) return {first, stride, first + kLine, stride};
+  // What all these blocks need after this one lies in one piece: each asks for a part of that, as
+  // memory gives lines that follow one another sooner than lines far apart.
+  const int64_t before = block.row % turn.rows;
+  Byte* next = place_of(block.row - before, block.start + block.size);
+  return {first, stride, next + width * before * block.size, kLine};
 }
 
 }  // namespace sn
