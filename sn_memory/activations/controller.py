@@ -159,9 +159,10 @@ class Controller:
         )  # fmt: skip
 
     def forget(self, place: str) -> None:
-        """Forget the tensors that a module saved: it saves others from now on."""
+        """Forget a tensor, or those that a module saved: it saves others from now on."""
         for known in (self._seen.rows, self._seen.others, self._bits):
-            for key in [key for key in known if key.startswith((f"{place}/", f"{place}."))]:
+            below = (f"{place}/", f"{place}.")
+            for key in [key for key in known if key == place or key.startswith(below)]:
                 del known[key]
 
     def observe_other(self, key: str, *, nbytes: int) -> None:

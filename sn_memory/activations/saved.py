@@ -334,7 +334,8 @@ class Timed:
     """A tensor that a first pass kept: the modules and the call that saved it, and what that took.
 
     `nbytes` are its own, `plain_bytes` what autograd would hold that nobody saved before; `way` is
-    how it is kept, `rounded` whether in fewer bits.
+    how it is kept, `rounded` whether in fewer bits. `memory` is of all that lies in one memory of a
+    device; 0: the host's.
     """
 
     within: frozenset[str]
@@ -344,6 +345,8 @@ class Timed:
     plain_bytes: int
     held_bytes: int
     seconds: float
+    key: str = ""
+    memory: int = 0
 
 
 def rates_of(timed: Sequence[Timed]) -> dict[str, float]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import sn_memory
 from sn_memory.torch import compress_activations
-from sn_memory.torch.activations import packing
+from sn_memory.torch.activations import packing, treatments
+from sn_memory.torch.target.accelerator import is_apart
 
 
 def net(device):
@@ -60,3 +62,47 @@ def test_a_budget_is_kept(device):
         for _ in range(2):
             model(sample).sum().backward()
         assert compressed.saved.compressed_bytes <= plain_bytes // 8
+
+
+def perceptrons(device):
+    block = (nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+    torch.manual_seed(0)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in block)).to(device)
+
+
+def gradients(model, sample):
+    torch.manual_seed(5)
+    model.zero_grad(set_to_none=True)
+    model(sample).square().mean().backward()
+    return [weight.grad.cpu() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("how", [{"bits": 8}, {"budget": "1 MiB"}], ids=["bits", "budget"])
+def test_activations_are_offloaded_where_copies_take_less_than_packing(device, how, monkeypatch):
+    """All of them, if a copy takes next to nothing: gradients are those of plain torch."""
+    if not is_apart(device):
+        pytest.skip("the memory of this device is the host's")
+    monkeypatch.setattr(sn_memory.settings, "deterministic", False)
+    monkeypatch.setattr(treatments, "transfer_speeds", lambda block: (1e15, 1e15))
+    model, sample = perceptrons(device), torch.randn(4096, 64, device=device)
+    plain = gradients(model, sample)
+    with compress_activations(model, **how) as compressed:
+        gradients(model, sample)
+        ours = gradients(model, sample)
+    ways = {name: (count, nbytes) for name, count, nbytes in compressed.saved.ways}
+    assert ways["offloaded"] == (len(compressed.offloaded), compressed.saved.plain_bytes)
+    assert len(compressed.offloaded) == 23  # of 24 layers all but the first, whose input stays
+    assert "offloaded: 23/linear/0, 22/dropout/0" in compressed.report()
+    assert not compressed.saved.compressed_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_activations_are_not_offloaded_where_copies_take_longer(device, monkeypatch):
+    monkeypatch.setattr(sn_memory.settings, "deterministic", False)
+    monkeypatch.setattr(treatments, "transfer_speeds", lambda block: (1e3, 1e3))
+    model, sample = perceptrons(device), torch.randn(4096, 64, device=device)
+    with compress_activations(model, bits=8) as compressed:
+        for _ in range(2):
+            gradients(model, sample)
+    assert not compressed.offloaded
+    assert "offloaded: nothing" in compressed.report()

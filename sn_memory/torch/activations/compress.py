@@ -31,7 +31,7 @@ from ..model.modes import transformed, warn
 from ..model.step import restore_rng_state
 from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer_of, runs_of
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
-from .treatments import Compressor
+from .treatments import Compressor, copy_seconds, offloadable
 
 # What they save has grids of its own rows, which their input, kept for any module, has not.
 _NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
@@ -130,6 +130,9 @@ class CompressedActivations:
         Paths of modules, and calls of attention, that run again in the backward pass from their
         input, which is all that is kept of them: by what the first pass measured, that frees bytes
         for fewer seconds than packing does.
+    offloaded
+        Keys of tensors that lie in the host's memory until the backward pass, where copies there
+        and back free a byte for fewer seconds than packing; none where the model works on the host.
     by_images
         Paths of layers that take some images of a batch at a time, and run again in the backward
         pass: those whose gradients take more bytes than all that is held compressed.
@@ -159,6 +162,7 @@ class CompressedActivations:
         self._watched: list[Any] = []
         self.rerun: list[str] = []
         self.by_images: list[str] = []
+        self.offloaded: list[str] = []
         self._layers: dict[torch.nn.Module, Layer | None] = {}  # None: called more than once
         self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
         self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
@@ -200,7 +204,7 @@ class CompressedActivations:
             rerun += f"run again, some images at a time: {', '.join(self.by_images)}\n"
         price = (
             f"packing and unpacking take {self.price * 2**30:.3g} s for each GiB that they free; "
-            f"nothing is offloaded\n"
+            f"offloaded: {', '.join(self.offloaded) or 'nothing'}\n"
         )
         return f"{self.saved}\n{price}{rerun}{self.controller.report()}"
 
@@ -217,8 +221,9 @@ class CompressedActivations:
         self._step += 1
         resident = [*self.model.parameters(), *self.model.buffers(), args, kwargs]
         self.current = Pass(
-            self.compressor, storages_of(resident), watch, self._attention, first=self._step == 1
-        )
+            self.compressor, storages_of(resident), watch, self._attention,
+            frozenset(self.offloaded), first=self._step == 1,
+        )  # fmt: skip
         self.current.__enter__()
 
     def _warn_uncompressed(self) -> None:
@@ -303,6 +308,11 @@ class CompressedActivations:
             # its products take.
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
+        memories = {} if settings.deterministic else offloadable(first.timed)  # a link has seconds
+        byte_s = copy_seconds(first.device) if memories else 0.0
+        for key, saved in memories.items():
+            kept[key] = packing_of(saved, rates)
+            again[key] = Cost(byte_s * kept[key].plain_bytes, kept[key].plain_bytes, 0.0)
         budget, saving = self.controller.budget_bytes, dict[str, float]()
 
         def freed_by(saving: Iterable[str]) -> float:
@@ -314,6 +324,10 @@ class CompressedActivations:
         if budget is None or every.plain_bytes > budget:
             within, ends = _is_within, None if budget is None else fits
             saving = cheapest_reruns(kept, again, self.price, within=within, fits=ends)
+        moved = (memories[place] for place in saving if place in memories)
+        self.offloaded = [saved.key for group in moved for saved in group]
+        for key in self.offloaded:
+            self.controller.forget(key)
         freed = freed_by(saving)
         held = every.held_bytes - freed
         self._choose_images(first, max(held, self.controller.budget_bytes or 0))

@@ -16,12 +16,31 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
 from ..model.modes import is_batched
 from ..model.snapshot import GLOBAL_HOOKS, HOOKS, StateSnapshot, version_of
 from ..model.step import OUTSIDE_TORCH, Generators
 from .treatments import in_memory, parts_of
+
+# Ops by which values decide what runs next, which element is meant, or how many there are.
+_DECIDES = frozenset(
+    (
+        *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal"),
+        *("allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
+        *("argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "bucketize", "searchsorted"),
+        *("multinomial", "bincount", "repeat_interleave"),
+    )
+)
+
+
+def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call would do something else on rounded values, or draw other numbers again."""
+    if name == "__getitem__":
+        places = (place for place in tree_leaves(args[1:]) if isinstance(place, torch.Tensor))
+        return any(place.dtype == torch.bool for place in places)
+    return name in _DECIDES or kwargs.get("generator") is not None
 
 
 class SideEffects:

@@ -27,6 +27,7 @@ from ...activations.saved import LossyTreatment, Saved, Timed, Treatment, compre
 from ..model.snapshot import version_of
 from ..target.accelerator import is_apart, synchronize
 from .packing import GROUP, Test, two_values
+from .rerun import decides
 from .treatments import (
     Compressor,
     ConvByImages,
@@ -35,6 +36,7 @@ from .treatments import (
     Layout,
     Lossy,
     Mask,
+    Offloaded,
     SignRelu,
     Window,
     flat,
@@ -53,15 +55,6 @@ RUN = "run"
 """The op that saves, exactly, the input of layers that take some images at a time."""
 MODULES, BY_IMAGES = "modules run again", "layers run again, some images at a time"
 ATTENTION = "scaled_dot_product_attention"
-# Ops by which values decide what runs next, which element is meant, or how many there are.
-_DECIDES = frozenset(
-    (
-        *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal"),
-        *("allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
-        *("argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "bucketize", "searchsorted"),
-        *("multinomial", "bincount", "repeat_interleave"),
-    )
-)
 
 
 @dataclass
@@ -164,13 +157,6 @@ def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
     return tensor.numel() in sizes or not sizes
 
 
-def _decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call would do something else on rounded values, or draw other numbers again."""
-    if name == "__getitem__":
-        return any(index.dtype == torch.bool for index in _tensors(args[1:]))
-    return name in _DECIDES or kwargs.get("generator") is not None
-
-
 def storages_of(values: Any) -> frozenset[int]:
     """Return the storages of the tensors among some values."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(values))
@@ -263,13 +249,20 @@ class _Memory:
     nbytes: int
     saved: bool = False
     exact: bool = False
+    moved: bool = False
     compressed_bytes: int = 0
     kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    offloaded: dict[tuple[Any, ...], Offloaded] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
         return self.compressed_bytes + self.nbytes * self.exact
+
+    @property
+    def way(self) -> str:
+        moved = "offloaded" if self.moved else "tensors packed"
+        return "left as they are" if self.exact else moved
 
 
 @dataclass(frozen=True)
@@ -293,6 +286,7 @@ class Pass:
     watch : called with each call that saved something lossy, and its result
     attention : plain bytes for each element that calls of attention are given, by the place of
         those that run again; `attended` has seconds and inputs of the others
+    offloaded : keys of tensors that go to the host
     first : whether to note what packing and unpacking take, in `timed` and `packing_s`
 
     path : of modules, the innermost last
@@ -304,10 +298,12 @@ class Pass:
         left_alone: frozenset[int],
         watch: Callable[[Call, Any], None] | None = None,
         attention: dict[str, float] | None = None,
+        offloaded: frozenset[str] = frozenset(),
         *,
         first: bool = False,
     ) -> None:
-        self.attention, self.first = attention or {}, first
+        self.attention, self.offloaded, self.first = attention or {}, offloaded, first
+        self.device = torch.device("cpu")  # of what was saved last
         self.attended: dict[str, tuple[float, list[Input]]] = {}
         self.timed: list[Timed] = []
         self.packing_s = 0.0
@@ -338,6 +334,7 @@ class Pass:
         self._storages.clear()
         for memory in self._memories:  # else what was packed would live until gc finds this pass
             memory.kept.clear()
+            memory.offloaded.clear()
 
     @property
     def saved(self) -> Saved:
@@ -346,8 +343,8 @@ class Pass:
         held = sum(memory.held_bytes for memory in self._memories)
         ways = [(way, count, round(nbytes)) for way, (count, nbytes) in self._again.items()]
         again = sum(nbytes for *_, nbytes in ways)
-        for way, exact in (("tensors packed", False), ("left as they are", True)):
-            sizes = [m.nbytes for m in self._memories if m.saved and m.exact == exact]
+        for way in ("tensors packed", "left as they are", "offloaded"):
+            sizes = [m.nbytes for m in self._memories if m.saved and m.way == way]
             ways.append((way, len(sizes), sum(sizes)))
         return Saved(plain + again, held, self._elements, tuple(ways))
 
@@ -355,7 +352,7 @@ class Pass:
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if _decides(name, args, kwargs):
+        if decides(name, args, kwargs):
             self.decided.update(self.path)
         # What an op calls is part of that op, and reading an attribute is none.
         if self._call is not None or name == "__get__":
@@ -414,7 +411,7 @@ class Pass:
         memory = self._memory(tensor.untyped_storage())
         new = memory.nbytes if not memory.saved and self._input is None else 0
         memory.saved |= new > 0
-        self._elements += layout.numel
+        self._elements, self.device = self._elements + layout.numel, tensor.device
         before, start = memory.held_bytes, now(tensor.device) if self.first else 0.0
         kept = keep(key, memory)
         call.kept.append(weakref.ref(kept))
@@ -427,7 +424,8 @@ class Pass:
             self.controller.timed(key, seconds)
             held, within = memory.held_bytes - before, frozenset((*self.path, call.place))
             way, rounded = type(kept).__name__, hasattr(kept, "variance")
-            self.timed.append(Timed(within, way, rounded, tensor.nbytes, new, held, seconds))
+            at, size = (key, id(memory) if is_apart(tensor.device) else 0), tensor.nbytes
+            self.timed.append(Timed(within, way, rounded, size, new, held, seconds, *at))
         return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
@@ -511,6 +509,11 @@ class Pass:
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
         """Compress a tensor."""
+        if key in self.offloaded:
+            memory.moved = True
+            where = _where(tensor)
+            memory.offloaded[where] = memory.offloaded.get(where) or Offloaded(tensor)
+            return memory.offloaded[where]
         kind = self._kind(tensor, call)
         value = two_values(flat(tensor)) if kind == "mask" else None
         if value is not None:

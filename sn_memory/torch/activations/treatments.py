@@ -19,14 +19,18 @@ from sn_compress.codecs.registry import codec as named_codec
 from sn_compress.ops import groups
 
 from ...activations import Controller
+from ...activations.saved import Timed
 from ..errors import ReplayError
 from ..model.snapshot import version_of
+from ..target.accelerator import is_apart
+from ..trace.op_seconds import transfer_speeds
 from . import packing
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
 _AT_ONCE = 2**14  # elements
 _ROWS_AT_ONCE = 2**18  # the same, where each part is packed by itself
+_LEAST_OFFLOADED = 2**20  # bytes: two copies begin in some 20 us, in which a link moves about half
 _LEAST_RUN = 64  # elements of a row side by side that are worth a grid, which takes 6 bytes
 
 
@@ -109,6 +113,41 @@ class Exact:
                 f"place: version {version_of(self.tensor)}, expected {self.version}. Change a copy."
             )
         return self.tensor
+
+
+class Offloaded:
+    """The values in pinned memory of the host, copied between ops of the device."""
+
+    nbytes = 0  # on the device
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
+        self.values = torch.empty(
+            dense.numel(), dtype=dense.dtype, pin_memory=is_apart(tensor.device)
+        )
+        self.values.copy_(flat(dense), non_blocking=True)
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        return layout.restore(self.values.to(layout.device, non_blocking=True))
+
+
+def offloadable(timed: Sequence[Timed]) -> dict[str, list[Timed]]:
+    """Return what was saved in each large memory of a device, by its first key."""
+    memories: dict[int, list[Timed]] = {}
+    for saved in timed:
+        if saved.memory:
+            memories.setdefault(saved.memory, []).append(saved)
+    return {
+        group[0].key: group
+        for group in memories.values()
+        if sum(saved.plain_bytes for saved in group) >= _LEAST_OFFLOADED
+    }
+
+
+def copy_seconds(device: torch.device) -> float:
+    """Return the seconds that a byte takes from a device to the host and back."""
+    block = torch.empty(8 * _LEAST_OFFLOADED, dtype=torch.uint8, device=device)
+    return sum(1 / speed for speed in transfer_speeds(block))
 
 
 class Shape:
