@@ -12,9 +12,9 @@ from sn_memory import PlanError
 from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
-from sn_memory.run.estimate import save_fits
 
 from ..command import Answer, add_command, picture_file
+from .fit_picture import save_fits
 from .naming import MODEL_HELP, Given, GraphBinding, read_model
 
 _BY_NAME = "sn_memory.torch.by_name"

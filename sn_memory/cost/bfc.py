@@ -129,12 +129,14 @@ class BFCAllocator(BlockAllocator):
 
     def __init__(self, settings: BFCSettings | None = None) -> None:
         self.settings = settings or BFCSettings()
-        super().__init__(self.settings.limit_bytes)
+        super().__init__()
+        self.limit_bytes = self.settings.limit_bytes
         self.reach_bytes = 0
         first = min(self.limit_bytes, FIRST_REGION) if self.settings.growth else self.limit_bytes
         self._region_bytes = -(-first // GRAIN) * GRAIN
 
     def allocate(self, key: object, nbytes: int) -> None:
+        """Take a block as BlockAllocator does; raises MemoryError where the limit has no room."""
         self.free(key)
         if not nbytes:
             return
@@ -143,7 +145,10 @@ class BFCAllocator(BlockAllocator):
         if block is None and (self._extend(size) or (self._give_back(size) and self._extend(size))):
             block = self._cached(size)
         if block is None:
-            raise self._full(size)
+            raise MemoryError(
+                f"{size} bytes do not fit: {self.reserved_bytes} of {self.limit_bytes} are "
+                f"reserved, {self.allocated_bytes} in use."
+            )
         if block.size >= 2 * size or block.size - size >= MOST_LEFT:
             self._cut(block, size)
         self._hold(key, block)

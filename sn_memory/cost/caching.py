@@ -6,8 +6,9 @@ below 10 MiB from segments of 20 MiB; larger ones have segments of their own, mu
 The smallest free block that is large enough is taken, and cut where the rest is worth it. With
 expandable segments each of the two pools is one segment that grows by 2 or 20 MiB.
 
-Left out: more than one stream, and `garbage_collection_threshold`, which gives cached segments back
-earlier than they are needed elsewhere and acts only where a process has a memory fraction set.
+Left out: more than one stream; a limit, at which torch gives cached segments back and then refuses;
+and `garbage_collection_threshold`, which gives them back earlier than they are needed elsewhere and
+acts only where a process has a memory fraction set.
 """
 
 from __future__ import annotations
@@ -71,15 +72,12 @@ class Block:
 class BlockAllocator(ABC):
     """Hands out blocks of what it has reserved, and keeps them when they are freed.
 
-    limit_bytes : the most that can be reserved
-
     allocated_bytes, reserved_bytes : now: of blocks in use, as large as they are handed out; of all
         that is reserved.
     peak_allocated_bytes, peak_reserved_bytes : the most so far
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         # Per pool, whether small: free blocks as (bytes, address), and those without memory.
@@ -92,10 +90,7 @@ class BlockAllocator(ABC):
 
     @abstractmethod
     def allocate(self, key: object, nbytes: int) -> None:
-        """Take a block; of 0 bytes none is taken. A key that is held is freed first.
-
-        Raises MemoryError where the limit has no room for it.
-        """
+        """Take a block; of 0 bytes none is taken. A key that is held is freed first."""
 
     def free(self, key: object) -> None:
         """Give a block back, joined with free neighbours; nothing for a key that is not held."""
@@ -111,18 +106,9 @@ class BlockAllocator(ABC):
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
-    def _full(self, size: int) -> MemoryError:
-        return MemoryError(
-            f"{size} bytes do not fit: {self.reserved_bytes} of {self.limit_bytes} are "
-            f"reserved, {self.allocated_bytes} in use."
-        )
-
-    def _reserve(self, nbytes: int) -> bool:
-        if self.reserved_bytes + nbytes > self.limit_bytes:
-            return False
+    def _reserve(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
 
     def _cut(self, block: Block, size: int) -> None:
         """Keep so many bytes of a free block that is taken; the rest is free."""
@@ -362,8 +348,6 @@ class CachingAllocator(BlockAllocator):
     """Reserves segments for blocks that come and go.
 
     settings : as the process has them; default: torch's defaults.
-    limit_bytes : the most that can be reserved. Where a request does not fit, cached segments that
-        nothing is in are given back first, as torch does it.
 
     Examples
     --------
@@ -374,10 +358,8 @@ class CachingAllocator(BlockAllocator):
     (1024, 2097152)
     """
 
-    def __init__(
-        self, settings: AllocatorSettings | None = None, limit_bytes: int = UNLIMITED
-    ) -> None:
-        super().__init__(limit_bytes)
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
+        super().__init__()
         self.settings = settings or AllocatorSettings()
 
     def allocate(self, key: object, nbytes: int) -> None:
@@ -387,27 +369,9 @@ class CachingAllocator(BlockAllocator):
         size = self.settings.rounded(nbytes)
         small = size <= SMALL
         block = self._cached(size, small) or self._reserved(size, small)
-        if block is None and self._give_back_large(size, small):
-            block = self._reserved(size, small)
-        if block is None:
-            self.release()
-            block = self._reserved(size, small)
-        if block is None:
-            raise self._full(size)
         if self.settings.cuts(size, block.size - size, small=small):
             self._cut(block, size)
         self._hold(key, block)
-
-    def release(self) -> None:
-        """Give back all segments that nothing is in; of expandable ones, what is empty of them."""
-        for small in (True, False):
-            for size, address in list(self._free[small]):
-                block = self._at[address]
-                if self.settings.expandable:
-                    self._unmap(block)
-                elif block.before is None and block.after is None:
-                    self._take(block)
-                    self.reserved_bytes -= size
 
     def _cached(self, size: int, small: bool) -> Block | None:
         """Return the smallest free block that may be used, taken out of its pool."""
@@ -430,45 +394,27 @@ class CachingAllocator(BlockAllocator):
         after = self._at[row[1]].after
         return row[0] + (after.size if after is not None and after.state == "unmapped" else 0)
 
-    def _reserved(self, size: int, small: bool) -> Block | None:
-        """Return a block in memory that is reserved for it; None where the limit has no room."""
+    def _reserved(self, size: int, small: bool) -> Block:
+        """Return a block in memory that is reserved for it."""
         if self.settings.expandable:
             return self._expanded(size, small)
         room = self.settings.segment(size)
-        if not self._reserve(room):
-            return None
+        self._reserve(room)
         self._next_address += room
         return Block(self._next_address - room, room, "free", small=small)
 
-    def _give_back_large(self, size: int, small: bool) -> bool:
-        """Give back free blocks of `max_split_bytes` and more, as many as a request needs."""
-        least, free = self.settings.max_split_bytes, self._free[small]
-        if least == UNLIMITED or self.settings.expandable:
-            return False
-        wanted = max(size, least)
-        place = bisect_left(free, (wanted, -1))
-        returned = 0
-        if place < len(free):
-            returned = free[place][0]
-            self._take(self._at[free[place][1]])
-        while returned < wanted and free and free[-1][0] >= least:
-            returned += free[-1][0]
-            self._take(self._at[free[-1][1]])
-        self.reserved_bytes -= returned
-        return returned >= wanted
-
     # Expandable segments.
 
-    def _expanded(self, size: int, small: bool) -> Block | None:
+    def _expanded(self, size: int, small: bool) -> Block:
         """Return a block at the lowest address where memory can be put behind enough of it."""
-        block: Block | None = self._expandable(size, small)
-        while block is not None and (block.state == "unmapped" or block.size < size):
+        block = self._expandable(size, small)
+        while block.state == "unmapped" or block.size < size:
             empty, missing = block, size
             if block.state == "free":
                 assert block.after is not None
                 empty, missing = block.after, size - block.size
             block = self._map(empty, min(missing, empty.size))
-        return None if block is None else self._take(block)
+        return self._take(block)
 
     def _expandable(self, size: int, small: bool) -> Block:
         for address in self._unmapped[small]:
@@ -490,12 +436,11 @@ class CachingAllocator(BlockAllocator):
     def _granule(self, small: bool) -> int:
         return SMALL_SEGMENT if small else self.settings.large_segment_bytes
 
-    def _map(self, block: Block, size: int) -> Block | None:
-        """Put memory behind the first bytes of a block, whole granules; None without room."""
+    def _map(self, block: Block, size: int) -> Block:
+        """Put memory behind the first bytes of a block, whole granules."""
         granule = self._granule(block.small)
         size = -(-size // granule) * granule
-        if not self._reserve(size):
-            return None
+        self._reserve(size)
         self._take(block)
         if left := block.size - size:
             block.size = size
@@ -504,22 +449,3 @@ class CachingAllocator(BlockAllocator):
         block = self._joined(block)
         self._put(block)
         return block
-
-    def _unmap(self, block: Block) -> None:
-        granule = self._granule(block.small)
-        begin = -(-block.address // granule) * granule
-        end = (block.address + block.size) // granule * granule
-        if begin >= end:
-            return
-        self._take(block)
-        if left := block.address + block.size - end:
-            block.size -= left
-            self._put(self._cut_off(block, left, "free"))
-        middle = block
-        if block.address < begin:
-            block.size = begin - block.address
-            middle = self._cut_off(block, end - begin, "unmapped")
-            self._put(block)
-        middle.state = "unmapped"
-        self.reserved_bytes -= end - begin
-        self._put(self._joined(middle))

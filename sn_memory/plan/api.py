@@ -202,7 +202,6 @@ class Auto:
         if start is not None and len(self.graph.ops) <= LARGE:
             self.search.from_sqrt_n(start, budget_bytes)
         self.search.solve(budget_bytes)
-        self.search.widened(budget_bytes)
 
     def sqrt_n(self, budget_bytes: int) -> Sequence[int] | None:
         """Take the choice of `sqrt_n` in, and return it, if it keeps the budget.

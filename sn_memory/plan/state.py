@@ -5,31 +5,25 @@ the host first, the largest first, and parameters after all states. How many of 
 more of them cost transfers, fewer leave less room for activations. Each number is planned as any
 graph is (what to rebuild, what to fetch again), its copies are started ahead, and what ends first
 on its lanes - ops, fetches, stores, the host's updates - is taken.
-
-Where the host may update what lies there, all of that by the host and none are planned; then the
-parameters whose gradients come last are tried on the device, as the step ends with their updates.
-ZeRO-Offload (Ren et al. 2021, section 4) has the host make all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
-from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, update_seconds, with_state
+from ..graph.hosted import Unit, scratch_bytes, update_seconds, with_state
 from .buffers import live_bytes
-from .copies import BY_HOST, LaneSeconds, lane_seconds, spread_copies
+from .copies import LaneSeconds, lane_seconds, spread_copies
 from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
 TRIED = 3
 # The fewest that keep the budget are found to this part of all: each halving is a search.
 GRAIN = 1 / 256
-# Shares of the host's updates that are tried on the device, those that come last.
-SHARES = (0.25, 0.5, 0.75)
 
 Planner = Callable[[Graph, int], Plan]
 
@@ -71,72 +65,29 @@ def plan_state(
     planner: Planner,
     *,
     update: str = "backward",
-    updaters: Sequence[str] = ("device",),
+    by: str = "device",
     places: Sequence[str] = ("state", "host"),
 ) -> StatePlan:
-    """Return the fastest plan found of a step with its updates, and what of the state moves.
+    """Return the fastest plan found of a step with its updates, over what of the state moves.
 
     graph : forward and backward pass
     units : its parameters
     budget_bytes : the most that is live on the device
     planner : plans a graph within so many bytes; raises BudgetError
     update : as in `with_state`
-    updaters : who may update what lies on the host
+    by : who updates what lies on the host
     places : where what moves may lie; see `with_state`
 
     Raises BudgetError if even with all of it on the host no plan keeps the budget.
     """
-    planned: list[StatePlan] = []
-    refused: list[BudgetError] = []
-    for by in updaters:
-        try:
-            planned.append(_counted(graph, units, budget_bytes, planner, update, by, places))
-        except BudgetError as error:
-            refused.append(error)
-    if not planned:
-        raise refused[-1]
-    best = min(planned, key=_ends)
-    if update == "backward" and "device" in updaters:
-        best = min([best, *_shared(best, graph, units, budget_bytes, planner)], key=_ends)
-    return best
-
-
-def _ends(state_plan: StatePlan) -> tuple[float, float]:
-    # Of two that end together the one that copies less.
-    return state_plan.seconds, state_plan.lanes.copies_s
-
-
-def _shared(
-    best: StatePlan, graph: Graph, units: Sequence[Unit], budget_bytes: int, planner: Planner
-) -> Iterator[StatePlan]:
-    """Plan with some of the host's updates made by the device."""
-    late = [
-        op.name.removeprefix(HOST_UPDATE) for op in reversed(best.graph.ops) if op.kind == BY_HOST
-    ]
-    counts = {round(share * len(late)) for share in SHARES} - {0, len(late)}
-    for count in sorted(counts):
-        by = {**best.updaters, **dict.fromkeys(late[:count], "device")}
-        try:
-            yield planned_with(graph, units, best.places, budget_bytes, planner, updaters=by)
-        except BudgetError:
-            continue
-
-
-def _counted(
-    graph: Graph,
-    units: Sequence[Unit],
-    budget_bytes: int,
-    planner: Planner,
-    update: str,
-    by: str,
-    places: Sequence[str],
-) -> StatePlan:
-    """Return the fastest plan found over the number of units on the host, all updated alike."""
     moves = [move for move in moves_of(graph, units) if move[1] in places]
     updaters = {unit.parameter: by for unit in units}
     # A plan of a deep net is tens of thousands of actions: none is held but the best so far.
     best: StatePlan | None = None
     keeps: dict[int, bool] = {}
+
+    def ends(state_plan: StatePlan) -> tuple[float, float]:
+        return state_plan.seconds, state_plan.lanes.copies_s
 
     def kept(count: int) -> bool:
         """Plan with so many on the host; whether that keeps the budget."""
@@ -154,7 +105,8 @@ def _counted(
                 keeps[count] = False
                 return False
             keeps[count] = True
-            if best is None or _ends(state_plan) < _ends(best):
+            # Of two that end together the one that copies less.
+            if best is None or ends(state_plan) < ends(best):
                 best = state_plan
         return keeps[count]
 

@@ -3,7 +3,8 @@
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
 new capability alone, whose decision says so (91, 102, 105, 106, 107, 111: activations, 92:
-regions), and was once where comprehensions took the names of what they run over.
+regions), and was twice beside: where comprehensions took the names of what they run over, and in
+the guards, where five copies in other rooms became one there (112).
 """
 
 from pathlib import Path
@@ -15,29 +16,29 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "base": (("base",), 904, 650),
     "graph": (("graph",), 1334, 1150),
-    "cost": (("cost",), 1367, 800),
+    "cost": (("cost",), 1298, 800),
     "check": (("check.py",), 382, 430),
-    "run, report": (("run", "report"), 2175, 1350),
+    "run, report": (("run", "report"), 2097, 1350),
     "pool": (("pool",), 946, 800),
-    "plan": (("plan",), 1989, 1500),
-    "plan/search": (("plan/search",), 1404, 1700),
+    "plan": (("plan",), 1940, 1500),
+    "plan/search": (("plan/search",), 1251, 1700),
     "plan/policies": (("plan/policies.py",), 463, 300),
     "activations": (("activations",), 989, 800),
     "apoptosis": (("apoptosis",), 3193, 2600),
     "torch: plan, estimate, verify, planned": (("torch",), 3438, 1700),
     "torch: target device": (("torch/target",), 1328, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 2998, 1700),
-    "torch: trace": (("torch/trace",), 3359, 2300),
+    "torch: guards": (("torch/model", "torch/ones"), 3038, 1700),
+    "torch: trace": (("torch/trace",), 3349, 2300),
     "torch: eager": (("torch/eager",), 2095, 1500),
-    "torch: host": (("torch/state", "torch/host"), 1738, 1300),
-    "torch: compile": (("torch/compile",), 1198, 700),
-    "torch: policy": (("torch/policy",), 1290, 750),
-    "torch: regions": (("torch/regions",), 2296, 900),
-    "torch: modules": (("torch/modules",), 1070, 550),
+    "torch: host": (("torch/state", "torch/host"), 1735, 1300),
+    "torch: compile": (("torch/compile",), 1028, 700),
+    "torch: policy": (("torch/policy",), 1264, 750),
+    "torch: regions": (("torch/regions",), 2185, 900),
+    "torch: modules": (("torch/modules",), 1051, 550),
     "torch: activations": (("torch/activations",), 2536, 1200),
     "tensorflow": (("tensorflow",), 6572, 4200),
 }
-TOTAL = (45_215, 28_000)
+TOTAL = (44_565, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting

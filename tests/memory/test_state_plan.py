@@ -246,40 +246,6 @@ def test_an_update_by_the_host_by_hand():
     assert lane_seconds(placed, [Action("run", it.name) for it in placed.ops]).seconds == 3.7
 
 
-@pytest.mark.parametrize("update", [pytest.param("backward", marks=pytest.mark.slow), "step"])
-@pytest.mark.parametrize("seconds", [0.05, 0.6, 30.0])
-def test_who_updates_against_every_choice(update, seconds):
-    """Within a tenth of the best of all places and updaters, wherever one keeps the budget."""
-    graph, units = chain(2, [160, 80])
-    units = of_host(units, seconds)
-    names = [it.parameter for it in units]
-    whole = peak(with_state(graph, units, {}, update=update)).bytes
-    who = set()
-    for share in (1.0, 0.7, 0.4):
-        budget, best = int(share * whole), None
-        for places in itertools.product(PLACES, repeat=2):
-            for by in itertools.product(("device", "host"), repeat=2):
-                try:
-                    found = planned_with(
-                        graph, units, dict(zip(names, places, strict=True)), budget, planner,
-                        update=update, updaters=dict(zip(names, by, strict=True)),
-                    )  # fmt: skip
-                except BudgetError:
-                    continue
-                best = min(filter(None, (best, found.seconds)))
-        if best is None:
-            continue
-        found = plan_state(
-            graph, units, budget, planner, update=update, updaters=("device", "host")
-        )
-        assert best <= found.seconds <= 1.1 * best, (share, best)
-        who |= set(found.updaters.values())
-        check_plan(found.graph, replace(found.plan, budget_bytes=budget))
-        assert found.step_peak_bytes <= budget
-    # In a backward pass these budgets hold no state, so the host updates, however slow.
-    assert ("device" if seconds > 1 and update == "step" else "host") in who
-
-
 def test_nobody_updates_what_is_not_trained():
     graph, units = chain()
     units[1] = replace(units[1], gradient=None, state_bytes=0)

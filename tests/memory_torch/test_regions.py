@@ -575,7 +575,7 @@ def test_what_kernels_take_beside_is_made_room_for():
         model=nn.Identity(),
         run=measured,
     )
-    asked = RegionsPlan((), 0, 0, 0, 100, 1.0, 1.0, 1.0, "")
+    asked = RegionsPlan((), 0, 0, 100, 1.0, 1.0, "", lower_bound_seconds=1.0)
     kind = SimpleNamespace(plans=plans)
     choosing = _Choosing(search, Step(), [("layer", kind, 0)], line, asked)
     for budget, kept in ((50, 10), (52, 40), (71, 40), (72, 60)):

@@ -3,152 +3,16 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from ...base.progress import late_or_units, now, spend
-from ...cost.offload import BESIDE, BOTH, HostCopy, Schedule, lane_seconds, seconds_of_runs, windows
+from ...base.progress import late_or_units, now
+from ...cost.offload import BESIDE, BOTH, windows
 from ...graph.liveness import KEEP, Holes
 from ..simulate import compiled
 from .candidates import Candidate, carried, fit, trim
-
-# Units of work a run.
-WORK = 400
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A copy: after which run it may begin, after which its memory is given back, and at most."""
-
-    begin: int
-    end: int
-    most: int
-    bytes: int
-    seconds: float
-
-
-def widen(holes: Holes, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Return a schedule whose ops wait less, within the budget; the given one where none does.
-
-    Windows count with the lanes alone. Here what is copied out stays on the device until the copy
-    has ended, or until its room is needed, and a copy back begins as early as there is room for it,
-    but no earlier than it has to. The second is the first with time reversed.
-    """
-    before = lane_seconds(holes, schedule)
-    if before <= schedule.run_seconds:
-        return schedule
-    spend(WORK * len(schedule.ops))
-    best, seconds = schedule, before
-    # Whichever side goes first takes the room, so both orders are tried.
-    for first_out in (True, False):
-        live = schedule.live_bytes.tolist()
-        host_copies = list(schedule.host_copies)
-        for out in (first_out, not first_out):
-            moved = _out if out else _back
-            host_copies = moved(holes, schedule, host_copies, live, budget_bytes)
-        trial = _with(schedule, host_copies, live, holes)
-        waits_s = lane_seconds(holes, trial)
-        if waits_s < seconds:
-            best, seconds = trial, waits_s
-    return best
-
-
-def _out(
-    holes: Holes, schedule: Schedule, host_copies: list[HostCopy], live: list[int], budget: int
-) -> list[HostCopy]:
-    """Give memory back later, after copies out."""
-    to_host_s = holes.graph.device.to_host_s
-    copies = [
-        _Copy(
-            copy.left, copy.freed, copy.fetched - 1, holes.bytes[copy.storage],
-            to_host_s(holes.bytes[copy.storage]),
-        )
-        for copy in host_copies
-    ]  # fmt: skip
-    ends = _later(copies, seconds_of_runs(holes, schedule), live, budget)
-    return [replace(copy, freed=end) for copy, end in zip(host_copies, ends, strict=True)]
-
-
-def _back(
-    holes: Holes, schedule: Schedule, host_copies: list[HostCopy], live: list[int], budget: int
-) -> list[HostCopy]:
-    """Take memory earlier, before copies back."""
-    device, last = holes.graph.device, len(schedule.ops) - 1
-    reads: dict[int, list[int]] = {copy.storage: [] for copy in host_copies}
-    for run, op in enumerate(schedule.ops):
-        for storage in holes.graph.arrays.reads[op]:
-            if storage in reads:
-                reads[storage].append(run)
-    copies = []
-    for copy in host_copies:
-        mine = reads[copy.storage]
-        place = bisect_left(mine, copy.fetched)
-        read = mine[place] if place < len(mine) else copy.fetched
-        size = holes.bytes[copy.storage]
-        seconds = device.to_device_s(size)
-        copies.append(_Copy(last - read, last - copy.fetched, last - copy.freed - 1, size, seconds))
-    live.reverse()
-    ends = _later(copies, seconds_of_runs(holes, schedule)[::-1], live, budget)
-    live.reverse()
-    # On the lane, and so at one run, what is read first comes first.
-    order = sorted(range(len(copies)), key=lambda at: -copies[at].begin)
-    return [replace(host_copies[at], fetched=last - ends[at]) for at in order]
-
-
-def _later(
-    copies: Sequence[_Copy], seconds: Sequence[float], live: list[int], budget: int
-) -> list[int]:
-    """Return the run after which each copy's memory is given back; enter that into `live`."""
-    begins: dict[int, list[int]] = {}
-    planned: dict[int, list[int]] = {}
-    for at, copy in enumerate(copies):
-        begins.setdefault(copy.begin, []).append(at)
-        planned.setdefault(copy.end, []).append(at)
-    ends = [copy.end for copy in copies]
-    done = [0.0] * len(copies)
-    # Copies whose memory could be given back, and is not yet.
-    waiting: list[int] = []
-    clock = lane = 0.0
-    for run, own in enumerate(seconds):
-        held = sum(copies[at].bytes for at in waiting)
-        for at in list(waiting):
-            if clock >= done[at] or copies[at].most < run or live[run] + held > budget:
-                clock = max(clock, done[at])
-                ends[at] = run - 1
-                waiting.remove(at)
-                held -= copies[at].bytes
-        live[run] += held
-        clock += own
-        for at in begins.get(run, ()):
-            lane = max(lane, clock) + copies[at].seconds
-            done[at] = lane
-        waiting += planned.get(run, ())
-        waiting.sort(key=lambda at: done[at])
-    return ends
-
-
-def _with(
-    schedule: Schedule, host_copies: Sequence[HostCopy], live: Sequence[int], holes: Holes
-) -> Schedule:
-    """Return the schedule with other ends of copies."""
-    intervals = schedule.intervals.copy()
-    opened = {(storage, first): at for at, (storage, first, _) in enumerate(intervals.tolist())}
-    closed = {(storage, last): at for at, (storage, _, last) in enumerate(intervals.tolist())}
-    old = {(copy.storage, copy.left): copy for copy in schedule.host_copies}
-    for copy in host_copies:
-        was = old[copy.storage, copy.left]
-        intervals[closed[copy.storage, was.freed], 2] = copy.freed
-        intervals[opened[copy.storage, was.fetched], 1] = copy.fetched
-    return replace(
-        schedule,
-        intervals=intervals,
-        live_bytes=np.array(live, np.int64),
-        host_copies=tuple(host_copies),
-    )
-
 
 # Heat, in shares of the first seconds: what a try may lose at the start, and at the end.
 COLD = 1e-5

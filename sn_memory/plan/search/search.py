@@ -17,7 +17,7 @@ from ..bound import Relaxed, moments, relax
 from ..simulate import simulate, simulate_moved
 from .candidates import Archive, Candidate, all_moved, carried, fit, trim
 from .chain import Chain
-from .improve import Rules, anneal, improve, refine, widen
+from .improve import Rules, anneal, improve, refine
 
 
 def start_from_relaxed(shape: Holes, relaxed: Relaxed) -> list[int]:
@@ -112,8 +112,6 @@ WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
 GAIN = 5e-4
 # However late it is, the smallest peak is looked for so long.
 LEAST_S = 0.1
-# So many candidates get wider windows, the fastest ones.
-WIDENED = 8
 
 
 class Search:
@@ -306,21 +304,6 @@ class Search:
             self.attempt(self.shape.natural(), budget_bytes, "greedy")
             self.from_chain(budget_bytes)
         self.annealed(budget_bytes, 0.0)
-        self.widened(self.archive.smallest().peak_bytes)
-
-    def widened(self, budget_bytes: int) -> None:
-        """Let the ops of the fastest candidates wait less, where these leave room."""
-        within = [item for item in self.archive.items if item.peak_bytes <= budget_bytes]
-        within = sorted(within, key=lambda item: item.seconds)[:WIDENED]
-        for item in within:
-            if item.schedule.run_seconds >= within[0].seconds:
-                continue
-            # However late it is, one of them.
-            if self.late and item is not within[0]:
-                break
-            schedule = widen(self.shape, item.schedule, budget_bytes)
-            if schedule is not item.schedule:
-                self.archive.add(item.choice, schedule, f"{item.origin}, widened", item.moved)
 
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate by ruin and repair."""

@@ -64,10 +64,6 @@ class Partition:
     backward: fx.GraphModule
     outputs: int
 
-    def results(self) -> list[Any]:
-        """Return what the forward graph returns to the caller."""
-        return results_of(self.forward)[: self.outputs]
-
     def saved(self) -> dict[str, int]:
         """Return what is saved for the backward pass, parameters and inputs aside, with bytes."""
         return {

@@ -26,7 +26,7 @@ from ..model.results import Results, differences
 from ..model.step import tensors
 from ..target.accelerator import is_apart
 from .backend import CompiledPlan, storage_bytes
-from .measure import ROUNDS, MeasuredStep, floor_bytes, measured_step, step_seconds
+from .measure import ROUNDS, MeasuredStep, measured_step, step_seconds
 from .partitioner import (
     SOLVERS,
     BudgetPartitioner,
@@ -290,17 +290,14 @@ class Search:
         peak, op = self.peak_bytes(nearest), nearest.step.peak_op
         percent = percent_kept(peak, self.peak_bytes(self.plain))
         hint = f', "{percent}%" of the compiled step without a plan' if percent else ""
-        floor, working = floor_bytes(self.plain.partition, self.known_bytes)
-        why = f"what {working!r} works on" if working else "what it ends with"
         return BudgetError(
-            f"the compiled step needs {show_bytes(peak)}, set by {op!r}; no plan of it can go "
-            f"below {show_bytes(floor)}, {why}. The {budget_line(allowed, peak)}. The smallest "
-            f"budget found is {peak} bytes{hint}. Raise the budget, make the batch smaller, or "
-            "plan with backend='graph', which may also move the order of calls.",
+            f"the compiled step needs {show_bytes(peak)}, set by {op!r}. The "
+            f"{budget_line(allowed, peak)}. The smallest budget found is {peak} bytes{hint}. Raise "
+            "the budget, make the batch smaller, or plan with backend='graph', which may also move "
+            "the order of calls.",
             peak_bytes=peak,
             budget_bytes=allowed,
             op=op,
-            floor_bytes=floor,
             percent=percent,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -78,6 +78,44 @@ def saved_tensors_hook() -> Callable[..., Any] | None:
     """Return what packs saved tensors here, if the caller has put hooks around."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpoint around this keeps nothing here, and runs all this again, or does so.
+
+    What is put in the place of a forward must not do in the first run what it may not do in the
+    second: one of the model's own checkpoints runs again when it is gone.
+    """
+    pack = saved_tensors_hook()
+    return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
+
+
+class Forwards:
+    """Forwards that stand in the place of modules' own, inside `with`."""
+
+    def __init__(self, forwards: Mapping[torch.nn.Module, Callable[..., Any]]) -> None:
+        self._forwards = forwards
+        self._own = {module: module.__dict__.get("forward") for module in forwards}
+
+    def __enter__(self) -> None:
+        for module, forward in self._forwards.items():
+            # On the instance, where it hides the method of the class.
+            module.__dict__["forward"] = forward
+
+    def __exit__(self, *error: object) -> None:
+        for module, forward in self._own.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let the modules have their own, as a trace must see them."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import SetsStateError, TraceError
 from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import in_use, now, working_device
-from .modes import kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
+from .modes import Forwards, kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
 from .snapshot import (
@@ -288,10 +288,18 @@ class Measured:
 
 
 def apart(arguments: Any) -> Any:
-    """Return arguments whose tensors are leaves: a step run on them goes back no further."""
+    """Return arguments whose tensors are leaves: a step run on them goes back no further.
+
+    One that is given twice stays one.
+    """
+    made: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
 
     return tree_map_only(torch.Tensor, leaf, arguments)
 
@@ -303,14 +311,8 @@ def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = model.__dict__.get("forward")
-        model.__dict__["forward"] = lambda *args, **kwargs: forward(model, args, kwargs)
-        try:
+        with Forwards({model: lambda *args, **kwargs: forward(model, args, kwargs)}):
             return model(*args, **kwargs)
-        finally:
-            model.__dict__.pop("forward")
-            if before is not None:
-                model.__dict__["forward"] = before
 
     return call
 

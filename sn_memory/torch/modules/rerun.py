@@ -7,15 +7,14 @@ does to statistics and other buffers: see `state.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..model.modes import OF_CHECKPOINT, saved_tensors_hook
+from ..model.modes import Forwards, inside_checkpoint
 from ..model.sharded import is_sharded
 from ..model.snapshot import version_of
 from ..model.step import tensors
@@ -39,27 +38,19 @@ class Unit(Behaviour):
     changed: tuple[tuple[torch.nn.Module, str], ...] | None = None
 
 
-@contextmanager
 def rerunning(
     model: torch.nn.Module, units: Sequence[Unit], inputs: list[Input] | None = None
-) -> Iterator[None]:
-    """Put checkpointed forwards in the place of modules' own for one forward pass of a model.
+) -> Forwards:
+    """Return checkpointed forwards in the place of modules' own for one forward pass of a model.
 
     inputs : where what units were given is noted; None where nobody asks
     """
     # Whether parameters come and go by themselves.
     sharded, modules = is_sharded(model), dict(model.named_modules())
-    before = {modules[unit.name]: modules[unit.name].__dict__.get("forward") for unit in units}
-    for module, unit in zip(before, units, strict=True):
-        module.__dict__["forward"] = _checkpointed(module, unit, inputs, sharded)
-    try:
-        yield
-    finally:
-        for module, original in before.items():
-            if original is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = original
+    again = [(modules[unit.name], unit) for unit in units]
+    return Forwards(
+        {module: _checkpointed(module, unit, inputs, sharded) for module, unit in again}
+    )
 
 
 def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -78,7 +69,7 @@ def _checkpointed(
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if (
             not torch.is_grad_enabled()
-            or _inside_checkpoint()
+            or inside_checkpoint()
             # Another thread has the module too, and a pass or a second run of its own.
             or threading.get_ident() != thread
         ):
@@ -136,13 +127,3 @@ def _with_requires_grad(value: Any, requires_grad: bool) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad != requires_grad:
         return value.detach().requires_grad_(requires_grad)
     return value
-
-
-def _inside_checkpoint() -> bool:
-    """Whether a checkpoint around this keeps nothing here, and runs all this again, or does so.
-
-    In the first run the forwards put in place must not do what they may not do in the second: one
-    of the model's own checkpoints runs again when they are gone.
-    """
-    pack = saved_tensors_hook()
-    return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)

@@ -14,8 +14,7 @@ dropout do not count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +28,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ..model.modes import Forwards
+from ..model.snapshot import written_to
 from ..model.tracker import Scratch
 from ..trace.fake_step import fake_step
 
@@ -101,7 +102,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func._schema.is_mutable and (into := self._written_before(func, args, kwargs)):
+        if into := self._written_before(func, args, kwargs):
             # It counts, so that later calls have their numbers.
             self.func_counter[func] += 1
             return into[0] if len(into) == 1 else tuple(into)
@@ -116,18 +117,8 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
         """Return what a call writes to, if all of it was there before the second run."""
-        into = written(func, args, kwargs)
+        into = written_to(func, args, kwargs)
         return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to, by its schema."""
-    tensors = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return tensors
 
 
 def without_statistics(
@@ -213,35 +204,18 @@ def predicted(
                     parameter.register_post_accumulate_grad_hook(accumulated)
         step.stretches.append(Stretch(path, phase, gradient_bytes=gradient_bytes))
 
-    with checkpointed(model, saved, started):
+    blocks = {model.get_submodule(path): (path, results) for path, results in saved.items()}
+    with Forwards({block: _around(block.forward, *of, started) for block, of in blocks.items()}):
         peak = fake_step(model, arguments, known, heard, scratch=scratch)
     step.peak_bytes, step.peak_op = peak.peak_bytes, peak.peak_op
     return step
 
 
-@contextmanager
-def checkpointed(
-    model: torch.nn.Module, saved: Selection, started: Callable[[str, str], None]
-) -> Iterator[None]:
-    """Let blocks of a model run under checkpoints inside; `started` is called where each starts."""
-    before = []
-    for path, results in saved.items():
-        module = model.get_submodule(path)
-        before.append((module, module.__dict__.get("forward")))
-        # On the instance, where it hides the method of the class.
-        module.__dict__["forward"] = _around(module.forward, path, results, started)
-    try:
-        yield
-    finally:
-        for module, own in before:
-            module.__dict__.pop("forward")
-            if own is not None:
-                module.__dict__["forward"] = own
-
-
 def _around(
     forward: Callable[..., Any], path: str, saved: Saved | None, started: Callable[[str, str], None]
 ) -> Callable[..., Any]:
+    """Return a block's forward under a checkpoint; `started` is called where each run starts."""
+
     def both() -> tuple[Any, Any]:
         assert saved is not None
         first, second = contexts(saved)

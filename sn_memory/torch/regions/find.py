@@ -7,8 +7,7 @@ from the outside in, until one traces whole. What is refused says why, and that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from ...run.unseen import smallest
 from ..eager.replay import overwritten
 from ..errors import TraceError, first_line
 from ..model.guards import OF_TORCH, recorded_reads
+from ..model.modes import Forwards
 from ..model.signature import Arguments
 from ..model.snapshot import version_of
 from ..trace.record import Layouts
@@ -98,14 +98,16 @@ class Finder:
         self._inside = False
         # Tensors that regions were given or handed out are not to be changed in place after.
         self._borders: list[tuple[str, torch.Tensor, int]] = []
-        self._before: dict[torch.nn.Module, Any] = {}
+        self._forwards = Forwards({})
 
     def look(self, arguments: Arguments) -> Survey:
         """Run the model; regions that were found by earlier passes stay."""
         self.survey.calls.clear()
         self._borders.clear()
         args, kwargs = arguments
-        with torch.enable_grad(), self._offered():
+        modules = [module for module, path in self._paths.items() if path]
+        self._forwards = Forwards({module: self._offering(module) for module in modules})
+        with torch.enable_grad(), self._forwards:
             self._model(*args, **kwargs)
         for path, shadow, version in self._borders:
             if version_of(shadow) != version:
@@ -137,40 +139,14 @@ class Finder:
             if path and known is not None and not path.startswith(inside):
                 self.survey.regions[path] = Region(path, *known)
 
-    @contextmanager
-    def _offered(self) -> Iterator[None]:
-        self._before = {
-            module: module.__dict__.get("forward") for module in self._paths if self._paths[module]
-        }
-        self._put()
-        try:
-            yield
-        finally:
-            self._take_away()
-
-    def _put(self) -> None:
-        for module in self._before:
-            module.__dict__["forward"] = self._offering(module)
-
-    def _take_away(self) -> None:
-        for module, forward in self._before.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
-
     def _offering(self, module: torch.nn.Module) -> Callable[..., Any]:
-        path = self._paths[module]
-        original = self._before[module] or type(module).forward.__get__(module)
+        path, original = self._paths[module], module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside or as_written() or not wants_gradient(module, (args, kwargs)):
                 return original(*args, **kwargs)
-            # A trace must see the modules as they are.
-            self._take_away()
-            try:
+            with self._forwards.away():
                 traced = self._kind(path, module, (args, kwargs))
-            finally:
-                self._put()
             if traced is None:
                 return original(*args, **kwargs)
             self.survey.calls.append((path, traced))

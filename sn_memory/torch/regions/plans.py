@@ -70,7 +70,7 @@ def as_part(traced: Trace) -> Trace:
         for storage in graph.storages
     ]
     ops = [replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops]
-    part = Graph(storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator)
+    part = replace(graph, storages=storages, ops=ops)
     return replace(traced, named=replace(traced.named, graph=part))
 
 
@@ -89,7 +89,9 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
     if not keeps.kept_bytes:
         return
     base, unplanned = graph.base_bytes, unplanned_bytes(graph)
-    held_anyway = base + _gradient_bytes(graph)
+    # Gradients of its outputs, which the caller makes.
+    sizes = _sizes(graph)
+    held_anyway = base + sum(sizes[name] for name in {*graph.ops[graph.op_index[LOSS]].outputs})
     refused_at = keeps.kept_bytes + 1
     for part, shares in ((1.0, _KEPT), *_LOWER):
         room = base + int(part * (unplanned - base))
@@ -120,10 +122,7 @@ def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
         fixed=True,
         workspaces=(Workspace(scratch_bytes),),
     )
-    ops = [*graph.ops[:at], between, *graph.ops[at:]]
-    return Graph(
-        graph.storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator
-    )
+    return replace(graph, ops=[*graph.ops[:at], between, *graph.ops[at:]])
 
 
 def without_between(plan: Plan) -> Plan:
@@ -152,9 +151,7 @@ def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
 
 def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
     """Bytes that a plan holds when its outputs are handed out, without their gradients."""
-    names = [storage.name for storage in graph.storages]
-    size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
-    outputs = {op.name: op.outputs for op in graph.ops}
+    size, outputs = _sizes(graph), {op.name: op.outputs for op in graph.ops}
     held: set[str] = set()
     for step, (kind, target, _) in enumerate(plan.actions):
         if kind == "run" and step > loss:
@@ -163,28 +160,27 @@ def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
             held.update(outputs[target])
         elif kind == "free":
             held.discard(target)
-    resident = {storage.name for storage in graph.storages if storage.resident}
-    return sum(size[name] for name in held - resident)
+    return sum(size[name] for name in held - _resident(graph))
+
+
+def _sizes(graph: Graph) -> dict[str, int]:
+    names = (storage.name for storage in graph.storages)
+    return dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
+
+
+def _resident(graph: Graph) -> set[str]:
+    return {storage.name for storage in graph.storages if storage.resident}
 
 
 def inner_bytes(graph: Graph) -> int:
     """Return what a graph keeps between its passes, beside inputs and what it hands out."""
     plan = policy("liveness")(graph, budget_bytes=None)
     kept = _kept_bytes(graph, plan, plan.actions.index(("run", LOSS, 0)))
-    sizes = dict(zip(graph.storages, graph.arrays.bytes.tolist(), strict=True))
     handed = {*graph.ops[graph.op_index[LOSS]].inputs}
     backward = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
     read = {name for op in backward for name in op.inputs}
-    names = handed & read - {storage.name for storage in graph.storages if storage.resident}
-    handed_bytes = sum(size for storage, size in sizes.items() if storage.name in names)
-    return kept - handed_bytes
-
-
-def _gradient_bytes(graph: Graph) -> int:
-    names = {*graph.ops[graph.op_index[LOSS]].outputs}
-    sizes = graph.arrays.bytes.tolist()
-    pairs = zip(graph.storages, sizes, strict=True)
-    return sum(size for storage, size in pairs if storage.name in names)
+    sizes = _sizes(graph)
+    return kept - sum(sizes[name] for name in handed & read - _resident(graph))
 
 
 def useful(plans: list[RegionPlan]) -> list[RegionPlan]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from ...base.errors import PlanError
 from ...graph.graph import Graph
@@ -21,17 +21,12 @@ from ...run.unseen import smallest
 from ..eager.replay import Replay
 from ..errors import TraceError
 from ..model.guards import GuardCache, Lookup
-from ..model.modes import (
-    OF_CHECKPOINT,
-    outside_saved_tensors_hooks,
-    saved_tensors_hook,
-    transformed,
-)
+from ..model.modes import inside_checkpoint, outside_saved_tensors_hooks, transformed
 from ..model.signature import Arguments, CallLayout, InputSignature, changeable
-from ..model.step import tensors
+from ..model.step import apart, tensors
 from ..trace.record import Layouts, View
 from ..trace.trace import Given, Trace, trace
-from .plans import RegionPlan, Searched, as_part, frontier, priced, useful
+from .plans import RegionPlan, as_part, priced, useful
 
 # So many kinds of calls are remembered for modules that are alike: rows of an expert, say.
 _KINDS = 1024
@@ -126,19 +121,13 @@ class Region:
         arguments: Arguments,
         signature: InputSignature,
         kind: TracedCall,
-    ) -> InputSignature:
-        """Keep what was traced for a call; return the signature it is for."""
-        captured = kind.traced.captured
-        shared = self.alike.guards
-        added = shared.add(signature, module, arguments, captured.reads, captured.looked)
-        self.keep(added, kind)
-        return added
-
-    def keep(self, signature: InputSignature, kind: TracedCall | None) -> None:
-        kinds = self.alike.kinds
+    ) -> None:
+        """Keep what was traced for a call."""
+        captured, kinds = kind.traced.captured, self.alike.kinds
+        added = self.alike.guards.add(signature, module, arguments, captured.reads, captured.looked)
         if len(kinds) >= _KINDS:
             del kinds[next(iter(kinds))]
-        kinds[signature] = kind
+        kinds[added] = kind
 
 
 def structure(module: torch.nn.Module) -> Hashable:
@@ -152,20 +141,6 @@ def structure(module: torch.nn.Module) -> Hashable:
 
     classes = tuple(map(type, module.modules()))
     return classes, forms(module.named_parameters()), forms(module.named_buffers())
-
-
-def leaves(arguments: Arguments) -> Given:
-    """Return arguments whose tensors are leaves; one that is given twice stays one."""
-    by_id: dict[int, torch.Tensor] = {}
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_leaf:
-            return tensor
-        if id(tensor) not in by_id:
-            by_id[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return by_id[id(tensor)]
-
-    return Given(*tree_map_only(torch.Tensor, leaf, arguments))
 
 
 def traced_call(
@@ -186,7 +161,7 @@ def traced_call(
             "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
             "generating, use_cache=False leaves it out."
         )
-    inputs = leaves(arguments)
+    inputs = Given(*apart(arguments))
     settings: dict[str, Any] = {
         "profile": profile,
         "device": device,
@@ -244,23 +219,6 @@ def _check_border(traced: Trace) -> None:
         raise TraceError("it returns a tensor that no recorded call made.")
 
 
-class Planner:
-    """Makes the plans of regions; graphs that are equal have theirs made once.
-
-    searched : plans a graph within bytes, or raises BudgetError
-    """
-
-    def __init__(self, searched: Searched) -> None:
-        self._searched = searched
-        self._known: dict[Hashable, list[RegionPlan]] = {}
-
-    def plans(self, graph: Graph) -> list[RegionPlan]:
-        key = graph.storages, graph.ops
-        if key not in self._known:
-            self._known[key] = frontier(graph, self._searched)
-        return self._known[key]
-
-
 def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list[RegionPlan]:
     """Return plans of a call that is met at once: those of the call most like it, carried over.
 
@@ -307,8 +265,7 @@ def as_written() -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return True
     # A checkpoint of the user's runs what is inside again, and would not see what a plan keeps.
-    pack = saved_tensors_hook()
-    return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
+    return inside_checkpoint()
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from ..trace.record import Layouts
 from .choose import Choices, Timeline
 from .course import Chosen
 from .find import Finder, StepObserver, Survey, breaks
-from .plans import inner_bytes
-from .region import Arriving, Planner, TracedCall, plans_at_once, structure, traced_call
+from .plans import RegionPlan, frontier, inner_bytes
+from .region import Arriving, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
 
 # Where what runs depends on random numbers: so many courses are looked at, and a choice is measured
@@ -124,10 +124,10 @@ class _Search:
             baseline = replace(leanest, peak_bytes=peak + self.options.resident_bytes)
             self.seconds = leanest.seconds
         budget = parse_bytes(self.options.budget, whole=baseline.peak_bytes)
-        found_breaks = breaks(survey, self._saved, self.options.why)
         base = RegionsPlan(
-            (), budget, 0, 0, baseline.peak_bytes, 0.0, self.seconds, 0.0, "", found_breaks,
+            (), budget, 0, baseline.peak_bytes, 0.0, self.seconds, "",
             courses=sum(map(len, self.courses)),
+            breaks=breaks(survey, self._saved, self.options.why),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
         # Steps that are measured say nothing.
@@ -296,7 +296,8 @@ class _Search:
             enough_s = max(_ENOUGH_S, len(graph.ops) / _OPS_A_SECOND)
             return self.options.searched(graph, budget_bytes, min(limit_s, enough_s))
 
-        planner = Planner(searched)
+        # Graphs that are equal have their plans made once.
+        made: dict[Hashable, list[RegionPlan]] = {}
         for index, kinds in enumerate(groups):
             report_progress("search", index, len(groups))
             # The largest is searched for, and what is like it takes its plans.
@@ -305,7 +306,8 @@ class _Search:
                 graph = kind.traced.graph
                 plans = plans_at_once(graph, planned, kind.given_bytes) if planned else []
                 if len(plans) < _FEW:
-                    plans = planner.plans(graph)
+                    key = graph.storages, graph.ops
+                    plans = made[key] = made.get(key) or frontier(graph, searched)
                 kind.replan(plans)
                 planned.append(kind)
 

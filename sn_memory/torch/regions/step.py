@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,11 +19,11 @@ import torch
 
 from ...base.sizes import peak_line, seconds_line, show_bytes
 from ...plan.plan import BudgetError
-from ...run.measured_choice import Choice
+from ...run.measured_choice import MeasuredPlan
 from ...run.unseen import TimeToPlan
 from ..errors import ReplayError
 from ..model.guards import Reads
-from ..model.modes import other_layout, warn
+from ..model.modes import Forwards, other_layout, warn
 from ..model.signature import Arguments, InputSignature, Name, as_sampled
 from ..modules.rerun import run_again
 from ..step import Call, Step
@@ -61,39 +60,27 @@ class RegionsBudgetError(BudgetError):
 
 
 @dataclass(frozen=True, repr=False)
-class RegionsPlan:
+class RegionsPlan(MeasuredPlan):
     """Which plan each call of a region takes, and what a step with all of them needs.
 
     choices : per call of a region: whether something of it runs again, what it keeps, seconds of
         reruns.
-    budget_bytes : what was asked for
-    peak_bytes, predicted_peak_bytes : measured on the sample; and simulated.
-    baseline_peak_bytes : measured without the plan; simulated where that was not run.
-    seconds, baseline_seconds : measured without the plan, and with what runs again on top
+    baseline_peak_bytes : simulated where the step without the plan was not run
+    predicted_peak_bytes : simulated
     lower_bound_seconds : no choice of these plans that keeps the budget is faster on the calls that
         were seen
-    peak_op : what ran at the peak
     breaks : what is no region, and why
     outside_bytes : what is held outside of regions when the backward pass begins, parameters
         included
-    courses : of how many random courses of the step the peak is the largest
     leaner_steps, over_steps : steps of another course in which calls took leaner plans; those for
         which that was not enough.
     notes : what people should know of it
     """
 
-    choices: tuple[Choice, ...]
-    budget_bytes: int
-    peak_bytes: int
-    predicted_peak_bytes: int
-    baseline_peak_bytes: int
-    seconds: float
-    baseline_seconds: float
-    lower_bound_seconds: float
-    peak_op: str
+    predicted_peak_bytes: int = 0
+    lower_bound_seconds: float = 0.0
     breaks: tuple[Break, ...] = ()
     outside_bytes: int = 0
-    courses: int = 1
     leaner_steps: int = 0
     over_steps: int = 0
     notes: tuple[str, ...] = ()
@@ -106,8 +93,7 @@ class RegionsPlan:
 
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the modules of the calls with this technique, `keep` or `recompute`."""
-        names = (choice.name for choice in self.choices if choice.technique == technique)
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(super().decided(technique)))
 
     def __repr__(self) -> str:
         count = self.courses
@@ -204,7 +190,7 @@ class RegionStep(Step):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with its regions planned."""
         course = Course(self.chosen)
-        forwards = _Forwards(
+        forwards = Forwards(
             {
                 module: self._planned(region, module, course, lambda: forwards)
                 for path, region in self.regions.items()
@@ -230,7 +216,7 @@ class RegionStep(Step):
         region: Region,
         module: torch.nn.Module,
         course: Course,
-        forwards: Callable[[], _Forwards],
+        forwards: Callable[[], Forwards],
     ) -> Callable[..., Any]:
         original, thread = module.forward, threading.get_ident()
 
@@ -262,7 +248,7 @@ class RegionStep(Step):
         region: Region,
         module: torch.nn.Module,
         arguments: Arguments,
-        forwards: Callable[[], _Forwards],
+        forwards: Callable[[], Forwards],
     ) -> tuple[TracedCall, Call] | Callable[..., Any] | None:
         """Return what was traced for a call; else what runs it; None where it runs as written."""
         if not wants_gradient(module, arguments):
@@ -272,7 +258,6 @@ class RegionStep(Step):
             return None
         kinds = region.alike.kinds
         if signature not in kinds:
-            # A trace must see the modules as they are.
             with forwards().away():
                 self._meet(region, module, arguments, signature)
                 if signature not in kinds:
@@ -316,33 +301,6 @@ class RegionStep(Step):
             region.alike.refused.add(signature)
         finally:
             self.time.took(time.perf_counter() - began)
-
-
-class _Forwards:
-    """Forwards that stand in the place of the modules' own, inside `with`."""
-
-    def __init__(self, planned: dict[torch.nn.Module, Callable[..., Any]]) -> None:
-        self._planned = planned
-        self._own = {module: module.__dict__.get("forward") for module in planned}
-
-    def __enter__(self) -> None:
-        for module, forward in self._planned.items():
-            module.__dict__["forward"] = forward
-
-    def __exit__(self, *error: object) -> None:
-        for module, forward in self._own.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Let the modules have their own."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
 
 
 class _FirstOnly:

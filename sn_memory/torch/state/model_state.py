@@ -173,7 +173,7 @@ class ModelState:
             )  # fmt: skip
         else:
             planned = plan_state(
-                graph, units, budget_bytes, planner, update=self.update, updaters=(by,),
+                graph, units, budget_bytes, planner, update=self.update, by=by,
                 places=self._possible_places(),
             )  # fmt: skip
         plan = replace(planned.plan, baseline_peak_bytes=baseline, budget_bytes=budget_bytes)
@@ -383,10 +383,7 @@ class ModelState:
     def _with_speeds(self, graph: Graph) -> Graph:
         to_host, back = self.buffers.speeds()
         device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
-        return Graph(
-            graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
-            aliases=graph.aliases, unplanned_peak_bytes=graph.unplanned_peak_bytes,
-        )  # fmt: skip
+        return replace(graph, device=device)
 
 
 def sequential_update(

@@ -18,11 +18,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import TraceError
 from ..model.results import Form
-from ..model.snapshot import written_to
+from ..model.snapshot import written_arguments, written_to
 from ..target.accelerator import asked_for_device
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
@@ -508,16 +508,8 @@ def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
 
 def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
     """Storages that the schema says are changed."""
-    args, kwargs = tree_unflatten(list(views), spec)
-    storages: dict[int, None] = {}
-    for place, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is None or not arg.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(arg.name)
-        for view in tree_flatten(value)[0]:
-            if isinstance(view, View):
-                storages[view.storage] = None
-    return tuple(storages)
+    leaves = tree_leaves(written_arguments(func, *tree_unflatten(list(views), spec)))
+    return tuple(dict.fromkeys(view.storage for view in leaves if isinstance(view, View)))
 
 
 def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:

@@ -45,7 +45,6 @@ def to_graph(
     seconds: Sequence[float | None],
     allocator: str = "none",
     extra: Sequence[Storage] = (),
-    replayable: bool = True,
     ways: Sequence[tuple[Workspace, ...]] | None = None,
     random_state_bytes: int = 0,
     unplanned_peak_bytes: int | None = None,
@@ -55,7 +54,6 @@ def to_graph(
     seconds : measured time per call; None leaves it to the roofline.
     allocator : how the device rounds sizes
     extra : resident storages that are no part of the step, as the optimizer's state
-    replayable : whether random ops can be run again from the state they were run from
     ways : per call, the ways to carry it out; none where there is no choice.
     random_state_bytes : of a generator's state in the memory that is planned: it is kept until the
         last time that a random op runs, and twice while that runs.
@@ -71,7 +69,7 @@ def to_graph(
     storages = _storages(captured, names)
     handed_out = _handed_out(captured)
     rows = [
-        _op(call, ops[at], names, handed_out, captured, seconds[at], replayable)
+        _op(call, ops[at], names, handed_out, captured, seconds[at])
         for at, call in enumerate(recording.calls)
     ]
     if ways is not None:
@@ -235,7 +233,6 @@ def _op(
     handed_out: set[int],
     captured: Captured,
     seconds: float | None,
-    replayable: bool,
 ) -> Op:
     hidden = [call.flat[place].storage for place in statistics(call)]
     count = flops(call) if seconds is None else 0.0
@@ -254,7 +251,8 @@ def _op(
         flops=count,
         dtype=_computes_in(call) if count else "",
         random=call.random,
-        replayable=call.random and replayable,
+        # Run again, it draws from the state that it was run from.
+        replayable=call.random,
         effect=not call.makes and not call.writes,
         collective="c10d" in call.target.namespace,
         # The caller holds what is handed out: giving it back would free nothing.
