@@ -376,7 +376,7 @@ class _Choosing:
         adjusted.plan = replace(adjusted.plan, budget_bytes=step.plan.budget_bytes)
         adjusted.warned = step.warned
         every, callers = step.waiting_bytes
-        kept = (sum(it.saved_bytes for it in of.plan.choices) for of in (adjusted, step))
+        kept = (sum(c.saved_bytes for c in one.plan.choices) for one in (adjusted, step))
         adjusted.waiting_bytes = every + next(kept) - next(kept), callers
         return adjusted
 
