@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from ..base.sizes import show_bytes
 from ..plan.plan import Plan
 from .errors import ReplayError
 from .model.guards import Reads
+from .model.modes import inside_checkpoint, warn
 from .model.signature import Arguments, Name
+from .model.snapshot import StateSnapshot
+from .model.wrapping import plain_class
 from .target.allocator import StepPool
 from .trace.record import Layouts
 from .trace.trace import Trace
@@ -124,6 +131,78 @@ class Step(Protocol):
         ends : per output, whether a gradient of it was asked for by now
         """
         return False
+
+
+class _Pass:
+    """A forward pass that waits for its backward pass, for as long as autograd has its graph."""
+
+    consumed = False
+
+
+class MeasuredStep(Step):
+    """A step of the model's own forward pass with parts of it planned, which was run and measured.
+
+    warned : what a warning was given of
+    waiting_bytes : what a forward pass holds until its backward pass, and what of that the caller
+        has: input and output.
+    """
+
+    covers_smaller = True
+    checkpoints_see = True  # inside of one all runs as it was written
+    warned: set[str]
+    waiting_bytes = (0, 0)
+
+    def __init__(self) -> None:
+        self.warned, self._passes = set(), WeakSet[_Pass]()
+
+    @property
+    def waiting(self) -> int:
+        return sum(not one.consumed for one in self._passes)
+
+    @property
+    def adding_peak_bytes(self) -> int:
+        """The peak of a backward pass whose gradients are added to those of another, at most."""
+        peak: int = self.plan.peak_bytes
+        return peak
+
+    def follow(self, model: torch.nn.Module, returned: Any) -> None:
+        """Let autograd tell when the graph of a forward pass is gone, used up, or kept."""
+        if inside_checkpoint():
+            return  # nothing is held
+        one = _Pass()
+        for tensor in StateSnapshot([("returned", tree_leaves(returned))]).tensors():
+            # A hook lives as long as its node, and the pass as long as a hook.
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._begins_back, model, one))
+                self._passes.add(one)
+
+    def _begins_back(self, model: torch.nn.Module, one: _Pass, _: Any) -> None:
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        one.consumed |= not keeps
+        if not keeps or self.warned & {"measured", "retained"}:
+            return
+        # Regions refuse to be differentiated.
+        differentiated = torch.is_grad_enabled() and self.backend == "modules"
+        need, budget = self.plan.peak_bytes + self.waiting_bytes[0], self.plan.budget_bytes
+        if need > budget or differentiated:
+            self.warned.add("retained")
+            warn(keeps_graph(model, need, budget, differentiated=differentiated))
+
+
+def keeps_graph(
+    model: torch.nn.Module, need: int, budget: int, *, differentiated: bool = False
+) -> str:
+    """Return what to say of a backward pass that keeps its graph; need, budget : in bytes.
+
+    differentiated : whether it makes a graph of its own
+    """
+    how = ("create_graph", "more than") if differentiated else ("retain_graph", "up to")
+    return (
+        f"a backward pass through a planned {plain_class(type(model)).__name__} keeps its graph "
+        f"({how[0]}=True), and with it what the plan would free: it takes {how[1]} "
+        f"{show_bytes(need)}, and the budget is {show_bytes(budget)}. Leave {how[0]} out where no "
+        "second backward pass follows."
+    )
 
 
 class EstimateOnlyStep(Step):

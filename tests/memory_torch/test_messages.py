@@ -157,3 +157,60 @@ def test_an_input_made_in_inference_mode_is_run_by_a_plan():
 def test_what_is_exported_instead():
     exported = torch.export.export(copy.deepcopy(planned()), (X,))
     assert exported.module()(X).shape == (256, 8)
+
+
+class Rows(nn.Module):
+    """Takes a nested or a sparse tensor, or what it is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x, values=None):
+        if values is not None and x.dim() == 1:
+            x = torch.nested.nested_tensor_from_jagged(values, x)
+        elif values is not None:
+            x = torch.sparse_coo_tensor(x, values, (16, 8), check_invariants=True)
+        if x.is_nested:
+            return self.inner(x).values().square().mean()
+        return self.inner(x.to_dense()).square().mean()
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.randn(n, 8) for n in (5, 9, 3)], layout=layout)
+
+
+def of_rows(layout):
+    x = torch.randn(16, 8).relu()
+    if layout in ("jagged", "strided"):
+        return nested(getattr(torch, layout))
+    return x.to_sparse_csr() if layout == "sparse_csr" else x.to_sparse()
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided", "sparse_coo", "sparse_csr"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_what_is_no_plain_tensor_is_refused_with_what_to_pass(layout):
+    """When planning, and when it comes while training; not where no gradient is wanted."""
+    given, settings = of_rows(layout), {"profile": False, "time_limit_s": 1}
+    for backend in ("auto", "modules"):
+        with pytest.raises(TraceError, match=f"tensor of layout torch.{layout}.* Pass those"):
+            plan(Rows(), given, "101%", backend=backend, **settings)
+    trained = plan(Rows(), torch.randn(17, 8), "101%", **settings)
+    with pytest.raises(TraceError, match=f"tensor of layout torch.{layout}"):
+        trained(given)
+    with torch.no_grad():
+        assert layout == "strided" or trained(given).isfinite()
+
+
+@pytest.mark.parametrize("layout", ["jagged", "sparse_coo"])
+def test_what_it_is_made_of_is_planned(layout):
+    given, model = of_rows(layout), Rows()
+    if layout == "jagged":
+        parts = {"x": given.offsets(), "values": given.values().detach()}
+    else:
+        parts = {"x": given._indices(), "values": given._values()}
+    made = plan(copy.deepcopy(model), parts, "101%", backend="modules")
+    for it in (made, model):
+        it(**parts).backward()
+    assert all(map(torch.equal, *([p.grad for p in it.parameters()] for it in (made, model))))

@@ -27,6 +27,7 @@ from ..model.signature import Arguments, InputSignature
 from ..model.snapshot import version_of
 from ..model.step import restore_rng_state, tensors
 from ..model.wrapping import inner_model, plain_class
+from ..step import keeps_graph
 from ..target.accelerator import device_types, rng_state, set_rng_state
 from ..trace.record import View
 from .replay import Gradients, Replay
@@ -69,10 +70,7 @@ class PlainStep:
             _warn_once(
                 self.record,
                 "retained",
-                f"a backward pass through a planned {_name(self.model)} keeps its graph "
-                f"(retain_graph=True), and with it what the plan would free: it takes up to "
-                f"{show_bytes(need)}, and the budget is {show_bytes(self.record.budget_bytes)}. "
-                "Leave retain_graph out where no second backward pass follows.",
+                keeps_graph(self.model, need, self.record.budget_bytes),
             )
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..errors import TraceError
 from .snapshot import StateSnapshot
 
 # Elements of a tensor whose values are computed.
@@ -291,6 +292,13 @@ def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind = f"{'nested ' if leaf.is_nested else ''}tensor of layout {leaf.layout}"
+        raise TraceError(
+            f"an argument is a {kind}; a plan is for plain tensors. Pass those that it is made of "
+            "(indices and values of a sparse tensor, values and offsets of a nested one), and make "
+            "it in the forward pass; or pass it dense, padded."
+        )
     # Which inputs are the same tensor, or share memory, is part of the trace.
     same = first.setdefault(id(leaf), place)
     shared = first.setdefault(_memory(leaf), place)

@@ -278,13 +278,22 @@ def wanted_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's results, peak, the op that reached it, seconds; what its forward pass left live."""
+    """A step's results, peak, the op that reached it, seconds; what its forward pass left live.
+
+    output_bytes : of that, what it returned
+    """
 
     results: dict[str, torch.Tensor | None]
     peak_bytes: int
     peak_op: str
     seconds: float
     left_bytes: int = 0
+    output_bytes: int = 0
+
+    def waiting_bytes(self, arguments: Any) -> tuple[int, int]:
+        """What a pass holds until its backward pass; of that, input and output."""
+        given = _held_bytes(tensors(arguments))
+        return self.left_bytes + given, self.output_bytes + given
 
 
 def apart(arguments: Any) -> Any:
@@ -320,6 +329,11 @@ def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples and mappings."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _held_bytes(held: Sequence[torch.Tensor]) -> int:
+    all_pieces = [piece for tensor in held for piece in pieces(tensor)]
+    return sum({id(piece): piece.nbytes for piece in all_pieces}.values())
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -391,6 +405,7 @@ def run_step(
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
     left = tracker.live_bytes - tracker.start_bytes
+    output_bytes = _held_bytes([leaf for leaf in outputs if isinstance(leaf, torch.Tensor)])
     output_gradients = _output_gradients(ends)
     for output_gradient in output_gradients:
         tracker.meet(output_gradient)
@@ -412,7 +427,7 @@ def run_step(
         if value.is_leaf
     }
     results |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left)
+    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left, output_bytes)
 
 
 @contextmanager

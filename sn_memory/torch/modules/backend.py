@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ...base.sizes import parse_bytes
-from ..step import Call, Step
+from ..step import Call, MeasuredStep
 from .rerun import rerunning
 from .search import Search
 
 
-class ModuleStep(Step):
+class ModuleStep(MeasuredStep):
     """A model whose chosen modules run again in the backward pass.
 
     model, args, kwargs : the plain model and a real sample; it is run, and left as it was.
@@ -34,8 +34,6 @@ class ModuleStep(Step):
     """
 
     backend = "modules"
-    covers_smaller = True
-    checkpoints_see = True  # it is run again inside of them
 
     def __init__(
         self,
@@ -48,6 +46,7 @@ class ModuleStep(Step):
         earlier_bytes: int = 0,
         safely: bool = False,
     ) -> None:
+        super().__init__()
         self.resident_bytes, self.counts_gradients = resident_bytes, bool(earlier_bytes)
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward
@@ -58,6 +57,7 @@ class ModuleStep(Step):
             self.plan, self._again = search.safe(parse_bytes(budget, whole=0))
         else:
             self.plan, self._again = search.plan(budget)
+        self.waiting_bytes = search.waiting_bytes
 
     @property
     def hidden_from_hooks(self) -> str:
@@ -68,4 +68,6 @@ class ModuleStep(Step):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with the chosen modules checkpointed."""
         with rerunning(model, self._again):
-            return self._forward(model, *args, **kwargs)
+            returned = self._forward(model, *args, **kwargs)
+        self.follow(model, returned)
+        return returned

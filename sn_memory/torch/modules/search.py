@@ -45,7 +45,10 @@ class Search:
 
     model, arguments : the plain model and a real sample
     resident_bytes : what counts beside a step
+    waiting_bytes : of the step that was chosen, as of MeasuredStep
     """
+
+    waiting_bytes = (0, 0)
 
     def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
         self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
@@ -101,6 +104,7 @@ class Search:
             baseline_bytes=baseline.peak_bytes,
             how="run again module by module",
         )
+        self.waiting_bytes = best.waiting_bytes(self.arguments)
         plan = measured_plan(
             units,
             again,
@@ -143,6 +147,7 @@ class Search:
                 step = kept
             else:
                 again = units
+        self.waiting_bytes = step.waiting_bytes(self.arguments)
         plan = measured_plan(
             units,
             again,

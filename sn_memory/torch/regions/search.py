@@ -377,6 +377,9 @@ class _Choosing:
         adjusted = other.chosen(step.chosen.room_bytes)
         adjusted.plan = replace(adjusted.plan, budget_bytes=step.plan.budget_bytes)
         adjusted.warned = step.warned
+        every, callers = step.waiting_bytes
+        kept = (sum(c.saved_bytes for c in one.plan.choices) for one in (adjusted, step))
+        adjusted.waiting_bytes = every + next(kept) - next(kept), callers
         return adjusted
 
     def measured(self, budget_bytes: int) -> RegionStep:
@@ -401,6 +404,7 @@ class _Choosing:
                 key=lambda step: step.peak_bytes,
             )
             excess = largest.peak_bytes - budget_bytes
+            step.waiting_bytes = largest.waiting_bytes(self.search.arguments)
             step.plan = replace(
                 step.plan,
                 peak_bytes=largest.peak_bytes,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -26,7 +27,7 @@ from ..model.guards import Reads
 from ..model.modes import Forwards, other_layout, warn
 from ..model.signature import Arguments, InputSignature, Name, as_sampled
 from ..modules.rerun import run_again
-from ..step import Call, Step
+from ..step import Call, MeasuredStep
 from ..trace.op_seconds import while_training
 from ..trace.record import View
 from .course import Chosen, Course
@@ -131,7 +132,7 @@ class Observer(Protocol):
     def returned(self, outputs: Sequence[torch.Tensor]) -> None: ...
 
 
-class RegionStep(Step):
+class RegionStep(MeasuredStep):
     """A model in which regions run planned.
 
     model : the plain model
@@ -140,8 +141,6 @@ class RegionStep(Step):
     """
 
     backend = "regions"
-    covers_smaller = True
-    checkpoints_see = True  # inside of one all runs as it was written
     hidden_from_hooks = "do not see what its regions keep for the backward pass within the budget"
     plan: RegionsPlan
 
@@ -153,6 +152,7 @@ class RegionStep(Step):
         sets: set[Name],
         resident_bytes: int,
     ) -> None:
+        super().__init__()
         self.regions, self.reads, self.sets = regions, reads, sets
         self.resident_bytes = resident_bytes
         # Of the plain class: the planned model's own would come back here.
@@ -162,7 +162,7 @@ class RegionStep(Step):
         self.observer: Observer | None = None
         self.time = TimeToPlan()
         # What a warning was given of; nothing is said while steps are measured.
-        self.warned: set[str] = {"measured"}
+        self.warned = {"measured"}
         # Makes the step that runs where gradients of so many bytes are there.
         self.with_gradients: Callable[[int], RegionStep] | None = None
 
@@ -185,7 +185,9 @@ class RegionStep(Step):
 
     def copied(self) -> RegionStep:
         """Return a step with the same regions, to follow other plans."""
-        return copy(self)
+        other = copy(self)
+        other._passes = WeakSet()
+        return other
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with its regions planned."""
@@ -209,6 +211,7 @@ class RegionStep(Step):
         if above and course.more and self.chosen is not None:
             # The next step of this course is planned for it from its first call on.
             self.chosen = self.chosen.extended(course.more)
+        self.follow(model, returned)
         return returned
 
     def _planned(
