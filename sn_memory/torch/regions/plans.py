@@ -65,11 +65,11 @@ def as_part(traced: Trace) -> Trace:
     handed = {name for name, number in traced.named.storage_of.items() if number in returned}
     # A gradient may lie where an output does, and stays then.
     handed -= {storage.name for storage in graph.storages if storage.role == "gradient"}
-    storages = [
+    storages = tuple(
         replace(storage, keep=False, held=False) if storage.name in handed else storage
         for storage in graph.storages
-    ]
-    ops = [replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops]
+    )
+    ops = tuple(replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops)
     part = replace(graph, storages=storages, ops=ops)
     return replace(traced, named=replace(traced.named, graph=part))
 
@@ -122,7 +122,7 @@ def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
         fixed=True,
         workspaces=(Workspace(scratch_bytes),),
     )
-    return replace(graph, ops=[*graph.ops[:at], between, *graph.ops[at:]])
+    return replace(graph, ops=(*graph.ops[:at], between, *graph.ops[at:]))
 
 
 def without_between(plan: Plan) -> Plan:
