@@ -370,6 +370,8 @@ def test_gradients_that_are_there_count():
     assert tracker.peak_bytes + held <= made.sn_memory.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:a backward pass through:sn_memory.base.errors.PlanWarning")
+@pytest.mark.filterwarnings("ignore:2 forward passes of:sn_memory.base.errors.PlanWarning")
 def test_a_graph_that_is_kept_and_gradients_of_gradients():
     torch.manual_seed(0)
     net = Looks()
@@ -571,6 +573,7 @@ def test_what_kernels_take_beside_is_made_room_for():
 
     search = SimpleNamespace(
         options=SimpleNamespace(resident_bytes=0, safely=False),
+        arguments=(),
         measured=[None],
         model=nn.Identity(),
         run=measured,
