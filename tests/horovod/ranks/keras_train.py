@@ -402,4 +402,4 @@ CASES = [
 
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd, process_sets="dynamic")
+    cases.main(CASES, hvd, before=cases.settle, process_sets="dynamic")

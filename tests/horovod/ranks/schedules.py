@@ -8,6 +8,7 @@ from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from cases import settle
 from torch import nn
 
 from sn_compress import FFTCompression
@@ -43,6 +44,7 @@ def train(model, optimizer, steps):
 
 hvd.init()
 for kind in KINDS:
+    settle()
     whole, optimizer = fresh(kind)
     train(whole, optimizer, range(STEPS))
     check(kind, hvd.allgather_object(WATCH.taken()))
@@ -69,4 +71,3 @@ for kind in KINDS:
     assert hvd.allgather_object(thetas) == [thetas] * hvd.size(), f"{kind}: a rank is elsewhere"
     assert thetas == [KINDS[kind].theta(step) for step in range(HALF, STEPS)], kind
     print(f"ok {kind}", flush=True)
-hvd.shutdown()

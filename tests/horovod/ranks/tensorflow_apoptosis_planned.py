@@ -1,11 +1,8 @@
 """Two ranks of Keras: one net shrinks, within a budget of memory, with compressed gradients.
 
 What a rank had yet to send is cut as the variables were, by either exchange; the memory is planned
-anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every
-rank; ranks that differ all stop.
+anew. Prints "ok EXCHANGE" on every rank; ranks that differ all stop.
 """
-
-import sys
 
 import horovod.tensorflow as hvd
 import keras
@@ -129,7 +126,7 @@ def ranks_that_differ_all_stop():
 hvd.init()
 sn_memory.settings.deterministic = True
 tf.config.threading.set_intra_op_parallelism_threads(1)
-for exchange in sys.argv[1:]:
+for exchange in EXCHANGES:
     shrink(exchange)
     print(f"ok {exchange}", flush=True)
 ranks_that_differ_all_stop()

@@ -297,4 +297,4 @@ CASES = [
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    cases.main(CASES, hvd)
+    cases.main(CASES, hvd, before=cases.settle)
