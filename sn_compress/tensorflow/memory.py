@@ -69,7 +69,6 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     """
 
     def __init__(self, settings: Settings) -> None:
-        settings.refuse_overlap("TensorFlow and Keras")
         self.settings = settings
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         self._threads = threads or len(os.sched_getaffinity(0))

@@ -242,7 +242,7 @@ class CheckedHandle:
 
 def _idle_state(optimizer: Any) -> OptimizerState:
     memory = memory_of(optimizer)
-    memory.wait_idle()
+    memory.side.join()
     return memory
 
 
