@@ -169,7 +169,6 @@ def gossip() -> Rows:
     ways: dict[str, dict[str, Any]] = {
         "weights": {},
         "weights, not overlapped": {"overlap": False},
-        "gradients": {"average": "gradients"},
         "weights, top-k": {"codec": codec("topk", theta=0.98)},
         "weights, fft": {"codec": codec("fft", theta=0.9, bits=4)},
     }
