@@ -37,12 +37,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 2461, 1200),
     "tensorflow": (("tensorflow",), 6572, 4200),
 }
-TOTAL = (45_136, 28_000)
+TOTAL = (45_134, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes (104), for cores that ranks share (108) and groups in vectors (107).
-COMPRESS_LINES = (28_195, 19_500)
+COMPRESS_LINES = (28_010, 19_500)
 COMPRESS_FILES = (119, 120)
 
 
