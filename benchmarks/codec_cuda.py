@@ -3,8 +3,8 @@
 Times are medians of CUDA-event measurements after a warm-up, of a CUDA graph where the path allows
 one (`*_eager_s` has the calls from Python); every repetition times all contenders
 in turn. Limits: `copy` is the device's own copy of the vector, bytes read plus bytes written.
-Encoding must move 12 bytes per float32 element with float32 error memory (gradient in, memory in
-and out), 8 with bfloat16 memory, and the payload; decoding 4 bytes and the payloads. `percent of
+Encoding must move 12 bytes per float32 element (gradient in, memory in and out) and the payload;
+decoding 4 bytes and the payloads. `percent of
 bound` is the time that takes at the copy's bandwidth over the time taken.
 
 Rivals, written plainly in torch: top-k over the whole vector with error feedback, and a chunked
@@ -24,19 +24,17 @@ from sn_compress import FFTCodec
 from sn_compress.codecs import _fft_cuda
 from sn_compress.text_table import text_table
 
-SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
-    # name, settings, dtype of the memory, ranks decoded
-    ("fft theta 0.98", {"theta": 0.98}, "float32", 8),
-    ("fft theta 0.98, spans of 64", {"theta": 0.98, "span": 64}, "float32", 8),
-    ("fft theta 0.98, bf16 memory", {"theta": 0.98}, "bfloat16", 8),
-    ("fft theta 0.98, one rank", {"theta": 0.98}, "float32", 1),
-    ("fft theta 0.9", {"theta": 0.9}, "float32", 8),
-    ("dct theta 0.98", {"theta": 0.98, "transform": "dct"}, "float32", 8),
-    ("hadamard theta 0.98", {"theta": 0.98, "transform": "hadamard"}, "float32", 8),
-    ("identity theta 0.98", {"theta": 0.98, "transform": "identity"}, "float32", 8),
-    ("identity theta 0.98 sign", {"theta": 0.98, "transform": "identity", "values": "sign"},
-     "float32", 8),
-    ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}, "float32", 2),
+SETTINGS: list[tuple[str, dict[str, Any], int]] = [
+    # name, settings, ranks decoded
+    ("fft theta 0.98", {"theta": 0.98}, 8),
+    ("fft theta 0.98, spans of 64", {"theta": 0.98, "span": 64}, 8),
+    ("fft theta 0.98, one rank", {"theta": 0.98}, 1),
+    ("fft theta 0.9", {"theta": 0.9}, 8),
+    ("dct theta 0.98", {"theta": 0.98, "transform": "dct"}, 8),
+    ("hadamard theta 0.98", {"theta": 0.98, "transform": "hadamard"}, 8),
+    ("identity theta 0.98", {"theta": 0.98, "transform": "identity"}, 8),
+    ("identity theta 0.98 sign", {"theta": 0.98, "transform": "identity", "values": "sign"}, 8),
+    ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}, 2),
 ]  # fmt: skip
 
 
@@ -83,9 +81,9 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
 
     tensor = torch.from_numpy(values).cuda()
     rows = []
-    for name, settings, memory_dtype, ranks in SETTINGS:
+    for name, settings, ranks in SETTINGS:
         codec = FFTCodec(**settings)
-        state = _fft_cuda.new_state(codec, tensor, memory_dtype)
+        state = _fft_cuda.new_state(codec, tensor)
         encoder = _fft_cuda.Encoder(codec, [tensor], [state])
         payload = encoder.run()[0]
         # torch and CuPy both start out on the default stream.
@@ -109,7 +107,7 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
         seconds = time_in_turn(torch, contenders, repeat)
         _fft_cuda.raise_if_damaged()
         rows.append(
-            row(name, n, payload.nbytes, ranks, memory_dtype, nmse, seconds)
+            row(name, n, payload.nbytes, ranks, nmse, seconds)
             | {"repeat": repeat, "commit": commit(), "machine": torch.cuda.get_device_name()}
         )
         del encoder, decoder, contenders, state, gathered, out, target, sent, lost
@@ -150,21 +148,18 @@ def row(
     n: int,
     payload_bytes: int,
     ranks: int,
-    memory_dtype: str,
     nmse: float,
     seconds: dict[str, list[float]],
 ) -> dict[str, Any]:
     """One flat row; every limit is taken from the copy of the same run."""
     took = {key: statistics.median(times) for key, times in seconds.items()}
     bandwidth = 8 * n / took["copy"]
-    memory = 4 if memory_dtype == "float32" else 2
-    encode_bound = (4 + 2 * memory) * n / bandwidth
+    encode_bound = 12 * n / bandwidth
     decode_bound = (4 * n + ranks * payload_bytes) / bandwidth
     return {
         "method": name,
         "device": "cuda",
         "backend": "cupy",
-        "memory_dtype": memory_dtype,
         "ranks": ranks,
         "n": n,
         "payload_bytes": payload_bytes,

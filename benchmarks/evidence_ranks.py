@@ -30,12 +30,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "low rank": ("LowRankCompression", LOW_RANK),
     "low rank, large": ("LowRankCompression", {"ratio": 50, "warmup": 2}),
 }
-OVERLAPPED = {"low rank, overlap": ("LowRankCompression", LOW_RANK | {"overlap": True})}
 
 
 def compression(name: str) -> Any:
-    """Return a class of CLASSES or OVERLAPPED, new."""
-    cls, settings = (CLASSES | OVERLAPPED)[name]
+    """Return a class of CLASSES, new."""
+    cls, settings = CLASSES[name]
     return getattr(import_module("sn_compress"), cls).using(**settings)
 
 
@@ -170,7 +169,6 @@ def gossip() -> Rows:
     ways: dict[str, dict[str, Any]] = {
         "weights": {},
         "weights, not overlapped": {"overlap": False},
-        "gradients": {"average": "gradients"},
         "weights, top-k": {"codec": codec("topk", theta=0.98)},
         "weights, fft": {"codec": codec("fft", theta=0.9, bits=4)},
     }
@@ -189,7 +187,7 @@ def horovod() -> Rows:
     import torch
 
     torch.set_num_threads(1)
-    for name in CLASSES | OVERLAPPED:
+    for name in CLASSES:
         model, cls = torch_net(), compression(name)
         optimizer = hvd.DistributedOptimizer(
             torch_sgd(model), named_parameters=model.named_parameters(), compression=cls

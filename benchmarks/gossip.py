@@ -62,15 +62,14 @@ def _auto(shape: tuple[int, ...]) -> sn_compress.Codec:
 
 METHODS: dict[str, dict[str, Any]] = {
     "all-reduce": {},
-    "weights": {"average": "weights"},
-    "weights, top-k": {"average": "weights", "codec": _topk},
-    "weights, onebit": {"average": "weights", "codec": _onebit},
-    "gradients": {"average": "gradients"},
-    "weights, fft": {"average": "weights", "codec": _fft},
-    "weights, auto": {"average": "weights", "codec": _auto},
-    "weights, not overlapped": {"average": "weights", "overlap": False},
+    "weights": {},
+    "weights, top-k": {"codec": _topk},
+    "weights, onebit": {"codec": _onebit},
+    "weights, fft": {"codec": _fft},
+    "weights, auto": {"codec": _auto},
+    "weights, not overlapped": {"overlap": False},
 }
-STUDIED = ("all-reduce", "weights", "weights, top-k", "gradients")
+STUDIED = ("all-reduce", "weights", "weights, top-k")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from study import learning_rate
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gossip_tensorflow.json"
 RANK = Path(__file__).with_name("gossip_tensorflow_rank.py")
-METHODS = ("all-reduce", "weights", "weights, not overlapped", "gradients")
+METHODS = ("all-reduce", "weights", "weights, not overlapped")
 
 
 def start(runs: Sequence[Run], path: Path) -> None:

@@ -24,7 +24,6 @@ from sn_compress.tensorflow.gossip import GossipOptimizer
 GOSSIP: dict[str, dict[str, Any]] = {
     "weights": {},
     "weights, not overlapped": {"overlap": False},
-    "gradients": {"average": "gradients"},
 }
 
 

@@ -21,9 +21,10 @@ import numpy.typing as npt
 import torch
 from rivals.codecs.powersgd import powersgd_allreduce
 from torch import nn
+from wire_methods import by_hand
 
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.codecs.base import HEADER_BYTES, Codec, mean_of_gathered, on_wire
+from sn_compress.codecs.base import HEADER_BYTES, Codec, mean_of_gathered
 from sn_compress.collective import Collective, Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.feedback import ErrorFeedback
@@ -98,8 +99,7 @@ class Gather(Exchange):
     codecs : one per rank, as rounding at random wants its own seed on each
     feedback : whether what is dropped is remembered
     decay : of that memory
-    headers : count our header of 32 bytes and padding, which other codes for a rival's method
-        would not send
+    headers : count our header of 32 bytes, which other codes for a rival's method would not send
     at : the codec for a step, where it changes (DGC's warm-up)
     """
 
@@ -121,7 +121,7 @@ class Gather(Exchange):
                 if self.feedback
                 else codec.encode(vector)
             )
-        gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
+        gathered = np.concatenate([payload.buffer for payload in payloads])
         bare = payloads[0].nbytes - HEADER_BYTES
         self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))
         return mean_of_gathered(codecs[0], gathered, len(vectors), vectors[0].size)
@@ -227,7 +227,7 @@ class Shared(Exchange):
                 session.learn(self.name, mean)
             return mean
         running = [
-            session.exchange(self.name, vector, ranks=ranks, rank=rank)
+            by_hand(session, self.name, vector, ranks=ranks, rank=rank)
             for rank, (session, vector) in enumerate(pairs)
         ]
         words = [next(rounds) for rounds in running]

@@ -1,10 +1,7 @@
 r"""A picture of one measured step: computing, codec and exchange, tensor by tensor.
 
-horovodrun --gloo -np 2 python -m benchmarks beside --stamps stamps.json
-python benchmarks/timeline.py stamps.json docs/beside.png --methods "codec in the hook" \
-    "codec in a thread"
-
-`python -m benchmarks training --stamps FILE` writes such files, too.
+python -m benchmarks training --stamps stamps.json ...
+python benchmarks/timeline.py stamps.json picture.png
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ its momentum, 32 of 64 x 64 coefficients.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -27,7 +28,7 @@ from rivals.codecs import codec
 import sn_compress
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.codecs.base import mean_of_gathered, on_wire
+from sn_compress.codecs.base import mean_of_gathered
 from sn_compress.collective import Gradient
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.payloads import Shares, shares_of
@@ -101,7 +102,7 @@ def coded(
         else:
             state = states.setdefault(name, codec.new_state(values.size))
             payload = codec.encode(values, state=state)
-        gathered = yield Request("allgather", on_wire(payload.buffer))
+        gathered = yield Request("allgather", payload.buffer)
         return mean_of_gathered(codec, gathered, ranks, values.size)
 
     return exchange
@@ -136,6 +137,19 @@ def powersgd(ranks: int, *, rank: int) -> Method:
     return exchange
 
 
+def by_hand(
+    session: AllReduceExchange, name: str, values: np.ndarray, **ranks: int
+) -> Generator[np.ndarray, np.ndarray, np.ndarray]:
+    """The rounds of one tensor: yields words, is sent their sum, returns the mean."""
+    mean = values.astype(np.float32).reshape(-1)
+    rounds: Any = session.rounds([Gradient(name, mean.shape, mean)], **{"rank": None, **ranks})
+    sums: Any = None
+    with suppress(StopIteration):
+        while True:
+            sums = [(yield rounds.send(sums)[0].words)]
+    return mean
+
+
 def shared(ranks: int, settings: Settings) -> Method:
     """Ours over all-reduces of low-bit words; dense at first, as in training."""
     session, dense = AllReduceExchange(**settings.shared), plain(ranks)
@@ -148,7 +162,7 @@ def shared(ranks: int, settings: Settings) -> Method:
             mean = total / np.float32(ranks)
             session.learn(name, mean)
             return mean
-        rounds = session.exchange(name, values, ranks=ranks)
+        rounds = by_hand(session, name, values, ranks=ranks)
         words = next(rounds)
         while True:
             total = yield Request("allreduce", words)

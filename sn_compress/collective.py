@@ -15,7 +15,6 @@ time, and NCCL makes the stream wait, not the thread.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -160,11 +159,10 @@ class Buckets:
 
 
 class StepTimer:
-    """Sums over all steps of one optimizer; threads may add to them."""
+    """Sums over all steps of one optimizer."""
 
     def __init__(self) -> None:
         self._codec = self._waited = 0.0
-        self._lock = threading.Lock()
 
     @contextmanager
     def coding(self) -> Iterator[None]:
@@ -173,8 +171,7 @@ class StepTimer:
         try:
             yield
         finally:
-            with self._lock:
-                self._codec += time.perf_counter() - began
+            self._codec += time.perf_counter() - began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -183,8 +180,7 @@ class StepTimer:
         try:
             yield
         finally:
-            with self._lock:
-                self._waited += time.perf_counter() - began
+            self._waited += time.perf_counter() - began
 
     def report(self, steps: int) -> dict[str, float]:
         """Seconds a step; see Compression.report."""

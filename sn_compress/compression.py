@@ -224,8 +224,6 @@ class LowRankCompression(Compression):
         included (default 100)
     warmup, every : dense steps at the start (default 10), and from one dense step to the next
         after that (default 2000)
-    overlap : encode in a thread during the rest of the backward pass (default False; optimizers of
-        Horovod's torch only). Pays where gradients are not computed on the cores that encode
     """
 
     settings: ClassVar[Settings] = Settings(compression="LowRankCompression")

@@ -59,7 +59,6 @@ class LowRankSettings(_OfAll, total=False):
     ratio: float
     warmup: int
     every: int
-    overlap: bool
 
 
 class CastSettings(_OfAll, total=False):
@@ -106,7 +105,6 @@ class Settings:
     ratio: float = 100.0
     warmup: int = 10
     every: int = 2000
-    overlap: bool = False
     dtype: Literal["fp16", "bf16", "fp8"] = "bf16"
     check_every: int = 100
     wait_s: float = WAIT_S
@@ -189,14 +187,6 @@ class Settings:
             if getattr(self, name) != getattr(default, name)
         ]
         return f".using({', '.join(changes)})" if changes else ""
-
-    def refuse_overlap(self, where: str) -> None:
-        """Raise CompressError if overlap=True is set where it has no effect."""
-        if self.overlap:
-            raise CompressError(
-                f"overlap=True has no effect with {where}; it is for optimizers of Horovod's "
-                "torch. Leave it out."
-            )
 
     def refuse_wait(self, where: str) -> None:
         """Raise CompressError if wait_s is set where a process group of torch says how long."""

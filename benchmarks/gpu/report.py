@@ -59,8 +59,7 @@ def codec(folder: Path) -> str:
     def figure(method: str, key: str, unit: str) -> str:
         return f"{fused[method][key]:.3g} {unit}" if method in fused else NOT
 
-    first, short = "fft theta 0.98", "fft theta 0.98, bf16 memory"
-    whole = "fft theta 0.9 whole vector"
+    first, whole = "fft theta 0.98", "fft theta 0.9 whole vector"
     both = [figure(whole, f"{way}_gb_s", "GB/s") for way in ("encode", "decode")]
     clean = {row["tool"]: row["clean"] for row in watched["rows"]} if watched else {}
     tools = [
@@ -68,10 +67,8 @@ def codec(folder: Path) -> str:
          if it in clean else NOT] for it in ("memcheck", "racecheck")
     ]  # fmt: skip
     rows = [
-        ["fused encode, fp32 memory, of the bound of 12 bytes an element", "50 %",
+        ["fused encode, of the bound of 12 bytes an element", "50 %",
          figure(first, "encode_percent_of_bound", "%")],
-        ["fused encode, bf16 memory, of the bound of 8 bytes", "50 %",
-         figure(short, "encode_percent_of_bound", "%")],
         ["fused decode, of the bound of 4 bytes", "40 %",
          figure(first, "decode_percent_of_bound", "%")],
         ["encode against `torch.topk`, same input", "8 x", figure(first, "encode_times_topk", "x")],

@@ -46,12 +46,6 @@ SN_DEVICE u32 to_bfloat(float value) {
   return (raw + 0x7FFFu + (raw >> 16 & 1u)) >> 16;
 }
 
-// For memories: a finite value stays finite, or the memory would be lost for good.
-SN_DEVICE u32 to_finite_bfloat(float value) {
-  const u32 code = to_bfloat(value);
-  return (code & 0x7FFFu) == 0x7F80u ? code - 1 : code;
-}
-
 // The power of two that takes a peak to [1, 2), so that its square stays inside float32.
 SN_DEVICE u32 clamped_exponent(u32 peak) { return peak >> 23 < 253u ? peak >> 23 : 253u; }
 SN_DEVICE float unit_scale(u32 peak) { return float_of((254u - clamped_exponent(peak)) << 23); }

@@ -45,13 +45,7 @@ SN_DEVICE u32 add_memory(const Threads& block, Shared& shared, const Section& se
                          float decay) {
   u32* peak = shared.cells + kPeak;
   const i64 first = row * (kFloats / 2);
-  if (section.memory_dtype == kBfloat16 && section.memory) {
-    block.max(peak, [&](int t) {
-      return accumulate(shared, decay, t, [&](int m) {
-        return element_pair<kBfloat16>(section.memory, first + m);
-      });
-    });
-  } else if (section.memory) {
+  if (section.memory) {
     block.max(peak, [&](int t) {
       return accumulate(shared, decay, t, [&](int m) {
         return element_pair<kFloat32>(section.memory, first + m);
@@ -257,12 +251,7 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
       // The inverse ignores the imaginary parts of the edge bins: they are no loss.
       const int m = t + i * kThreads;
       if (kParts == 2 && (m == 0 || m == kBins - 1)) left.im = 0.0f;
-      const i64 at = pair + t + i * kThreads;
-      if (section.memory_dtype == kBfloat16)
-        pointer<u32>(section.memory)[at] =
-            to_finite_bfloat(left.re) | to_finite_bfloat(left.im) << 16;
-      else
-        pointer<Complex>(section.memory)[at] = left;
+      pointer<Complex>(section.memory)[pair + t + i * kThreads] = left;
     }
   });
 }

@@ -9,14 +9,14 @@ namespace sn {
 // A run of equal blocks of one tensor. Pointers are numbers, so that Python can fill them in.
 struct Section {
   u64 values;       // encode: the input; decode: the output
-  u64 memory;       // encode: [blocks, floats] of memory_dtype, or 0; decode: u32 error flags
+  u64 memory;       // encode: [blocks, floats] of float32, or 0; decode: u32 error flags
   u64 words;        // its first record; decode: that of the first rank
   u64 totals;       // encode: {saturated, CRC's sum} of its payload; decode: u64 sums by rank
   i64 rank_words;   // decode: words from one rank's payload to the next
   i64 elements;     // of `values`; the last block may be cut short
   i64 first_block;  // number of blocks in the sections before
   i64 first_word;   // of its first record in the payload, header included
-  int dtype, memory_dtype;
+  int dtype, unused;
 };
 
 constexpr int kSections = 48;

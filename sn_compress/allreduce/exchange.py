@@ -12,8 +12,7 @@ One that was given little, and of which ever more is left to send, has a dense s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,26 +161,6 @@ class AllReduceExchange:
         tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
         tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
         tensor.proposed = None
-
-    def exchange(
-        self, name: str, values: Array, *, ranks: int, rank: int | None = None
-    ) -> Generator[Array, Array, Array]:
-        """The rounds of one tensor by itself; see exchange_all."""
-        return _only(self.exchange_all([name], [values], ranks=ranks, rank=rank))
-
-    def exchange_all(
-        self,
-        names: Sequence[str],
-        values: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None = None,
-    ) -> Generator[Array, Array, list[Array]]:
-        """Yield the words of tensors, [n] each, for a caller that sums them; return the means."""
-        xp = namespace(values[0])
-        means = [xp.reshape(xp.astype(value, xp.float32, copy=True), (-1,)) for value in values]
-        gradients = [Gradient(n, m.shape, m) for n, m in zip(names, means, strict=True)]
-        return _by_hand(self.rounds(gradients, ranks=ranks, rank=rank), means)
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int | None) -> Rounds:
         """Average gradients in their place, in a step that is dense for none of them.
@@ -582,16 +561,3 @@ def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise CompressError(f"a saved tensor is named {name!r}; expected a string")
     return name
-
-
-def _by_hand(rounds: Rounds, means: list[Array]) -> Generator[Array, Array, list[Array]]:
-    sums: Any = None
-    with suppress(StopIteration):
-        while True:
-            sums = [(yield rounds.send(sums)[0].words)]
-    return means
-
-
-def _only(rounds: Generator[Array, Array, list[Array]]) -> Generator[Array, Array, Array]:
-    (mean,) = yield from rounds
-    return mean

@@ -497,8 +497,6 @@ def propose(
     left_out : elements that travel plain; each tensor's budget is lowered by its share of them
     rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
     """
-    # A copy: where a thread encodes, a hook may add a tensor meanwhile.
-    tensors = dict(tensors)
     new = {name: t for name, t in tensors.items() if t.summable is None and t.proposed is None}
     for name, tensor in list(new.items()):
         known = None if tensor.mean is None else to_host(tensor.mean)

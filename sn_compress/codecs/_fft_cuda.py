@@ -37,18 +37,15 @@ _DAMAGE = {
 }
 
 
-def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
+def new_state(codec: Coder, like: Any) -> list[Any]:
     """Zero memory for encoding tensors like this one, on its device.
 
-    One [blocks, bins * parts] CuPy array per section: float32, or uint16 that holds bfloat16.
+    One [blocks, bins * parts] float32 CuPy array per section.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise CompressError(f"memory of dtype {dtype!r}; expected 'float32' or 'bfloat16'")
     vector = _cuda.view(like)
-    kind = "float32" if dtype == "float32" else "uint16"
     with vector.run().context() as xp:
         return [
-            xp.zeros((s.count, s.layout.bins * s.layout.parts), kind)
+            xp.zeros((s.count, s.layout.bins * s.layout.parts), "float32")
             for s in codec.sections(vector.elements)
         ]
 
@@ -163,12 +160,12 @@ class Encoder:
         """Encode tensor i by array code; writes its payload and memory where kernels would."""
         state = None if self._states is None else self._states[i]
         with device.context():
-            memories = None if state is None else [[_wide(part) for part in state]]
+            memories = None if state is None else [state]
             encoded = batched.encode(self.codec, [view.array()], memories, decay=decay)
             self.buffers[i].view("int32")[:] = encoded.words
             if state is not None and encoded.memories is not None:
                 for part, residual in zip(state, encoded.memories[0], strict=True):
-                    part[...] = residual if part.dtype == residual.dtype else _narrow(residual)
+                    part[...] = residual
 
     def _prepared(self, device: _cuda.CudaDevice, view: _cuda.View) -> _cuda.View:
         """The vector as the blocks take it: cast to half precision, or turned along axes."""
@@ -197,7 +194,6 @@ class Encoder:
             first_word=HEADER_WORDS + section.words_at,
             totals=self._total(i),
             memory=0 if memory is None else int(memory.data.ptr),
-            memory_dtype=_memory_dtype(memory),
         )
 
     def _word(self, i: int, at: int) -> int:
@@ -211,16 +207,12 @@ def _check_state(codec: Coder, state: list[Any], n: int) -> None:
     shapes = [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
     dtypes = {str(part.dtype) for part in state}
     device = all(on_cuda(part) for part in state)
-    if not device or [part.shape for part in state] != shapes or dtypes - {"float32", "uint16"}:
+    if not device or [part.shape for part in state] != shapes or dtypes - {"float32"}:
         raise CompressError(
             f"state of shapes {[part.shape for part in state]} and dtypes {sorted(dtypes)}; "
-            f"expected {shapes} of float32 (or uint16 for bfloat16) on the tensor's device. Make "
-            "it with new_state(n, like=tensor)."
+            f"expected {shapes} of float32 on the tensor's device. Make it with "
+            "new_state(n, like=tensor)."
         )
-
-
-def _memory_dtype(memory: Any) -> str:
-    return "bfloat16" if memory is not None and str(memory.dtype) == "uint16" else "float32"
 
 
 def _top(codec: Coder) -> int | None:
@@ -400,16 +392,3 @@ def _fit_kernels(codec: Coder, n: int) -> bool:
     """Whether the fused kernels take all blocks of n elements; else the array code does."""
     forms = (Format.of(s.layout, blockwise(codec), codec.span) for s in codec.sections(n))
     return all(form.fits_block for form in forms)
-
-
-def _wide(memory: Any) -> Any:
-    """A memory as float32; the bits of bfloat16 are kept as uint16."""
-    short = str(memory.dtype) == "uint16"
-    return (memory.astype("uint32") << 16).view("float32") if short else memory
-
-
-def _narrow(memory: Any) -> Any:
-    """Finite float32 as the bits of bfloat16, to nearest, ties to even, and never to infinity."""
-    words = memory.view("uint32")
-    codes = (words + 0x7FFF + (words >> 16 & 1)) >> 16
-    return (codes - ((codes & 0x7FFF) == 0x7F80)).astype("uint16")

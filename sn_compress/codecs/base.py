@@ -318,38 +318,20 @@ def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
     return array
 
 
-# NCCL and Horovod's fusion buffer copy aligned blocks several times faster (Horovod PR 3727).
-# Small payloads are fused with others, and would pay for it with a large part of their size.
-_ALIGNED = 512
-_ALIGNED_FROM = 16384
-
-
-def aligned_bytes(nbytes: int) -> int:
-    """Bytes that travel for a payload: from 16 KiB on a multiple of 512."""
-    return -(-nbytes // _ALIGNED) * _ALIGNED if nbytes >= _ALIGNED_FROM else nbytes
-
-
-def on_wire(buffer: Bytes) -> Bytes:
-    """The bytes of a payload, and zeros behind them up to aligned_bytes."""
-    missing = aligned_bytes(buffer.size) - buffer.size
-    return np.concatenate([buffer, np.zeros(missing, np.uint8)]) if missing else buffer
-
-
 def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Floats:
     """The mean of the ranks' vectors, [n] float32.
 
-    gathered : uint8, the ranks' payloads, or what `on_wire` made of them, in order of rank; summed
-        in that order, so that every rank gets the same bits.
+    gathered : uint8, the ranks' payloads in order of rank; summed in that order, so that every rank
+        gets the same bits.
     Raises PayloadError if the bytes are not that.
     """
     size = codec.payload_bytes(n)
-    step = gathered.size // ranks
-    if gathered.size % ranks or step not in (size, aligned_bytes(size)):
+    if gathered.size != ranks * size:
         raise PayloadError(
             f"gathered {gathered.size} bytes from {ranks} ranks; expected {size} from each. Do "
             "all ranks run the same version with the same settings?"
         )
-    parts = [gathered[rank * step : rank * step + size] for rank in range(ranks)]
+    parts = np.split(gathered, ranks)
     return codec.decode_mean(payloads_of(parts, n))
 
 

@@ -84,10 +84,7 @@ def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
 
 def memory_on_host(state: Sequence[Any]) -> list[Any]:
     """A copy of a memory, wherever it is, as NumPy float32; waits for the device."""
-    parts = [np.array(to_host(part)) for part in state]
-    return [
-        (p.astype(np.uint32) << 16).view(np.float32) if p.dtype == np.uint16 else p for p in parts
-    ]
+    return [np.array(to_host(part)) for part in state]
 
 
 def new_memory(codec: Coder, n: int, like: Array) -> list[Array]:

@@ -54,20 +54,6 @@ class MethodSelector(Protocol):
         """What was measured and chosen."""
 
 
-class MakesSelector(Protocol):
-    """`prediction.tuning.Tuner`, called with the first gradient."""
-
-    def __call__(
-        self,
-        settings: Settings,
-        *,
-        ranks: int,
-        total: Total,
-        plain: str,
-    ) -> MethodSelector:
-        """For one optimizer; `plain` is what the framework's own way is called in the log."""
-
-
 class Engine:
     """What belongs to one optimizer on one rank.
 
@@ -76,7 +62,8 @@ class Engine:
     settings : the user's
     threads : of the codec, where the settings leave it open
     stock : what the framework's own way is called in the log
-    tuner : makes what measures and chooses for AutoCompression; None: all is compressed
+    tuner : `prediction.new_tuner`, which makes what measures and chooses for AutoCompression; None:
+        all is compressed
     scaler : the loss scaler, if there is one: whatever has get_scale(). Gradients arrive multiplied
         by its scale. A scale smaller than before says that the last step was skipped, on all ranks
         alike: it is aborted, unless `outcomes` knows better. A changed one changes the memories
@@ -100,7 +87,7 @@ class Engine:
         threads: int,
         *,
         stock: str,
-        tuner: MakesSelector | None,
+        tuner: Callable[..., MethodSelector] | None,
         scaler: Any = None,
         outcomes: Outcomes | None = None,
         find_unused: bool = False,

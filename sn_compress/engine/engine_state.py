@@ -16,7 +16,7 @@ from ..errors import CompressError
 from ..saved import arrays_of, held, reading
 from ..settings import Settings
 from .engine import Engine
-from .hierarchy import Place, states_to_load
+from .hierarchy import Place, states_to_load, with_rest
 
 _FORMAT = 1
 _ARRAY = "array of the file"
@@ -60,6 +60,38 @@ def load_state_dict(
         all_states = [state] if isinstance(state, dict) else list(state)
         states = all_states if mean else _chosen(state, ranks, rank)
         _load(engine, states, changes(states[0]))
+
+
+def synchronize(
+    engine: Engine,
+    *,
+    broadcast: Callable[[Any], Any],
+    gather: Callable[[Any], Iterable[Any]] | None,
+    mean_over: Callable[[str, int, Floats | None], Floats],
+) -> None:
+    """Give all ranks what ranks share, from a root, and the mean of the memories; all call it.
+
+    broadcast : brings the root's object
+    gather : collects an object of every rank; None where there are no nodes
+    mean_over : of a tensor's name, its elements and what this rank remembers of it, if it does, the
+        mean over the ranks that do, [n]
+    """
+    exchange = engine.exchange
+    mine = {
+        **exchange.state_dict(), "theta": engine.theta.state_dict(),
+        "scale": engine.transaction.scale,
+    }  # fmt: skip
+    state = broadcast(mine)
+    if gather is not None:
+        state = with_rest(state, mine, gather)
+    residuals = {
+        name: mean_over(name, n, exchange.residual(name) if exchange.remembers(name) else None)
+        for name, n in sorted(exchange.sizes(state).items())
+    }
+    exchange.load_with_residuals(state, residuals)
+    engine.theta.load_state_dict(state["theta"])  # new ranks resume where the others are
+    engine.transaction.scale = state["scale"]
+    engine.forget_step()
 
 
 def load_pending(

@@ -221,7 +221,7 @@ class ErrorFeedback:
         """Take over a saved state; nothing changes if it does not fit.
 
         Saved with another codec or other settings, the memory is taken over as the vector it
-        stands for. States of format 1, of an FFTCodec, are read as well.
+        stands for.
         """
         with reading("the saved memories"):
             self._memory = self._read(state)
@@ -236,17 +236,15 @@ class ErrorFeedback:
 
     def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
         held(state)
-        read = {1: _entries_1, 2: _entries}.get(
-            state.get("format", 0) if isinstance(state, dict) else 0
-        )
-        if read is None:
+        memory = state.get("memory") if isinstance(state, dict) else None
+        if not isinstance(memory, dict) or state.get("format") != _FORMAT:
             raise CompressError(
-                f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
-                "state_dict() returned, unchanged"
+                f"not a state of format {_FORMAT} with a memory by name: {type(state).__name__}; "
+                "expected what state_dict() returned, unchanged"
             )
         known, loaded = dict(self._codecs), {}
         try:
-            for name, entry in read(state).items():
+            for name, entry in memory.items():
                 loaded[name] = self._load(name, entry)
         except BaseException:
             self._codecs = known  # those of names that there may not be
@@ -312,28 +310,3 @@ def _copied(memory: Any, into: Any) -> Any:
 def _fits(part: Any, target: Any) -> bool:
     kinds = type(part), getattr(part, "shape", None), getattr(part, "dtype", None)
     return kinds == (type(target), getattr(target, "shape", None), getattr(target, "dtype", None))
-
-
-def _entries(state: dict[str, Any]) -> dict[str, Any]:
-    """The memories of format 2 by name."""
-    memory = state.get("memory")
-    if not isinstance(memory, dict):
-        raise CompressError(
-            "the saved state has no memory by name; expected what state_dict() returned, unchanged"
-        )
-    return memory
-
-
-def _entries_1(state: dict[str, Any]) -> dict[str, Any]:
-    """Those of format 1, where all were of one FFTCodec, as those of format 2."""
-    return {
-        name: {
-            "codec": "FFTCodec",
-            **({"basis": state["basis"]} if "basis" in state else {}),
-            **({"n": entry["n"]} if "n" in entry else {}),
-            "state": {"arrays": entry["coefficients"]} if "coefficients" in entry else entry,
-        }
-        if isinstance(entry, dict)
-        else entry
-        for name, entry in _entries(state).items()
-    }

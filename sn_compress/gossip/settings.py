@@ -24,7 +24,6 @@ class GossipSettings:
     """
 
     topology: str | Topology
-    average: str
     momentum: int
     overlap: bool
     codec: Codec | Callable[[Shape], Codec] | None
@@ -33,13 +32,6 @@ class GossipSettings:
     every: int
 
     def __post_init__(self) -> None:
-        if self.average not in ("weights", "gradients"):
-            raise CompressError(f"average={self.average!r}; expected 'weights' or 'gradients'")
-        if self.of_gradients and (self.codec or self.momentum or self.limit is not None):
-            raise CompressError(
-                "got average='gradients' with codec, momentum or limit, which apply to weights. "
-                "Leave them out, or average weights."
-            )
         if self.momentum < 0 or self.every < 0 or not 0 < self.pull <= 1:
             raise CompressError(
                 f"momentum={self.momentum}, every={self.every}, pull={self.pull}; expected 0 or "
@@ -52,11 +44,6 @@ class GossipSettings:
                 "got a codec with momentum, which would be sent uncompressed. Set momentum=0 and "
                 "average it with consensus()."
             )
-
-    @property
-    def of_gradients(self) -> bool:
-        """Whether gradients travel, not weights."""
-        return self.average == "gradients"
 
     @property
     def factor(self) -> float:

@@ -43,7 +43,7 @@ SECTION = np.dtype(
         ("first_block", "<i8"),
         ("first_word", "<i8"),
         ("dtype", "<i4"),
-        ("memory_dtype", "<i4"),
+        ("unused", "<i4"),
     ]
 )
 SECTIONS = np.dtype([("at", SECTION, ROWS), ("count", "<i8")])
@@ -188,7 +188,6 @@ class Piece:
     first_word: int
     totals: int
     memory: int = 0
-    memory_dtype: str = "float32"
     rank_words: int = 0
 
 
@@ -241,7 +240,7 @@ def _launch(
                 at,
                 piece.first_word,
                 DTYPES.index(piece.dtype),
-                DTYPES.index(piece.memory_dtype),
+                0,
             )
             at += piece.blocks
         sections["count"] = len(rows)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..allreduce.allocate import MOST, EnergyCurve, allocate, budget, words_of
-from ..codecs.base import aligned_bytes
 from ..engine.hierarchy import Owners
 from ..engine.payloads import Shares, shares_of
 from ..errors import CompressError
@@ -363,7 +362,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
             continue
         n = tensor.elements
         if shares is None:
-            size = aligned_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
+            size = codec.payload_bytes(n) + _TOKEN_BYTES
             after = n * (rates.decode_s + ranks * rates.add_s)
             both = n * rates.encode_s, after
             taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)

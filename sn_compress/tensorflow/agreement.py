@@ -155,7 +155,7 @@ def compared(
         return tf.cond(is_due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
 
 
-def mean_over(process_set: Any, n: int, vector: Any) -> Any:
+def mean_over(process_set: Any, _: str, n: int, vector: Any) -> Any:
     """Return the mean, [n] float32, over the ranks that have such a vector; all ranks call it.
 
     vector : [n], or None on a rank that has none

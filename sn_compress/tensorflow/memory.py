@@ -30,7 +30,7 @@ from ..consistency import Fingerprint, ParameterCheck
 from ..engine import engine_state
 from ..engine.engine import Engine
 from ..engine.feedback import ErrorFeedback
-from ..engine.hierarchy import loadable, saved_place, with_rest
+from ..engine.hierarchy import loadable, saved_place
 from ..errors import CompressError
 from ..prediction import new_tuner
 from ..settings import Settings
@@ -69,7 +69,6 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     """
 
     def __init__(self, settings: Settings) -> None:
-        settings.refuse_overlap("TensorFlow and Keras")
         self.settings = settings
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         self._threads = threads or len(os.sched_getaffinity(0))
@@ -550,19 +549,12 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         """See Compression.synchronize; called by all ranks of the set."""
         self.reset()
-        engine = self.engine
-        exchange = engine.exchange
-        state = {**exchange.state_dict(), "theta": engine.theta.state_dict()}
-        mine, state = state, hvd.broadcast_object(state, root_rank, process_set=process_set)
-        if process_set.process_set_id == 0:
-            state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
-        residuals = {}
-        for name, n in sorted(exchange.sizes(state).items()):
-            residual = exchange.residual(name) if exchange.remembers(name) else None
-            residuals[name] = mean_over(process_set, n, residual)
-        exchange.load_with_residuals(state, residuals)
-        engine.theta.load_state_dict(state["theta"])
-        engine.forget_step()
+        everyone = process_set.process_set_id == 0
+        engine_state.synchronize(
+            self.engine, mean_over=partial(mean_over, process_set),
+            broadcast=partial(hvd.broadcast_object, root_rank=root_rank, process_set=process_set),
+            gather=partial(hvd.allgather_object, name="sn.rest") if everyone else None,
+        )  # fmt: skip
         self.nodes.load(None)
         self.outcomes.marks.clear()
 

@@ -107,7 +107,6 @@ class CompressionState:
         check_scaler(scaler)
         check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
-        self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(

@@ -149,7 +149,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     require_all_ranks(memory, str(name), sets)
     wire = Reducer(sets, memory.settings.wait_s, memory.side, tensor.device, named=bool(name))
     memory.side.follow(copied.values)
-    memory.pending.begin(str(name or id(handle)), partial(rounds, memory, [handle], sets), wire)
+    memory.pending.begin(str(name or id(handle)), rounds(memory, [handle], sets), wire)
     return None, handle
 
 

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
+
+from sn_compress.arrays import namespace
+from sn_compress.collective import Gradient
+
+
+def by_hand(session, names, values, *, ranks, rank=None):
+    """The rounds of tensors, [n] each: yields words, is sent their sum, returns the means."""
+    xp = namespace(values[0])
+    means = [xp.reshape(xp.astype(each, xp.float32, copy=True), (-1,)) for each in values]
+    gradients = [Gradient(*of) for of in zip(names, [m.shape for m in means], means, strict=True)]
+    rounds, sums = session.rounds(gradients, ranks=ranks, rank=rank), None
+    with suppress(StopIteration):
+        while True:
+            sums = [(yield rounds.send(sums)[0].words)]
+    return means
+
+
+def only(rounds):
+    """Those of one tensor; return its mean."""
+    (mean,) = yield from rounds
+    return mean
 
 
 def total_of(words):
@@ -37,7 +60,8 @@ def run(rounds, joined=()):
 def rounds_of(sessions, name, gradients):
     """The ranks' rounds of one tensor, of gradients by rank."""
     pairs = enumerate(zip(sessions, gradients, strict=True))
-    return [own.exchange(name, g, ranks=len(sessions), rank=rank) for rank, (own, g) in pairs]
+    ranks = len(sessions)
+    return [only(by_hand(own, [name], [g], ranks=ranks, rank=rank)) for rank, (own, g) in pairs]
 
 
 def exchange(sessions, name, gradients):
@@ -52,7 +76,7 @@ def exchange_all(sessions, names, gradients):
     ranks = len(sessions)
     means, seen = run(
         [
-            own.exchange_all(names, [values[n] for n in names], ranks=ranks, rank=rank)
+            by_hand(own, names, [values[n] for n in names], ranks=ranks, rank=rank)
             for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
         ]
     )
@@ -89,6 +113,6 @@ def words_sent(session, tensors, ranks):
         session.learn(it.name, values)
     sent = 0
     for it in tensors:
-        next(session.exchange(it.name, np.ones(it.elements, np.float32), ranks=ranks))
+        next(by_hand(session, [it.name], [np.ones(it.elements, np.float32)], ranks=ranks))
         sent += sum(session.words(it.name, ranks))
     return sent

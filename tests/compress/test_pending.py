@@ -1,4 +1,4 @@
-"""Tensors in mid-exchange, encoded in a thread beside whatever computes them."""
+"""Exchanges in mid-way: what is begun, taken on, and waited for."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ class Wire:
         return handle[0] in self.here
 
     def wait(self, handle):
-        self.waited.append((handle[0], threading.current_thread() is threading.main_thread()))
+        self.waited.append(handle[0])
         return handle[1]
 
 
@@ -42,57 +42,9 @@ def two_rounds(value):
     return total
 
 
-@pytest.fixture
-def thread():
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
-def test_begin_does_not_wait_for_the_encoding(thread):
-    pending, wire, gate = Pending(), Wire(), threading.Event()
-
-    def slow():
-        gate.wait(timeout=20)
-        return two_rounds(1)
-
-    pending.begin("a", slow, wire, thread)
-    pending.begin("b", lambda: two_rounds(5), wire, thread)
-    assert not wire.sent
-    gate.set()
-    assert as_lists(pending.complete()) == {"a": [2, 2], "b": [6, 6]}
-    assert wire.sent[:2] == ["sn0.a", "sn0.b"], "in the order in which they came"
-
-
-def test_the_thread_takes_up_what_has_arrived_and_waits_for_nothing_else(thread):
+def test_the_first_round_is_sent_at_once():
     pending, wire = Pending(), Wire()
-    wire.here = {"sn0.a", "sn1.a"}
-    for name in ("a", "b", "c"):
-        pending.begin(name, lambda: two_rounds(1), wire, thread)
-    pending.settle()
-    assert wire.waited == [("sn0.a", False), ("sn1.a", False)]
-    assert as_lists(pending.complete()) == {key: [2, 2] for key in "abc"}
-    assert all(in_main for _, in_main in wire.waited[2:])
-
-
-def test_what_fails_in_the_thread_is_raised_by_complete(thread):
-    pending, wire = Pending(), Wire()
-
-    def broken():
-        raise ValueError("cannot encode")
-
-    pending.begin("a", broken, wire, thread)
-    pending.begin("b", lambda: two_rounds(1), wire, thread)
-    with pytest.raises(ValueError, match="cannot encode"):
-        pending.complete()
-    # Afterwards a step can be given up, and another one begun.
-    pending.drop()
-    pending.begin("a", lambda: two_rounds(3), wire, thread)
-    assert as_lists(pending.complete()) == {"a": [4, 4]}
-
-
-def test_without_a_thread_it_is_sent_at_once():
-    pending, wire = Pending(), Wire()
-    pending.begin("a", lambda: two_rounds(1), wire)
+    pending.begin("a", two_rounds(1), wire)
     assert wire.sent == ["sn0.a"]
     assert as_lists(pending.complete()) == {"a": [2, 2]}
 
@@ -122,11 +74,11 @@ def test_a_step_after_one_that_failed_waits_for_nothing_of_it(fails):
     """By the sum of one tensor, while another is on its way that does not come again."""
     pending, wire = Pending(), Spent(fails)
     for name in ("a", "b"):
-        pending.begin(name, lambda: two_rounds(1), wire)
+        pending.begin(name, two_rounds(1), wire)
     with pytest.raises(RuntimeError, match="damaged"):
         pending.complete()
     for name in ("c", "a"):
-        pending.begin(name, lambda: two_rounds(5), wire)
+        pending.begin(name, two_rounds(5), wire)
     assert as_lists(pending.complete()) == {"a": [6, 6], "c": [6, 6]}
 
 
@@ -134,11 +86,11 @@ def test_what_is_dropped_is_taken_if_it_is_there_and_not_waited_for():
     """A handle that nobody takes would keep its tensor in Horovod for ever."""
     pending, wire = Pending(), Spent("sn0.a")
     for name in ("a", "b", "c"):
-        pending.begin(name, lambda: two_rounds(1), wire)
+        pending.begin(name, two_rounds(1), wire)
     wire.arrived = lambda handle: handle[1] in ("sn0.a", "sn0.b")  # and the first one fails
     pending.drop()
     assert wire.spent == {0, 1}
-    pending.begin("a", lambda: two_rounds(5), wire)
+    pending.begin("a", two_rounds(5), wire)
     assert as_lists(pending.complete()) == {"a": [6, 6]}
 
 
@@ -152,11 +104,11 @@ def rounds_of(number):
 def test_what_has_arrived_is_taken_on_without_waiting():
     pending, wire = Pending(), Wire()
     for name in ("a", "b"):
-        pending.begin(name, lambda: rounds_of(3), wire)
+        pending.begin(name, rounds_of(3), wire)
     wire.here = {"sn0.b", "sn1.b"}
     for _ in range(5):
         pending.poll()
-    assert [name for name, _ in wire.waited] == ["sn0.b", "sn1.b"]
+    assert wire.waited == ["sn0.b", "sn1.b"]
     assert wire.sent == ["sn0.a", "sn0.b", "sn1.b", "sn2.b"]
     assert as_lists(pending.complete()) == {"a": [3], "b": [3]}
 
@@ -165,7 +117,7 @@ def test_what_fails_while_something_else_is_begun_is_raised_by_complete():
     """On a rank that has looked early as on one that has not."""
     pending, wire = Pending(), Spent("sn0.a")
     for name in ("a", "b"):
-        pending.begin(name, lambda: two_rounds(1), wire)
+        pending.begin(name, two_rounds(1), wire)
     wire.arrived = lambda handle: True
     pending.poll()
     pending.poll()
@@ -215,7 +167,7 @@ def test_ranks_that_have_seen_different_rounds_arrive_do_not_wait_for_each_other
     ranks = [Pending(), Pending()]
     for pending, wire in zip(ranks, wires, strict=True):
         for name in ("a", "b"):
-            pending.begin(name, lambda: rounds_of(3), wire)
+            pending.begin(name, rounds_of(3), wire)
     ranks[1].poll()  # b is at its second round
     ranks[0].poll()  # a is at its second round
     with ThreadPoolExecutor(2) as pool:

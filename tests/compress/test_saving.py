@@ -193,36 +193,14 @@ def test_damaged_choices_of_auto(wrong, said):
         made.load_state({**made.dump_state(state, 1000), **wrong}, 1000)
 
 
-def test_states_of_format_1_still_load():
-    """As version 0.1.0 wrote them: one basis for all, coefficients by name."""
-    made = FFTCodec(theta=0.9, block=256)
-    states = {name: made.new_state(n) for name, n in SIZES.items()}
-    for i, (name, n) in enumerate(SIZES.items()):
-        made.encode(random(n, i), state=states[name])
-    old = {
-        "format": 1,
-        "basis": {"block": 256, "transform": "fft", "shape": None, "axes": None},
-        "memory": {
-            name: {"n": SIZES[name], "coefficients": [part.copy() for part in state]}
-            for name, state in states.items()
-        },
-    }
-    feedback = ErrorFeedback(FFTCodec(theta=0.9, block=256))
-    feedback.load_state_dict(old)
-    for name, n in SIZES.items():
-        x = random(n, 7)
-        own = made.encode(x, state=states[name])
-        assert feedback.encode(name, x).to_bytes() == own.to_bytes()
-    for damage in (
-        {"basis": {"block": 77}},
-        {"memory": {"a": {"n": 1000}}},
-        {"memory": {"a": {"coefficients": old["memory"]["a"]["coefficients"]}}},
-        {"memory": {"a": None}},
-    ):
-        with pytest.raises(CompressError, match="'a'"):
-            feedback.load_state_dict(old | damage)
-    with pytest.raises(CompressError, match="'a'"):
-        feedback.load_state_dict({key: old[key] for key in ("format", "memory")})
+def test_a_state_of_another_format_is_refused():
+    feedback = make("topk")
+    run(feedback, range(1))
+    state = feedback.state_dict()
+    for other in (state | {"format": 1}, state | {"memory": None}, [state]):
+        with pytest.raises(CompressError, match="not a state of format 2 with a memory by name"):
+            feedback.load_state_dict(other)
+    feedback.load_state_dict(state)
 
 
 def test_a_name_without_a_codec_is_named():

@@ -210,7 +210,7 @@ def test_without_a_rank_nothing_goes_by_rows():
     mean[::100] = 1
     session.dense_values("table", mean.reshape(-1))
     session.learn("table", mean)
-    next(session.exchange("table", mean.reshape(-1), ranks=2))
+    next(ranks_of.by_hand(session, ["table"], [mean.reshape(-1)], ranks=2))
     assert isinstance(session.tensors["table"].summable.part, LowRank)
 
 
@@ -254,7 +254,7 @@ def test_what_goes_plain_counts_for_the_ratio():
         resumed = AllReduceExchange(ratio=20, warmup=1)
         resumed.load_state_dict(session.state_dict())
         for each in (session, resumed):
-            next(each.exchange("large", mean, ranks=2))
+            next(ranks_of.by_hand(each, ["large"], [mean], ranks=2))
         assert session.words("large", 2) == resumed.words("large", 2)
         return sum(session.words("large", 2))
 

@@ -49,7 +49,6 @@ def encode(
         first_word=first_word,
         totals=address(done.totals),
         memory=address(done.memory),
-        memory_dtype="float32" if memory is None else memory.dtype.name,
     )
     launch.encode_blocks(device, form, [piece], decay=decay, top=top)
     return done

@@ -179,23 +179,6 @@ def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) ->
     np.testing.assert_array_equal(short.view(np.uint16), full.astype(kind).view(np.uint16))
 
 
-def test_bfloat16_memory_is_the_rounded_residual_and_stays_finite() -> None:
-    form = oracle.make_format(4096, "spectrum", 0.98)
-    for name, coefs in samples(form).items():
-        if name == "non-finite":
-            continue
-        memory = np.ones(coefs.shape, ml_dtypes.bfloat16)
-        wide = memory.astype(np.float32)
-        words, residual, _ = oracle.encode(coefs, wide, form, 0.5, None)
-        done = encode(Host(), form, coefs.reshape(-1), memory, decay=0.5)
-        np.testing.assert_array_equal(done.words, words)
-        assert done.memory is not None
-        got = done.memory.astype(np.float32)
-        rounded = residual.astype(ml_dtypes.bfloat16).astype(np.float32)
-        largest = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-        np.testing.assert_array_equal(got, np.clip(rounded, -largest, largest))
-
-
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 63, 1000])
 def test_a_cut_block_is_padded_with_zeros(size: int) -> None:
     form = oracle.make_format(32, "identity", 0.5)

@@ -35,8 +35,7 @@ def test_a_step_sends_one_model_whatever_the_number_of_ranks():
         sent = {way: statistics.median_low(row[way] for row in rows) for way in rows[0]}
         # Headers, acknowledgements and a barrier: a few per cent, and a few kilobytes.
         for way, expected in {
-            "gossip": model, "exact": model, "gradients": model,
-            "all-reduce": 2 * (ranks - 1) / ranks * model,
+            "gossip": model, "exact": model, "all-reduce": 2 * (ranks - 1) / ranks * model,
         }.items():  # fmt: skip
             assert expected <= sent[way] <= 1.1 * expected + 1e4, (way, sent)
         assert model / 30 < sent["coded"] < model / 20, sent

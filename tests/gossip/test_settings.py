@@ -10,14 +10,13 @@ from sn_compress.gossip.settings import GossipSettings
 
 LEGAL = {
     "topology": "exact", "overlap": True,
-    "average": "weights", "codec": None, "momentum": 0, "pull": 0.1, "limit": None, "every": 10,
+    "codec": None, "momentum": 0, "pull": 0.1, "limit": None, "every": 10,
 }  # fmt: skip
 TOPK = codec("topk", theta=0.98)
 
 
 @pytest.mark.parametrize("changed", [
     {},
-    {"average": "gradients"},
     {"momentum": 8, "limit": 0.1},
     {"codec": TOPK, "limit": 0.1, "pull": 1},
     {"every": 0},
@@ -27,10 +26,6 @@ def test_legal(changed):
 
 
 @pytest.mark.parametrize(("changed", "told"), [
-    ({"average": "models"}, "expected 'weights' or 'gradients'"),
-    ({"average": "gradients", "limit": 0.1}, "which apply to weights"),
-    ({"average": "gradients", "momentum": 1}, "which apply to weights"),
-    ({"average": "gradients", "codec": TOPK}, "which apply to weights"),
     ({"momentum": -1}, "momentum=-1"),
     ({"every": -1}, "every=-1"),
     ({"pull": 0}, "pull=0"),

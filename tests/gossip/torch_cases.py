@@ -80,7 +80,7 @@ def everyone(world, model):
     return torch.stack(world.gather(flat(model)))
 
 
-def reference(graph, *, overlap, average="weights", make=sgd, momentum=0):
+def reference(graph, *, overlap, make=sgd, momentum=0):
     """Weights of all ranks after STEPS, [ranks, n]."""
     models = [net() for _ in range(graph.ranks)]
     optimizers = [make(model) for model in models]
@@ -107,17 +107,11 @@ def reference(graph, *, overlap, average="weights", make=sgd, momentum=0):
         meeting = graph.at(step)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             backward(model, optimizer, step, rank)
-        if average == "gradients":
-            deltas = mixed(each(lambda i: [p.grad for p in models[i].parameters()]), meeting)
-            for model, delta in zip(models, deltas, strict=True):
-                add([p.grad for p in model.parameters()], delta)
         turn = momentum and step % momentum == 0
         parts = [lambda i: list(models[i].parameters())] + [buffers] * bool(turn)
         before = [each(part) for part in parts if part(0)]
         for optimizer in optimizers:
             optimizer.step()
-        if average == "gradients":
-            continue
         if not overlap:
             before = [each(part) for part in parts]
         for part, vectors in zip(parts, before, strict=False):
@@ -126,23 +120,18 @@ def reference(graph, *, overlap, average="weights", make=sgd, momentum=0):
     return torch.stack([flat(model) for model in models])
 
 
-def rules(world, average, **settings):
+def rules(world, **settings):
     """Both transports, both orders, every topology: the same bits as the reference."""
     names = ["dissemination", "exact"]
     if world.size in (2, 4):
         names += ["exponential", "hypercube", "ring"]
-    for name in names if average == "weights" and not settings else names[:1]:
+    for name in names[:1] if settings else names:
         for overlap in (True, False) if name == names[0] else (True,):
-            expected = reference(
-                topology(name, world.size), overlap=overlap, average=average, **settings
-            )
+            expected = reference(topology(name, world.size), overlap=overlap, **settings)
             for place in world.places:
-                model, _ = trained(
-                    world, topology=name, average=average, overlap=overlap, place=place, **settings
-                )
+                model, _ = trained(world, topology=name, overlap=overlap, place=place, **settings)
                 assert torch.equal(flat(model), expected[world.rank]), (name, overlap, place)
-    if average == "weights":
-        assert not torch.equal(expected[0], expected[1]), "replicas were to differ"
+    assert not torch.equal(expected[0], expected[1]), "replicas were to differ"
 
 
 def buckets(world):
@@ -246,7 +235,6 @@ def resume(world):
         {},
         {"overlap": False},
         {"momentum": 2},
-        {"average": "gradients"},
         {"codec": codec("topk", theta=0.9)},
         {"codec": codec("topk", theta=0.9), "overlap": False},
     ):
@@ -382,9 +370,7 @@ def ring(world):
 
 
 CASES = {
-    "weights": lambda world: rules(world, "weights"),
-    "gradients": lambda world: rules(world, "gradients"),
-    "momentum": lambda world: rules(world, "weights", momentum=2),
+    "weights": rules, "momentum": lambda world: rules(world, momentum=2),
     "buckets": buckets, "kinds": kinds, "consensus": consensus, "coded": coded, "settles": settles,
     "resume": resume, "limit": limit, "spread": spread, "differ": differ, "counted": counted,
     "scaler": scaler, "ring": ring,

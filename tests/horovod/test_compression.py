@@ -94,7 +94,7 @@ def test_bad_settings_are_refused_when_given(change, word):
     (AutoCompression, {"mode": "paper"}, "mode belongs to FFTCompression; AutoCompression has"),
     (LowRankCompression, {"threads": 2}, "threads belongs to FFTCompression"),
     (FFTCompression, {"ratio": 9}, "ratio belongs to LowRankCompression and AutoCompression"),
-    (FFTCompression, {"theta": 0.9, "overlap": True}, "overlap belongs to LowRankCompression"),
+    (LowRankCompression, {"overlap": True}, "there is no setting overlap; LowRankCompression has"),
     (LowRankCompression, {"ratio": 1.0}, "ratio=1.0"),
     (LowRankCompression, {"ratio": "100"}, "ratio='100'; expected a number"),
     (AutoCompression, {"warmup": 2.5}, "warmup=2.5; expected a whole number"),
@@ -115,7 +115,7 @@ SETTINGS = (
     (FFTCompression, {"theta": 0.99, "block": None}),
     (FFTCompression, {"mode": "paper", "theta": Warmup(5, then=Constant(0.9))}),
     (LowRankCompression, {}),
-    (LowRankCompression, {"ratio": np.float64(50.0), "overlap": True}),
+    (LowRankCompression, {"ratio": np.float64(50.0)}),
     (AutoCompression, {"every": 9, "check_every": 0}),
 )
 
@@ -223,11 +223,3 @@ def test_traffic_says_what_travels_how(caplog):
     ]
     traffic.plain("a", 100, 400)  # given up for good
     assert traffic.report()["low_rank"] == 1
-
-
-def test_overlap_where_it_would_have_no_effect_is_an_error():
-    for works in (FFTCompression, LowRankCompression, AutoCompression):
-        works.settings.refuse_overlap("anything")
-    for refused in (LowRankCompression, AutoCompression):
-        with pytest.raises(CompressError, match=r"overlap=True has no effect with.*Keras"):
-            refused.using(overlap=True).settings.refuse_overlap("TensorFlow and Keras")

@@ -89,9 +89,8 @@ BY_NODES.append("process-sets")  # which have no nodes
     ("train.py", 3, [
         "way=gather", *TORCH, "paper", "without-names", "two-optimizers", "scaler",
         "way=shared", *TORCH, "join", "scaler",
-        "way=overlap", "fp32", "bf16", "order", "process-sets", "join",
     ], UNFUSED),
-    ("train.py", 2, ["way=overlap", *TORCH, "join", "scaler"], {}),
+    ("train.py", 2, ["way=shared", *TORCH, "join", "scaler"], {}),
     ("train.py", 4, ["way=gather", *BY_NODES, "way=shared", *BY_NODES], {}),
     ("tensorflow_train.py", 2, TENSORFLOW, {}),
     ("tensorflow_train.py", 3, [

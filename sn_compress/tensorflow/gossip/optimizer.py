@@ -16,7 +16,7 @@ sn_compress.tensorflow.keras: its settings, variables and what Keras saves stay 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -211,15 +211,6 @@ class _Gossiping:
         variables = list(self._trainable_variables)  # type: ignore[attr-defined]
         # As Keras counts calls: the same on all ranks, and saved with the optimizer.
         step = tf.identity(self._iterations.value)  # type: ignore[attr-defined]
-        if settings.of_gradients:
-            grads = [
-                tf.zeros(v.shape, v.dtype) if g is None else tf.convert_to_tensor(g)
-                for g, v in zip(grads, trainable_variables or variables, strict=True)
-            ]
-            deltas = gossip.deltas(grads, step, "g")
-            grads = [g + tf.cast(d, g.dtype) for g, d in zip(grads, deltas, strict=True)]
-            super().apply(grads, trainable_variables)  # type: ignore[misc]
-            return
         if settings.overlap:
             deltas = gossip.deltas(variables, step, "w")
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -314,7 +305,6 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     optimizer: Any,
     *,
     topology: str | Topology = "dissemination",
-    average: Literal["weights", "gradients"] = "weights",
     momentum: int = 0,
     overlap: bool = True,
     codec: Codec | Callable[[Shape], Codec] | None = None,
@@ -339,8 +329,8 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
             "not scale the loss: ranks would skip different steps. Train in float32 or bfloat16."
         )
     settings = GossipSettings(
-        topology, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
-        limit=limit, every=every,
+        topology, momentum=momentum, overlap=overlap, codec=codec, pull=pull, limit=limit,
+        every=every,
     )  # fmt: skip
     gossip = Gossip(settings, ranks_of(process_set))
     cls = type(optimizer)

@@ -17,7 +17,7 @@ it would have been, whatever the optimizer makes of w in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -77,7 +77,6 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     optimizer: Any,
     *,
     topology: str | Topology = "dissemination",
-    average: Literal["weights", "gradients"] = "weights",
     momentum: int = 0,
     overlap: bool = True,
     codec: Codec | Callable[[Shape], Codec] | None = None,
@@ -97,11 +96,9 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     ----------
     optimizer : of torch; it keeps its state, schedulers may be made before or after
     topology : a name (see sn_compress.gossip.topology), or a Topology for as many ranks
-    average : "weights" keeps ranks together; "gradients", for comparison, does not
     momentum : 0, or every how many steps the optimizer's own tensors, such as momentum, are
         averaged with the partner's as well; `consensus()` always does
-    overlap : True sends weights while the next gradient is computed, or gradients during the
-        backward pass
+    overlap : True sends weights while the next gradient is computed
     codec : of differences of weights; or a function from a shape to a codec. Needs two copies of
         the model on the host for each partner
     pull : factor on the mixing weight with a codec, in (0, 1]
@@ -135,8 +132,8 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
             "GossipOptimizer already"
         )
     settings = GossipSettings(
-        topology, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
-        limit=limit, every=every,
+        topology, momentum=momentum, overlap=overlap, codec=codec, pull=pull, limit=limit,
+        every=every,
     )  # fmt: skip
     if bucket_bytes < 1:
         raise CompressError(f"bucket_bytes={bucket_bytes}; expected 1 or more")

@@ -40,7 +40,7 @@ class Bucket:
 
     def flat(self) -> Any:
         """The values of all tensors, [n], copied."""
-        return _flat(self.tensors)
+        return torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
 
     def put(self, values: Any) -> None:
         """Set the tensors to [n]."""
@@ -48,10 +48,6 @@ class Bucket:
         with torch.no_grad():
             for tensor, piece in zip(self.tensors, pieces, strict=True):
                 tensor.copy_(piece.view(tensor.shape))
-
-
-def _flat(tensors: Iterable[Any]) -> Any:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _add(tensors: Iterable[Any], delta: Any) -> None:
@@ -113,12 +109,6 @@ class Gossip:
             bucket.copies = settings.copies([tuple(tensor.shape) for tensor in bucket.tensors])
         self._agree_on_settings()
         self._moving = self.buckets  # those of the step under way
-        if settings.of_gradients:
-            self._missing = [len(bucket.tensors) for bucket in self.buckets]
-            self._next = 0  # bucket to be sent: in the same order on all ranks
-            for number, bucket in enumerate(self.buckets):
-                for parameter in bucket.tensors:
-                    parameter.register_post_accumulate_grad_hook(self._hook(number))
         for bucket in self.buckets:
             values = bucket.flat()
             self.other_bytes += 0 if peers.rank else values.nbytes
@@ -132,8 +122,6 @@ class Gossip:
         """One step of the optimizer and of gossip."""
         if not self._agreed:
             self._agree_on_weights()
-        if self.settings.of_gradients:
-            return self._gradient_step(inner, closure)
         average_now = self._over_limit()
         overlap, interval = self.settings.overlap, self.settings.every
         if overlap and not self._under_way():
@@ -168,11 +156,6 @@ class Gossip:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None:
             return inner(closure)
-        if self.settings.of_gradients:
-            raise CompressError(
-                "average='gradients' with a GradScaler: ranks would mix gradients of different "
-                "scales. Average weights, or train in bfloat16."
-            )
         if found_inf.item():
             return None
         if (scale := self.optimizer.grad_scale) is not None:
@@ -184,39 +167,6 @@ class Gossip:
         self.optimizer.grad_scale = self.optimizer.found_inf = None
         return inner(closure)
 
-    def _gradient_step(self, inner: Callable[..., Any], closure: Any) -> Any:
-        if closure is not None:
-            raise CompressError(
-                "average='gradients' with a closure: gradients must exist before step(). Call "
-                "backward() before step(), or average weights."
-            )
-        for bucket in self.buckets[self._next :]:
-            self._begin(bucket)
-        self._next, self._missing = 0, [len(bucket.tensors) for bucket in self.buckets]
-        for bucket in self.buckets:
-            self._finish(bucket, self.steps)
-        result = self._inner_step(inner, None)
-        self.steps += 1
-        return result
-
-    def _hook(self, number: int) -> Callable[[Any], None]:
-        def ready(_: Any) -> None:
-            if not self.settings.overlap:
-                return
-            if not self._agreed:
-                self._agree_on_weights()
-            self._missing[number] -= 1
-            if self._missing[number] < 0:
-                raise CompressError(
-                    "a gradient was accumulated again before step(), after it had been sent. With "
-                    "several backward passes per step, pass overlap=False."
-                )
-            while self._next < len(self.buckets) and not self._missing[self._next]:
-                self._begin(self.buckets[self._next])
-                self._next += 1
-
-        return ready
-
     # Messages.
 
     def _partner(self, step: int) -> Partner:
@@ -226,13 +176,7 @@ class Gossip:
         """Send a bucket to this step's target, to be mixed by `_finish`."""
         self.turns += bucket is self.buckets[0]
         partner = self._partner(self.steps)
-        if self.settings.of_gradients:
-            for parameter in bucket.tensors:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            bucket.sent = _flat(p.grad for p in bucket.tensors)
-        else:
-            bucket.sent = bucket.flat()
+        bucket.sent = bucket.flat()
         if bucket.copies is None:
             wire = bucket.sent.view(torch.uint8)
         else:
@@ -266,8 +210,7 @@ class Gossip:
         like = bucket.tensors[0]
         wide = _wide(like.dtype)
         offset = arrived.to(like.device, wide) - sent.to(like.device, wide)
-        mixed = [p.grad for p in bucket.tensors] if self.settings.of_gradients else bucket.tensors
-        _add(mixed, partner.weight * self.settings.factor * offset)
+        _add(bucket.tensors, partner.weight * self.settings.factor * offset)
 
     def _under_way(self) -> bool:
         return any(b.wait is not None or b.arrived is not None for b in self._moving)
@@ -298,8 +241,6 @@ class Gossip:
             if bucket.wait is not None:
                 bucket.wait()
             bucket.wait = bucket.sent = bucket.arrived = None
-        if self.settings.of_gradients:
-            self._next, self._missing = 0, [len(bucket.tensors) for bucket in self.buckets]
 
     # Staying together.
 

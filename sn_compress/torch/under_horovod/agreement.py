@@ -20,7 +20,7 @@ from ...arrays import numpy_view
 from ...codecs import registry
 from ...consistency import Fingerprint, agree, all_equal, digest_words, plain, result_of
 from ...engine import engine_state
-from ...engine.hierarchy import loadable, saved_place, with_rest
+from ...engine.hierarchy import loadable, saved_place
 from ...errors import CompressError
 from ...ops.products import hardware_fingerprint
 from ...saved import held, reading
@@ -242,7 +242,7 @@ class CheckedHandle:
 
 def _idle_state(optimizer: Any) -> OptimizerState:
     memory = memory_of(optimizer)
-    memory.wait_idle()
+    memory.side.join()
     return memory
 
 
@@ -300,27 +300,20 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
     memory, sets = _idle_state(optimizer), optimizer.process_set
     memory.reset()
-    engine = memory.engine
-    exchange = engine.exchange
-    state = {
-        **exchange.state_dict(),
-        "theta": engine.theta.state_dict(),
-        "scale": engine.transaction.scale,
-    }
-    mine, state = state, hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
-    if sets.process_set_id == 0:
-        state = with_rest(state, mine, partial(hvd.allgather_object, name="sn.rest"))
-    residuals = {}
-    for name, n in sorted(exchange.sizes(state).items()):
+    everyone = sets.process_set_id == 0
+
+    def mean_over(name: str, n: int, residual: Any) -> Any:
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
-        if exchange.remembers(name):
-            wire[:n], wire[n] = torch.from_numpy(exchange.residual(name)), 1
+        if residual is not None:
+            wire[:n], wire[n] = torch.from_numpy(residual), 1
         total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
-        residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
-    exchange.load_with_residuals(state, residuals)
-    engine.theta.load_state_dict(state["theta"])  # new ranks resume where the others are
-    engine.transaction.scale = state["scale"]
-    engine.forget_step()
+        return (total[:n] / total[n].clamp(min=1)).numpy()
+
+    engine_state.synchronize(
+        memory.engine, mean_over=mean_over,
+        broadcast=partial(hvd.broadcast_object, root_rank=root_rank, process_set=sets),
+        gather=partial(hvd.allgather_object, name="sn.rest") if everyone else None,
+    )  # fmt: skip
     memory.loaded = None
 
 

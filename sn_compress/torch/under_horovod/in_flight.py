@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -259,15 +256,12 @@ def begin(memory: OptimizerState, number: int, process_set: Any) -> None:
     assert memory.buckets is not None
     members = [member for _, member in memory.buckets.take(number)]
     require_all_ranks(memory, memory.buckets.members[number][0], process_set)
-    device = members[0].tensor.device
-    in_thread = memory.settings.overlap and device.type == "cpu"
     wire = Reducer(
-        process_set, memory.settings.wait_s, memory.side, device, sent=memory.sent,
-        waiting=memory.engine.seconds.waiting,
+        process_set, memory.settings.wait_s, memory.side, members[0].tensor.device,
+        sent=memory.sent, waiting=memory.engine.seconds.waiting,
     )  # fmt: skip
     key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")
-    opens = partial(rounds, memory, members, process_set)
-    memory.pending.begin(key, opens, wire, encoding_thread() if in_thread else None)
+    memory.pending.begin(key, rounds(memory, members, process_set), wire)
 
 
 def complete(memory: OptimizerState, process_set: Any) -> None:
@@ -276,13 +270,3 @@ def complete(memory: OptimizerState, process_set: Any) -> None:
         for number in memory.buckets.incomplete():
             begin(memory, number, process_set)
     memory.complete()
-
-
-@cache
-def encoding_thread() -> ThreadPoolExecutor:
-    """The one in which buckets of all optimizers are encoded."""
-    return ThreadPoolExecutor(1, thread_name_prefix="sn_compress-encode")
-
-
-# Threads do not survive a fork; the child makes its own.
-os.register_at_fork(after_in_child=encoding_thread.cache_clear)

@@ -9,16 +9,13 @@ exchange, and had not begun that of another for which a second rank waits, would
 what is waited for is always the first round that is open, of the first exchange in it: whoever
 waits has begun all that another rank can wait for before.
 
-What has arrived is looked at whenever something else is begun, and never waited for. Encoding can
-have a thread of its own, beside whatever computes the gradients. It takes exchanges in the order in
-which they come, and never waits for a rank, so `complete` can wait for it.
+What has arrived is looked at whenever something else is begun, and never waited for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -100,42 +97,21 @@ class Pending:
     """The exchanges of one optimizer that are on their way, by key: alike on all ranks."""
 
     _underway: dict[str, _Underway] = field(default_factory=dict)
-    _jobs: list[Future[None]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """Whether nothing was begun since all came to its end."""
-        return not (self._underway or self._jobs)
+        return not self._underway
 
-    def begin(
-        self, key: str, rounds: Callable[[], Opened], wire: Wire, thread: Executor | None = None
-    ) -> None:
-        """Start the first round of what `rounds` returns; with a thread, do so there.
-
-        What fails in the thread is raised by the next `complete`.
-        """
-        if thread is None:
-            self._first(key, rounds, wire)
-        else:
-            self._jobs.append(thread.submit(self._first_beside, key, rounds, wire))
-
-    def _first(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
+    def begin(self, key: str, rounds: Opened, wire: Wire) -> None:
+        """Start the first round."""
         with wire.computing():
-            under_way = _Underway(rounds(), wire)
-            words = next(under_way.rounds)
-            under_way.handle = wire.start(f"sn0.{key}", words)
+            under_way = _Underway(rounds, wire)
+            under_way.handle = wire.start(f"sn0.{key}", next(rounds))
         self._underway[key] = under_way
-
-    def _first_beside(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
-        self._first(key, rounds, wire)
-        self._look()
 
     def poll(self) -> None:
         """Take exchanges on whose round has arrived; what fails is raised by `complete`."""
-        if not self._jobs:  # or the thread looks itself
-            self._look()
-
-    def _look(self) -> None:
         for key, under_way in self._underway.items():
             if under_way.handle is not None and under_way.wire.arrived(under_way.handle):
                 try:
@@ -149,7 +125,6 @@ class Pending:
         If that fails, the step has failed, and all exchanges are dropped.
         """
         try:
-            self.settle()
             while open_ := [(u.round, key) for key, u in self._underway.items() if not u.ended]:
                 self._advance(min(open_)[1])
         except BaseException:
@@ -158,17 +133,8 @@ class Pending:
         ended, self._underway = self._underway, {}
         return {key: exchange.result for key, exchange in ended.items()}
 
-    def settle(self) -> None:
-        """Wait until the thread has done what it was given; raises what failed there."""
-        jobs, self._jobs = self._jobs, []
-        wait(jobs)
-        for job in jobs:
-            job.result()
-
     def drop(self) -> None:
         """Drop all exchanges, after a step that failed, without waiting for other ranks."""
-        wait(self._jobs)
-        self._jobs.clear()
         dropped, self._underway = self._underway, {}
         for exchange in dropped.values():
             # Waited for, or the framework would keep the sum forever.
@@ -317,11 +283,6 @@ class OptimizerState:
         self.side.join()
         self._coded.clear()
         self.sent.clear()
-
-    def wait_idle(self) -> None:
-        """Wait until no thread or stream computes any more."""
-        self.pending.settle()
-        self.side.join()
 
     def reset(self) -> None:
         """Let all ranks agree again and count from here, before new ranks receive a state."""

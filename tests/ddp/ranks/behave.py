@@ -457,7 +457,6 @@ def errors_reach_every_rank():
         (lambda: make(dist.group.WORLD), "got a ProcessGroup as compression"),
         (lambda: make(FFTCompression, model), "got a Sequential as process_group"),
         (lambda: make(FFTCompression, unnamed), "got a CompressionState as process_group"),
-        (lambda: make(LowRankCompression.using(overlap=True)), "overlap=True has no effect"),
     ):
         assert words in message_of(call), (words, message_of(call))
     for state in (None, FFTCompression, dist.group.WORLD):

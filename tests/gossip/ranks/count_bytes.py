@@ -28,7 +28,6 @@ WAYS = {
     "gossip": {"topology": "dissemination"},
     "exact": {"topology": "exact"},
     "coded": {"codec": codec("topk", theta=0.98)},
-    "gradients": {"average": "gradients"},
 }
 
 

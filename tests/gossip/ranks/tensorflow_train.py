@@ -52,7 +52,7 @@ def everyone(model):
     return hvd.allgather(flat(model.trainable_variables)[None], name="everyone").numpy()
 
 
-def reference(graph, *, overlap=True, average="weights", momentum=0):
+def reference(graph, *, overlap=True, momentum=0):
     """Weights of all ranks [ranks, n]: SGD as Keras does it, and the mixing matrix of each step."""
     model = model_of()
     start = flat(model.trainable_variables)
@@ -76,21 +76,15 @@ def reference(graph, *, overlap=True, average="weights", momentum=0):
             x, y = (part[step * BATCH :][:BATCH] for part in data(rank))
             gradients.append(flat(gradient(x, y)))
         mix = graph.at(step).mix
-        gradients = np.array(gradients)
-        if average == "gradients":
-            gradients = mix(gradients)
-        speeds = MOMENTUM * speeds - RATE * gradients
-        if average == "gradients":
-            weights = weights + speeds
-        else:
-            weights = mix(weights) + speeds if overlap else mix(weights + speeds)
+        speeds = MOMENTUM * speeds - RATE * np.array(gradients)
+        weights = mix(weights) + speeds if overlap else mix(weights + speeds)
         if momentum and step % momentum == 0:
             speeds = mix(speeds)
     return weights
 
 
 def rules():
-    for settings in ({}, {"overlap": False}, {"average": "gradients"}, {"momentum": 2}):
+    for settings in ({}, {"overlap": False}, {"momentum": 2}):
         model, optimizer = fit(**settings)
         expected = reference(topology("dissemination", hvd.size()), **settings)
         # float32 of a few units through seven steps; nothing amplifies it.

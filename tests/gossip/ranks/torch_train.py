@@ -54,7 +54,6 @@ def threads(world):
     for settings in (
         {},
         {"topology": "exact", "overlap": False},
-        {"average": "gradients"},
         {"codec": codec("topk", theta=0.98), "steps": 40},
         {"codec": codec("fft", theta=0.9, bits=4), "steps": 40},
     ):

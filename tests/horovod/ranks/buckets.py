@@ -21,7 +21,7 @@ from sn_compress.torch.under_horovod.memory import Pending, memory_of
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2)
 GATHER = FFTCompression.using(theta=0.9)
-WAYS = {"low rank": SHARED, "overlap": SHARED.using(overlap=True), "fft": GATHER}
+WAYS = {"low rank": SHARED, "fft": GATHER}
 
 
 def wrap(parameters, way=SHARED, lr=0.05):
@@ -85,7 +85,7 @@ class Counted:
 def a_step_has_a_handful_of_collectives():
     """Of FFTCompression one gathers, and one counts the ranks before: that cannot join."""
     counted = Counted()
-    for way, most in (("low rank", 2), ("overlap", 2), ("fft", 2)):
+    for way, most in (("low rank", 2), ("fft", 2)):
         net = sides(40)
         optimizer = wrap(net.named_parameters(), WAYS[way])
         for number in range(4):
@@ -111,7 +111,7 @@ def what_is_plain_shares_a_collective_of_its_bucket():
     has no gradient for some, files the same.
     """
     counted = Counted()
-    for way, most in (("low rank", 3), ("overlap", 3), ("fft", 3)):
+    for way, most in (("low rank", 3), ("fft", 3)):
         net = biases(20)
         optimizer = wrap(net.named_parameters(), WAYS[way])
         found = []
@@ -214,21 +214,20 @@ def break_off(net, optimizer, number):
 
 def a_step_that_broke_off_is_as_if_it_had_never_been():
     """In dense steps, in the one in which sizes travel, and in those between."""
-    for way in (SHARED, WAYS["overlap"]):
-        ends = []
-        for broken in ((), (1, 2, 3)):
-            with small_buckets():
-                net = sides(10)
-                optimizer = wrap(net.named_parameters(), way)
-                for number in range(5):
-                    if number in broken:
-                        break_off(net, optimizer, 100 + number)
-                        # One rank has looked whether words have arrived, the other has not.
-                        time.sleep(0.05 * hvd.rank())
-                    step(net, optimizer, number)
-            assert_alike(net)
-            ends.append(vector(net))
-        assert torch.equal(*ends)
+    ends = []
+    for broken in ((), (1, 2, 3)):
+        with small_buckets():
+            net = sides(10)
+            optimizer = wrap(net.named_parameters())
+            for number in range(5):
+                if number in broken:
+                    break_off(net, optimizer, 100 + number)
+                    # One rank has looked whether words have arrived, the other has not.
+                    time.sleep(0.05 * hvd.rank())
+                step(net, optimizer, number)
+        assert_alike(net)
+        ends.append(vector(net))
+    assert torch.equal(*ends)
 
 
 def what_gathers_goes_on_after_a_step_that_broke_off():
@@ -304,14 +303,14 @@ def what_a_step_left_behind_is_not_taken_for_another_optimizers():
 def what_a_step_left_behind_is_over_when_a_rank_joins():
     """Else it is carried out for the rank that joins, and one that does not know of it crashes."""
     with small_buckets():
-        for way in (SHARED, WAYS["overlap"]):
+        for one_rank_ahead in (True, False):
             net = sides(10)
-            optimizer = wrap(net.named_parameters(), way)
+            optimizer = wrap(net.named_parameters())
             for at in range(3):
                 step(net, optimizer, at)
             # Twice: the second time under names that Horovod's cache has not seen.
             for _ in range(2):
-                if way is SHARED:
+                if one_rank_ahead:
                     break_off_ahead(net, optimizer, 0)
                 else:
                     break_off(net, optimizer, 100)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensors import assert_equal_ranks as assert_equal
 from tensors import flat_of
 
-from sn_compress import AutoCompression, FFTCompression, LowRankCompression
+from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.engine.engine_state import from_bytes
 from sn_compress.tensorflow.keras import (
     AverageMetrics,
@@ -375,7 +375,6 @@ def refusals():
         (lambda: DistributedOptimizer("sgd"), "keras.optimizers"),
         (lambda: DistributedOptimizer(DistributedOptimizer(sgd())), "already"),
         (lambda: DistributedOptimizer(sgd(), backward_passes_per_step=0), "at least 1"),
-        (lambda: fit(compression=AutoCompression.using(overlap=True)), "overlap=True"),
         (lambda: FFTCompression.report(sgd()), "DistributedOptimizer"),
         (
             lambda: DistributedOptimizer(sgd(), op=hvd.Sum, gradient_predivide_factor=2.0),

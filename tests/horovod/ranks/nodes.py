@@ -16,9 +16,7 @@ from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.under_horovod.memory import memory_of
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)
-LOSSY = {
-    "fft": FFTCompression, "low rank": SHARED, "overlap": SHARED.using(overlap=True)
-}  # fmt: skip
+LOSSY = {"fft": FFTCompression, "low rank": SHARED}
 
 
 def net():

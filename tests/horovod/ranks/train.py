@@ -255,7 +255,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")
-    ways = {"gather": GATHER, "shared": SHARED, "overlap": SHARED.using(overlap=True)}
+    ways = {"gather": GATHER, "shared": SHARED}
     for word in sys.argv[1:]:
         if word.startswith("way="):
             way = ways[word[4:]]
