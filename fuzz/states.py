@@ -21,7 +21,7 @@ import torch
 from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
-from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.allreduce.exchange import AllReduceExchange, Gradient
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
 from sn_compress.torch.ddp import CompressionState
@@ -90,10 +90,11 @@ def _feedback(make_codec: Callable[[], Any]) -> Subject:
 
 
 def _run(rounds: Any) -> None:
-    words = next(rounds)
+    """Let a rank exchange with nobody: the sum is what it has."""
+    sums = None
     try:
         while True:
-            words = rounds.send(words)
+            sums = [request.words for request in rounds.send(sums)]
     except StopIteration:
         pass
 
@@ -106,7 +107,7 @@ def _step(own: AllReduceExchange) -> None:
         if own.dense(name, shape):
             own.learn(name, own.dense_values(name, values))
         else:
-            _run(own.exchange(name, values, ranks=1, rank=0))
+            _run(own.rounds([Gradient(name, values.shape, values)], ranks=1, rank=0))
 
 
 def _shared() -> AllReduceExchange:

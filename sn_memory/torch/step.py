@@ -181,8 +181,9 @@ class MeasuredStep(Step):
         one.consumed |= not keeps
         if not keeps or self.warned & {"measured", "retained"}:
             return
-        # Regions refuse to be differentiated.
-        differentiated = torch.is_grad_enabled() and self.backend == "modules"
+        differentiated = torch.is_grad_enabled()
+        if differentiated and self.backend != "modules":
+            return  # regions refuse to be differentiated, by an error
         need, budget = self.plan.peak_bytes + self.waiting_bytes[0], self.plan.budget_bytes
         if need > budget or differentiated:
             self.warned.add("retained")

@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies.py",), 463, 300),
     "activations": (("activations",), 989, 800),
     "apoptosis": (("apoptosis",), 3193, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3517, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3518, 1700),
     "torch: target device": (("torch/target",), 1328, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3061, 1700),
     "torch: trace": (("torch/trace",), 3349, 2300),
@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 2536, 1200),
     "tensorflow": (("tensorflow",), 6572, 4200),
 }
-TOTAL = (44_679, 28_000)
+TOTAL = (44_680, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
