@@ -301,14 +301,14 @@ def apart(arguments: Any) -> Any:
 
     One that is given twice stays one.
     """
-    made: dict[int, torch.Tensor] = {}
+    leaves: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_leaf:
             return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return made[id(tensor)]
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return leaves[id(tensor)]
 
     return tree_map_only(torch.Tensor, leaf, arguments)
 

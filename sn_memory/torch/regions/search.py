@@ -297,7 +297,7 @@ class _Search:
             return self.options.searched(graph, budget_bytes, min(limit_s, enough_s))
 
         # Graphs that are equal have their plans made once.
-        made: dict[Hashable, list[RegionPlan]] = {}
+        known: dict[Hashable, list[RegionPlan]] = {}
         for index, kinds in enumerate(groups):
             report_progress("search", index, len(groups))
             # The largest is searched for, and what is like it takes its plans.
@@ -307,7 +307,7 @@ class _Search:
                 plans = plans_at_once(graph, planned, kind.given_bytes) if planned else []
                 if len(plans) < _FEW:
                     key = graph.storages, graph.ops
-                    plans = made[key] = made.get(key) or frontier(graph, searched)
+                    plans = known[key] = known.get(key) or frontier(graph, searched)
                 kind.replan(plans)
                 planned.append(kind)
 
