@@ -34,11 +34,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: compile": (("torch/compile",), 1028, 700),
     "torch: policy": (("torch/policy",), 1264, 750),
     "torch: regions": (("torch/regions",), 2192, 900),
-    "torch: modules": (("torch/modules",), 1058, 550),
+    "torch: modules": (("torch/modules",), 1059, 550),
     "torch: activations": (("torch/activations",), 2536, 1200),
     "tensorflow": (("tensorflow",), 6572, 4200),
 }
-TOTAL = (44_680, 28_000)
+TOTAL = (44_681, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting

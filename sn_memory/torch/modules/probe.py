@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ..model.guards import joined, recorded_reads
-from ..model.sharded import is_elsewhere, most, pieces
+from ..model.sharded import is_elsewhere, is_sharded, most, pieces
 from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
 from ..model.step import Generators, device_of, outside_states, restore_step, tensors
 from ..target.accelerator import rng_state
@@ -120,7 +120,8 @@ class Probe:
             begin()
             with recorded_reads(model) as reads:
                 self._run(lambda: model(*args, **kwargs))
-                if self._left():
+                # FSDP itself leaves gathered parameters there.
+                if not is_sharded(model) and self._left():
                     # What only a first pass leaves is a cache.
                     self._run(lambda: model(*args, **kwargs))
                     for module in self._left():
