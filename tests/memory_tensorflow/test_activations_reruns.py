@@ -150,7 +150,8 @@ def test_the_peak_falls_by_what_the_report_says():
         pytest.skip("TensorFlow's allocator keeps no statistics here")
     x = keras.Input((64, 256))
     y = x
-    for _ in range(4):
+    # Of eight blocks one is rebuilt at a time: what it holds then is an eighth of what is saved.
+    for _ in range(8):
         y = layers.Add()([y, layers.Activation("gelu")(layers.LayerNormalization()(y))])
     model, x = keras.Model(x, y), drawn((64, 64, 256))
 
@@ -167,7 +168,7 @@ def test_the_peak_falls_by_what_the_report_says():
     plain = min(peak())
     with compress_activations(model, budget=fewest(model, x), sample=x) as compressed:
         lower, saved = max(peak()), compressed.mix.saved
-    # What a layer rebuilds is there beside its gradients, and threads take ops in their own order.
+    # Threads take ops in their own order, so that one or two tensors of 40 more are there at once.
     assert plain - lower >= 0.7 * saved.saving_bytes
     assert saved.ratio > 3
 
