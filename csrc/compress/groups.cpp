@@ -164,11 +164,11 @@ struct Drawn {
   }
 };
 
-// Rounds up to kRun elements: `bad` marks those that no code stands for, and the number of them is
-// returned. Where all lie on the grid, `bad` is null.
+// Rounds up to kRun elements: `bad` marks those that no code stands for, among them those of a magnitude
+// below `least`, and the number of them is returned. Where all lie on the grid, `bad` is null.
 template <bool whole, bool look>
 __attribute__((always_inline)) inline int32_t quantise_run(
-    const float* values, int32_t count, const Place& place, int bits, float bound,
+    const float* values, int32_t count, const Place& place, int bits, float bound, uint32_t least,
     const uint16_t* luck, uint8_t* codes, uint8_t* bad, uint32_t* spread) {
   const float base = place.base, inverse = 1.0f / place.step;
   const float top = static_cast<float>((1 << bits) - 1);
@@ -179,7 +179,8 @@ __attribute__((always_inline)) inline int32_t quantise_run(
   for (int32_t i = 0; i < count; ++i) {
     uint32_t word;
     std::memcpy(&word, values + i, 4);
-    const bool fit = whole || (word & 0x7FFFFFFF) < kUnfit;
+    // Below the least the difference wraps around, past all others.
+    const bool fit = whole || (word & 0x7FFFFFFF) - least < kUnfit - least;
     const float value = fit ? values[i] : base;
     const float raw = (value - base) * inverse;
     float q = raw > 0 ? raw : 0;
@@ -207,19 +208,20 @@ __attribute__((always_inline)) inline int32_t quantise_run(
 }
 
 SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, int bits,
-                           float bound, const uint16_t* luck, uint8_t* codes, uint8_t* bad,
-                           uint32_t* spread) {
-  return quantise_run<false, true>(values, count, place, bits, bound, luck, codes, bad, spread);
+                           float bound, uint32_t least, const uint16_t* luck, uint8_t* codes,
+                           uint8_t* bad, uint32_t* spread) {
+  return quantise_run<false, true>(values, count, place, bits, bound, least, luck, codes, bad,
+                                   spread);
 }
 
 SN_CLONES void quantise_seen(const float* values, int32_t count, const Place& place, int bits,
                              const uint16_t* luck, uint8_t* codes, uint32_t* spread) {
-  quantise_run<true, true>(values, count, place, bits, 0.0f, luck, codes, nullptr, spread);
+  quantise_run<true, true>(values, count, place, bits, 0.0f, 0, luck, codes, nullptr, spread);
 }
 
 SN_CLONES void quantise_whole(const float* values, int32_t count, const Place& place, int bits,
                               const uint16_t* luck, uint8_t* codes) {
-  quantise_run<true, false>(values, count, place, bits, 0.0f, luck, codes, nullptr, nullptr);
+  quantise_run<true, false>(values, count, place, bits, 0.0f, 0, luck, codes, nullptr, nullptr);
 }
 
 // Codes of one byte each, [count] and zeros up to a multiple of 8, to `bits` bits each.
@@ -394,7 +396,15 @@ class Packer {
       if (!loops_.range[kind](jobs_[i].values, jobs_[i].size, seen_[i]))
         seen_[i] = extremes_of(jobs_[i].values, kind_, jobs_[i].size);
     loops_.grids(seen_, waiting_, levels_, cap_, places_);
-    for (int i = 0; i < waiting_; ++i) round(jobs_[i], seen_[i], places_[i]);
+    for (int i = 0; i < waiting_; ++i) {
+      const Extremes& seen = seen_[i];
+      bool apart = levels_ == 1 && about_zero(seen) && few_zeros(jobs_[i]);
+      if (apart) {
+        places_[i] = choose({seen.low, seen.high, false, seen.fits}, 1, cap_);
+        apart = places_[i].base == seen.low;
+      }
+      round(jobs_[i], seen, places_[i], apart);
+    }
     waiting_ = 0;
   }
 
@@ -423,7 +433,30 @@ class Packer {
     int64_t size, at, g, byte;
   };
 
-  void round(const Job& job, const Extremes& seen, const Place& place) {
+  static bool about_zero(const Extremes& seen) {
+    return seen.zero && seen.low < 0 && seen.high > 0;
+  }
+
+  // Two points about zero hold one side only: whether zeros are fewer than the elements of either
+  // side. Then these escape.
+  bool few_zeros(const Job& job) {
+    const auto* values = static_cast<const uint8_t*>(job.values);
+    int64_t zeros = 0, below = 0, above = 0;
+    for (int64_t i = 0; i < job.size; i += kRun) {
+      const int64_t here = std::min(kRun, job.size - i);
+      const float* run = widened(values + width_of(kind_) * i, kind_, here, scratch_);
+      for (int64_t j = 0; j < here; ++j) {
+        const bool fit = (to_bits(run[j]) & 0x7FFFFFFF) < kUnfit;
+        zeros += run[j] == 0;
+        below += fit && run[j] < 0;
+        above += fit && run[j] > 0;
+      }
+    }
+    return zeros < std::min(below, above);
+  }
+
+  // `apart`: zeros escape.
+  void round(const Job& job, const Extremes& seen, const Place& place, bool apart) {
     to_.bases[job.g] = place.base;
     to_.steps[job.g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
@@ -431,10 +464,8 @@ class Packer {
     *spread = 0;
     if (to_.spread && seen.zero) escapes_.zeros += zeros_of(job.values, kind_, job.size);
     // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
-    // Two points about zero hold one side only.
-    const bool about_zero = seen.zero && seen.low < 0 && seen.high > 0;
     const bool whole = seen.fits == job.size && std::isinf(grid_.bound) &&
-                       (levels_ > 1 || !about_zero) && place.step < cap_;
+                       (levels_ > 1 || !about_zero(seen)) && place.step < cap_;
     const RoundLoop loop = loops_.round[static_cast<int>(kind_)][index_][to_.spread != nullptr];
     const auto* values = static_cast<const uint8_t*>(job.values);
     uint8_t* codes = to_.codes + job.byte;
@@ -444,7 +475,7 @@ class Packer {
       if (whole)
         loop(run, here, place, luck_at(job.at + i), codes, spread);
       else
-        check(run, here, job.at + i, place, codes, spread);
+        check(run, here, job.at + i, place, apart, codes, spread);
       codes += (here * grid_.bits + 7) / 8;
     }
   }
@@ -456,11 +487,11 @@ class Packer {
   }
 
   // Where elements may escape.
-  void check(const void* values, int64_t count, int64_t at, const Place& place, uint8_t* codes,
-             uint32_t* spread) {
+  void check(const void* values, int64_t count, int64_t at, const Place& place, bool apart,
+             uint8_t* codes, uint32_t* spread) {
     const float* run = widened(values, kind_, count, scratch_);
     const int32_t lost = quantise(run, static_cast<int32_t>(count), place, grid_.bits, grid_.bound,
-                                  drawn_.draw(luck_at(at), count), wide_, bad_, spread);
+                                  apart ? 1 : 0, drawn_.draw(luck_at(at), count), wide_, bad_, spread);
     side_by_side(wide_, count, grid_.bits, codes);
     for (int64_t j = 0; lost && j < count; ++j)
       if (bad_[j]) {

@@ -54,7 +54,8 @@ class BoundedCodec(Codec):
 
     The expectation of the fixed form's `decode(encode(x))` is x, but for the rounding of float32.
     Its errors are below the step of their group, which is the bound or finer. At one bit a group
-    with zeros and both signs has no grid: most of the smaller side escapes.
+    with zeros and both signs has no grid: its zeros escape, or, if these are no fewer than the
+    elements of either side, most of a side.
 
     Examples
     --------

@@ -4,7 +4,8 @@ Rounding to nearest is biased as soon as a step is as wide as the values are spr
 built from many such values is then wrong in one direction. Here each element goes up with the
 probability of its distance, so that errors average out. A group's grid is as fine as its own
 values allow, never coarser than the bound; an element off the grid escapes, as it is. A group that
-has a zero has it on its grid: zeros stay zero.
+has a zero has it on its grid, or, at one bit, lets it escape where both signs have more elements:
+zeros stay zero.
 
 Random numbers are a hash of (key, position), 32 bits each for two elements (rounds of multiply and
 shift with the constants of C. Wellons' lowbias32): any part can be done by itself, in any order.
@@ -276,13 +277,19 @@ def _pack_twin(
     info = np.iinfo(np.int32)
     low = np.minimum.reduceat(np.where(fit, keys_, info.max), starts)
     high = np.maximum.reduceat(np.where(fit, keys_, info.min), starts)
-    zero = np.logical_or.reduceat(magnitude == 0, starts)
+    zeros = np.add.reduceat(magnitude == 0, starts, dtype=np.int64)
+    below = np.add.reduceat(fit & (values < 0), starts, dtype=np.int64)
+    above = np.add.reduceat(fit & (values > 0), starts, dtype=np.int64)
+    # Two points about zero hold one side only: zeros escape if they are fewer than either side.
+    apart = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, above))
     some = np.logical_or.reduceat(fit, starts)
     base, step = choose(
         np.where(some, _floats(low), np.float32(0)),
         np.where(some, _floats(high), np.float32(0)),
-        zero, 2**bits - 1, cap,
+        (zeros > 0) & ~apart, 2**bits - 1, cap,
     )  # fmt: skip
+    apart &= base == _floats(low)
+    fit &= (magnitude > 0) | ~np.repeat(apart, lengths)
     bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
@@ -304,8 +311,8 @@ def _pack_twin(
     filled = np.pad(code.reshape(-1, run), ((0, 0), (0, -run % (8 // bits))))
     parts[3][:] = codes.pack_codes(filled.ravel(), bits)
     at = np.flatnonzero(~good)
-    zeros = int(np.count_nonzero(magnitude == 0)) if parts[2] is not None else 0
-    return (at + first).astype(np.int64).tobytes(), values[at].tobytes(), zeros
+    counted = int(zeros.sum()) if parts[2] is not None else 0
+    return (at + first).astype(np.int64).tobytes(), values[at].tobytes(), counted
 
 
 def _kind(values: npt.NDArray[Any]) -> str:
@@ -334,9 +341,9 @@ def choose(
 
     Without a zero, or where zero is the lowest value, the grid begins there and spans the group.
     Else it has `below` points below zero: the number, of two candidates, that makes it finest. Two
-    points (one bit) hold zero and the farther side. Where the finest grid is coarser than `cap`,
-    the bound, it becomes that, and lies where most of the group is likely to be: at its inner end,
-    or about zero.
+    points (one bit) hold zero and the farther side, unless `pack` lets zeros escape. Where the
+    finest grid is coarser than `cap`, the bound, it becomes that, and lies where most of the group
+    is likely to be: at its inner end, or about zero.
     """
     one = np.float32(1)
     top = np.float32(levels)

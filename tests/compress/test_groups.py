@@ -21,6 +21,8 @@ def vectors(n: int) -> dict[str, np.ndarray]:
     x = rng.standard_normal(n).astype(np.float32)
     holes = x.copy()
     holes[rng.random(n) < 0.3] = 0
+    few = x.copy()
+    few[5::501] = 0
     bad = x.copy()
     bad[: n // 3 : 7] = np.nan
     bad[1 : n // 2 : 31] = -np.inf
@@ -30,6 +32,7 @@ def vectors(n: int) -> dict[str, np.ndarray]:
         "half zeros": np.maximum(x, 0),
         "negative": -np.maximum(x, 0),
         "holes": holes,
+        "few zeros": few,
         "far from zero": x + np.float32(1000),
         "wide": x * np.float32(10) ** (np.arange(n) % 60 - 30).astype(np.float32),
         "fine": x * np.float32(2.0**-106),
@@ -272,6 +275,20 @@ def test_variance_is_that_of_the_errors(backend, bits):
         # g is rounded to 1/256: g (256 - g) is off by 1/2 of 256 at most, but 1/6 on average.
         slack = 6 * squared.std() / math.sqrt(n) + 2.0**-9 * squared.mean()
         assert abs(kept.variance(n) - squared.mean()) < slack, name
+
+
+def test_at_one_bit_the_fewest_of_zeros_and_both_sides_escape():
+    """Two points hold zero and one side; a zero among 256 elements does not cost half of them."""
+    x = np.random.default_rng(0).standard_normal(512).astype(np.float32)
+    x[[3, 300]] = (0.0, -0.0)
+    grids = groups.pack(x, 1, 256, math.inf, KEY)
+    assert grids.at.tolist() == [3, 300]
+    values = unpacked(grids, 512, 1, 256)[:256]
+    assert {*values.tolist()} == {x[:256].min(), values.max()}
+    # More zeros than elements of a side: that side escapes, and no zero does.
+    x[:256][x[:256] < 0.5] = 0
+    x[:5] = -0.1
+    assert groups.pack(x, 1, 256, math.inf, KEY).at.tolist() == [*range(5), 300]
 
 
 def test_buffers_that_do_not_belong_together_are_refused(core):
