@@ -35,15 +35,7 @@ from .. import _native
 from ..errors import PayloadError
 from . import quantize, spectrum
 from .bits import low_bits, upper_bits
-from .quantize import (
-    NON_FINITE,
-    Layout,
-    Positions,
-    Tally,
-    Values,
-    decode_values,
-    encode_values,
-)
+from .quantize import NON_FINITE, Layout, Positions, Tally, Values, decode_values, encode_values
 from .spectrum import Floats, energy
 
 Words = npt.NDArray[np.uint32]

@@ -31,19 +31,7 @@ from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
 from . import cost
-from .cost import (
-    ALONE,
-    Host,
-    Layer,
-    Link,
-    Method,
-    Rounds,
-    Route,
-    Step,
-    break_even,
-    choose,
-    step,
-)
+from .cost import ALONE, Host, Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
 from .rates import FREE, PASSES, Rates
 
 LIMIT = 0.5  # points: what loses more is named

@@ -43,15 +43,7 @@ from ..errors import CompressError
 from ..prediction import new_tuner
 from ..saved import held, reading
 from .layout import BucketSlice as BucketSlice
-from .layout import (
-    Names,
-    changes_of,
-    check_flag,
-    check_scaler,
-    fingerprint_of,
-    layout_of,
-    parts_of,
-)
+from .layout import Names, changes_of, check_flag, check_scaler, fingerprint_of, layout_of, parts_of
 from .outcomes import Outcomes, digest
 from .process_group import CallWatch, Collectives, HookedModel
 

@@ -545,7 +545,8 @@ def compress_activations(
     every
         Steps from one choice to the next, by what the step before it gathered.
     start_bits
-        Until the first choice, which is at the second step.
+        Until the first choice, which is at the second step; fewer where a sample shows that a
+        budget needs it.
     seed, threads
         Of the codec.
 
@@ -571,6 +572,8 @@ def compress_activations(
         return CompressedActivations(model, Compressor(fixed, None, seed, threads), apart=apart)
 
     mix = None if sample is None else cheapest_mix(model, sample, trial, budget_bytes)
+    if mix:  # a budget is kept from the first step on
+        controller.start_bits = min(start_bits, mix.start_bits)
     compressor = Compressor(controller, optimizer, seed, threads)
     apart = layers_in(mix.sections) if mix else ()
     compressed = CompressedActivations(model, compressor, mix, apart)

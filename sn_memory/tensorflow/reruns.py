@@ -20,14 +20,7 @@ import tensorflow as tf
 
 from .. import settings
 from ..activations import Controller
-from ..activations.saved import (
-    Cost,
-    Saved,
-    Timed,
-    cheapest_reruns,
-    packing_of,
-    rates_of,
-)
+from ..activations.saved import WIDTHS, Cost, Saved, Timed, cheapest_reruns, packing_of, rates_of
 from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError
 from .guards import refilled, tensors_in
@@ -72,6 +65,7 @@ class Mix:
     price : seconds that packing takes for each byte that it frees
     saved : bytes of the sample's forward pass, and how many went each way
     kept_bytes : of these, what no layer packs: inputs of what runs again, and all else
+    start_bits : the most of inputs that pack at which a budget is kept; 8 without a budget
     """
 
     sections: tuple[Section, ...]
@@ -79,6 +73,7 @@ class Mix:
     price: float
     saved: Saved
     kept_bytes: int
+    start_bits: int
 
 
 def layers_in(sections: Iterable[Section]) -> set[int]:
@@ -222,7 +217,9 @@ class _Search:
         )
         held = sum(kept) + self.packed.held_under(packed)
         elements = sum(row.n for row in self.packed.rows() if row.key in packed)
-        return Mix(sections, names, price, Saved(plain_bytes, held, elements, ways), sum(kept))
+        saved, budget = Saved(plain_bytes, held, elements, ways), self.budget
+        fits = (bits for bits in WIDTHS if not budget or self.held_bytes(names, bits) <= budget)
+        return Mix(sections, names, price, saved, sum(kept), max(fits))
 
     def _check(self, names: tuple[str, ...]) -> None:
         least = self.held_bytes(names, 1)

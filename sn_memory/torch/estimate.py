@@ -21,7 +21,7 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .errors import TraceError
-from .model.signature import MOST_KNOWN
+from .model.signature import MOST_KNOWN, check_layout
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
 from .target.capacity import allocator_settings
@@ -57,7 +57,7 @@ def estimate(
     Raises
     ------
     TraceError
-        For a model that cannot be traced.
+        For a model that cannot be traced, and for sparse or nested tensors in the sample.
 
     Examples
     --------
@@ -73,6 +73,8 @@ def estimate(
     check_optimizer(optimizer)
     gpu = gpu_of(device, device_of(model))
     rates = speeds(device)
+    for tensor in tensors(call_arguments(sample)):
+        check_layout(tensor)
     traced, refusal = _traced(model, sample, rates, gpu)
     held = OptimizerMemory(0, 0) if optimizer is None else optimizer_memory(model, optimizer, gpu)
     state = _as_allocated(held.sizes) if gpu is not None else held.state_bytes

@@ -25,25 +25,25 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies.py",), 463, 300),
     "activations": (("activations",), 989, 800),
     "apoptosis": (("apoptosis",), 3193, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3518, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3520, 1700),
     "torch: target device": (("torch/target",), 1328, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 3061, 1700),
+    "torch: guards": (("torch/model", "torch/ones"), 3066, 1700),
     "torch: trace": (("torch/trace",), 3349, 2300),
     "torch: eager": (("torch/eager",), 2093, 1500),
     "torch: host": (("torch/state", "torch/host"), 1735, 1300),
     "torch: compile": (("torch/compile",), 1028, 700),
-    "torch: policy": (("torch/policy",), 1264, 750),
+    "torch: policy": (("torch/policy",), 1259, 750),
     "torch: regions": (("torch/regions",), 2192, 900),
     "torch: modules": (("torch/modules",), 1059, 550),
     "torch: activations": (("torch/activations",), 2536, 1200),
     "tensorflow": (("tensorflow",), 6572, 4200),
 }
-TOTAL = (44_681, 28_000)
+TOTAL = (44_683, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes (104), for cores that ranks share (108) and groups in vectors (107).
-COMPRESS_LINES = (28_018, 19_500)
+COMPRESS_LINES = (27_990, 19_500)
 COMPRESS_FILES = (119, 120)
 
 

@@ -292,18 +292,23 @@ def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
-    if leaf.is_nested or leaf.layout is not torch.strided:
-        kind = f"{'nested ' if leaf.is_nested else ''}tensor of layout {leaf.layout}"
-        raise TraceError(
-            f"an argument is a {kind}; a plan is for plain tensors. Pass those that it is made of "
-            "(indices and values of a sparse tensor, values and offsets of a nested one), and make "
-            "it in the forward pass; or pass it dense, padded."
-        )
+    check_layout(leaf)
     # Which inputs are the same tensor, or share memory, is part of the trace.
     same = first.setdefault(id(leaf), place)
     shared = first.setdefault(_memory(leaf), place)
     form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
     return (*form, leaf.requires_grad, same, shared)
+
+
+def check_layout(tensor: torch.Tensor) -> None:
+    """Raise TraceError for a sparse or a nested tensor."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = f"{'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout}"
+        raise TraceError(
+            f"an argument is a {kind}; a plan is for plain tensors. Pass those that it is made of "
+            "(indices and values of a sparse tensor, values and offsets of a nested one), and make "
+            "it in the forward pass; or pass it dense, padded."
+        )
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -26,12 +26,7 @@ from ...plan.plan import BudgetError, budget_line, percent_kept
 from ..errors import TraceError
 from ..model.step import device_of
 from ..model.wrapping import check_model, check_optimizer
-from ..trace.op_seconds import (
-    largest_bytes,
-    measured_costs,
-    measured_device,
-    scratch_of_steps,
-)
+from ..trace.op_seconds import largest_bytes, measured_costs, measured_device, scratch_of_steps
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from ..trace.trace import call_arguments, resident_bytes
