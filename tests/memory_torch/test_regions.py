@@ -88,22 +88,18 @@ def test_modules_that_are_alike_are_traced_once(monkeypatch):
     assert len({path for path, _ in twin.sn_memory.latest.chosen.calls}) == 6
 
 
-def test_breaks_are_named():
-    twin = planned(Looks(), rows(), "60%")
-    (found,) = twin.sn_memory.plan.breaks
-    assert found.module == ""
-    assert "_local_scalar_dense" in found.why
-    assert "region_models.py:" in found.why
-    assert "Compute with tensors" in repr(twin.sn_memory)
-
-
-def test_an_error_names_what_is_held_outside_of_regions():
+def test_an_error_names_what_is_held_outside_of_regions_and_a_plan_its_breaks():
     with pytest.raises(BudgetError, match="outside of regions") as caught:
         planned(Looks(), rows(), "5%", backend="regions")
     twin = planned(Looks(), rows(), caught.value.peak_bytes, backend="regions")
     assert twin.sn_memory.plan.peak_bytes <= caught.value.peak_bytes
     assert caught.value.floor_bytes <= caught.value.peak_bytes
     assert caught.value.peak_bytes <= 1.05 * caught.value.floor_bytes
+    (found,) = twin.sn_memory.plan.breaks
+    assert found.module == ""
+    assert "_local_scalar_dense" in found.why
+    assert "region_models.py:" in found.why
+    assert "Compute with tensors" in repr(twin.sn_memory)
 
 
 def test_a_model_without_regions_is_refused():
@@ -149,7 +145,7 @@ def test_passes_that_are_thrown_away_and_evaluation_between():
     assert same(watched(twin, rows(2))[0], watched(net, rows(2))[0])
 
 
-def test_gradients_that_are_there_count():
+def test_gradients_that_are_there_count_and_copies_are_plain():
     _, twin = twins(Looks)
     twin(rows(1)).backward()
     held = sum(it.nbytes for it in grads(twin))
@@ -157,10 +153,6 @@ def test_gradients_that_are_there_count():
     with AllocationTracker([*twin.parameters(), x], kernels=True) as tracker:
         twin(x).backward()
     assert tracker.peak_bytes + held <= twin.sn_memory.budget_bytes
-
-
-def test_copies_and_pickles_are_plain():
-    twin = planned(Looks(), rows(), "60%")
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
         assert "sn_memory" not in other.__dict__
         assert torch.equal(other(rows()), twin(rows()))
@@ -177,14 +169,14 @@ def test_parts_that_are_frozen_and_inputs_that_take_gradients():
 
 def test_other_sizes_of_input():
     net, twin = twins(Looks)
-    for many in (100, 255, 300):
+    for many in (100, 300):
         x = rows(many, many)
         # What is new is planned for, which allocates as well.
         twin(x)
         (mine, peak), (own, _) = watched(twin, x), watched(net, x)
         assert same(mine, own)
         assert peak <= twin.sn_memory.budget_bytes
-    assert [it.how for it in twin.sn_memory.kinds][1:] == ["planned by regions"] * 3
+    assert [it.how for it in twin.sn_memory.kinds][1:] == ["planned by regions"] * 2
 
 
 class Writes(Looks):
