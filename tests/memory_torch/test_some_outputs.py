@@ -72,7 +72,8 @@ def test_optimizers_pass_over_what_has_no_gradient(backend, accumulate):
 
 
 @pytest.mark.parametrize(
-    ("update", "budget", "in_place"), [("step", "70%", True), ("backward", "75%", False)]
+    ("update", "budget", "in_place"),
+    [("step", "70%", True), ("step", "70%", False), ("backward", "75%", True)],
 )
 def test_what_rests_on_the_host_is_not_updated_either(update, budget, in_place):
     model, mine, steps = of_tasks(width=128)
