@@ -1,6 +1,7 @@
 """What these tests share: one thread, a cache of times of their own, the benchmarks' networks."""
 
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,18 @@ def _quiet(monkeypatch, tmp_path):
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def modules_take_no_time(monkeypatch):
+    """What runs again among compressed activations is chosen by bytes alone, not by a clock."""
+    monkeypatch.setattr("sn_memory.torch.activations.compress.now", lambda device: 0.0)
+
+
+@pytest.fixture
+def modules_take_long(modules_take_no_time, monkeypatch):
+    """No module runs again."""
+    clock = count()
+    monkeypatch.setattr(
+        "sn_memory.torch.activations.compress.now", lambda device: float(next(clock))
+    )

@@ -64,3 +64,11 @@ def most_scratch(planned):
     """Return the most bytes that a kernel of the planned step takes for itself."""
     ops = planned.sn_memory.trace.graph.ops
     return max((it.bytes for op in ops for it in op.workspaces), default=0)
+
+
+def module_of(forward, **parts):
+    """Return a module of a class of its own, with a forward and parts by name."""
+    module = type("Module", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module

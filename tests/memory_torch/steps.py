@@ -15,3 +15,22 @@ def grads(model):
 def same(left, right):
     """Whether tensors are equal to the bit, one by one; None equals None."""
     return all(a is b or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def gradients(model, *inputs, wanted=None, between=lambda: None, seed=1, loss=None):
+    """Gradients of a seeded step of mean squares, in which something is done between the passes."""
+    torch.manual_seed(seed)
+    result = model(*inputs).float().square().mean() if loss is None else loss(model, *inputs)
+    between()
+    if wanted is None:
+        wanted = [it for it in model.parameters() if it.requires_grad]
+    return torch.autograd.grad(result, wanted, allow_unused=True)
+
+
+def off(found, expected):
+    """How far tensors are from those expected, at most: a part of their norms."""
+    parts = [
+        (a.double() - b.double()).norm() / (b.double().norm() + 1e-12)
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return float(torch.stack(parts).max()) if parts else 0.0

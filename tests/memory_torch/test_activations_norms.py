@@ -2,64 +2,56 @@
 
 import pytest
 import torch
+from small_models import module_of
+from steps import gradients, off
 from torch import nn
 from torch.nn import functional
 
 from sn_memory.torch import compress_activations
 
 
-class TinyViT(nn.Module):
-    """A class token of hundredths beside patches above one; the loss reads the token alone."""
+def scaled(norm):
+    """A norm of what an op of the model made: its own input is the user's and left alone."""
+    return module_of(lambda self, x: self.norm(x * 1.0), norm=norm)
 
-    def __init__(self, width=192):
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 8, 8)
-        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    width, 3, 2 * width, 0.0, batch_first=True, norm_first=True
-                )
-                for _ in range(2)
-            )
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+def along(direction):
+    """A loss whose gradient at the result is the direction."""
+    return lambda model, x: (model(x) * direction).sum()
+
+
+def token_net(width=192):
+    """A class token of hundredths beside patches above one; the loss reads the token alone."""
 
     def forward(self, x):
         patches = self.patches(x).flatten(2).transpose(1, 2)
         x = self.blocks(torch.cat([self.token.expand(len(x), -1, -1), patches], 1))
         return self.head(self.norm(x[:, 0]))
 
-
-class Scaled(nn.Module):
-    """A norm of what an op of the model made: its own input is the user's and left alone."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(x * 1.0)
-
-
-def off(own, plain):
-    return float((own - plain).float().norm() / plain.float().norm())
+    settings = {"batch_first": True, "norm_first": True}
+    return module_of(
+        forward,
+        patches=nn.Conv2d(3, width, 8, 8),
+        token=nn.Parameter(torch.randn(1, 1, width) * 0.02),
+        blocks=nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, 3, width, 0.0, **settings) for _ in range(2))
+        ),
+        norm=nn.LayerNorm(width),
+        head=nn.Linear(width, 10),
+    )
 
 
 def test_a_norm_of_tokens_of_far_apart_sizes():
     """ViT's first norms: a group of 256 elements holds a class token and patches beside it."""
-    torch.manual_seed(0)
-    model, x = TinyViT(), 4 * torch.randn(16, 3, 32, 32)
-    y = torch.arange(16) % 10
+    model, x, y = token_net(), 4 * torch.randn(16, 3, 32, 32), torch.arange(16) % 10
     weights = [p for name, p in model.named_parameters() if "norm" in name and "weight" in name]
 
-    def gradients():
-        return torch.autograd.grad(functional.cross_entropy(model(x), y), weights)
+    def loss(model, x):
+        return functional.cross_entropy(model(x), y)
 
-    plain = gradients()
+    plain = gradients(model, x, wanted=weights, loss=loss)
     with compress_activations(model, bits=8):
-        for own, exact in zip(gradients(), plain, strict=True):
-            assert off(own, exact) < 0.02
+        assert off(gradients(model, x, wanted=weights, loss=loss), plain) < 0.02
 
 
 NORMS = {
@@ -92,7 +84,6 @@ def test_each_row_of_a_norm_has_an_error_of_its_own_size(kind, last, weight, dty
     The range of 392 normal numbers is some six deviations, so a normalized element is off by 0.012,
     to which bfloat16 adds 0.002 of its size, and gradients by some such parts.
     """
-    torch.manual_seed(0)
     norm, tokens = NORMS[kind](), kind in OF_TOKENS
     # Groups of a group norm have four channels, which are of one size.
     scale = torch.where(torch.arange(48) // 4 % 3 == 0, 1.0, 1e-3)
@@ -105,89 +96,78 @@ def test_each_row_of_a_norm_has_an_error_of_its_own_size(kind, last, weight, dty
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.mul_(weight)
-    x, model = x.to(dtype).requires_grad_(), Scaled(norm.to(dtype))
-    direction = torch.randn(x.shape).to(dtype)
-    asked = [x, *norm.parameters()][:2]
-
-    def gradients():
-        return torch.autograd.grad((model(x) * direction).sum(), asked)
-
-    plain = gradients()
+    x, model = x.to(dtype).requires_grad_(), scaled(norm.to(dtype))
+    settings = {
+        "wanted": [x, *norm.parameters()][:2],
+        "loss": along(torch.randn(x.shape).to(dtype)),
+    }
+    plain = gradients(model, x, **settings)
     with compress_activations(model, bits=8) as compressed:
         for _ in range(2):  # in the second step a norm of several ops runs again
-            own = gradients()
+            own = gradients(model, x, **settings)
         assert compressed.saved.ratio > 1.5
+    axis = 0 if tokens else 1
     for row in torch.nonzero(scale < 1)[:, 0]:
-        assert off(*(each[0].select(0 if tokens else 1, row) for each in (own, plain))) < 0.03
-    for one, exact in zip(own[1:], plain[1:], strict=True):
-        assert off(one, exact) < 0.03
+        assert off([own[0].select(axis, row)], [plain[0].select(axis, row)]) < 0.03
+    assert off(own[1:], plain[1:]) < 0.03
 
 
 NORMALIZE = {
-    "by name": lambda x: functional.normalize(x, dim=-1),
-    "by place": lambda x: functional.normalize(x, 2.0, -1),
-    "over two axes": lambda x: functional.normalize(x.view(64, 6, 8), dim=(1, 2)).flatten(1),
-    "one vector": lambda x: functional.normalize(x.flatten(), dim=0).view(64, 48),
-    "softmax by name": lambda x: functional.softmax(x, dim=-1),
-    "softmax by place": lambda x: functional.softmax(x, -1),
+    "by name": lambda self, x: functional.normalize(x * 1.0, dim=-1),
+    "by place": lambda self, x: functional.normalize(x * 1.0, 2.0, -1),
+    "over two axes": lambda self, x: functional.normalize(x.view(64, 6, 8) * 1.0, dim=(1, 2)),
+    "one vector": lambda self, x: functional.normalize(x.flatten() * 1.0, dim=0),
+    "softmax by name": lambda self, x: functional.softmax(x * 1.0, dim=-1),
+    "softmax by place": lambda self, x: functional.softmax(x * 1.0, -1),
 }
 
 
 @pytest.mark.parametrize("how", NORMALIZE)
 def test_axes_are_those_that_are_given(how):
-    torch.manual_seed(0)
-    x, direction = torch.randn(64, 48), torch.randn(64, 48)
+    x, direction = torch.randn(64, 48), torch.randn(64 * 48)
     if how not in ("one vector", "softmax by name", "softmax by place"):
         x[::3] *= 1e-3
-    model = Scaled(NORMALIZE[how])
+    model = module_of(NORMALIZE[how])
     x.requires_grad_()
 
-    def gradient():
-        return torch.autograd.grad((model(x) * direction).sum(), x)[0]
+    def loss(model, x):
+        return (model(x).flatten() * direction).sum()
 
-    plain = gradient()
+    (plain,) = gradients(model, x, wanted=[x], loss=loss)
     with compress_activations(model, bits=8) as compressed:
-        own = gradient()
+        (own,) = gradients(model, x, wanted=[x], loss=loss)
     assert compressed.saved.ratio > 1.5
-    for rows in (slice(0, None, 3), slice(1, None, 3)):
-        assert off(own[rows], plain[rows]) < 0.03
+    assert off([own[::3], own[1::3]], [plain[::3], plain[1::3]]) < 0.03
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 1e-42, 0.0])
 def test_a_row_of_odd_values_harms_no_other(value):
     """NaN, Inf, sizes near float32's ends and rows of one value: as without compression."""
-    torch.manual_seed(0)
-    model, x = Scaled(nn.LayerNorm(48)), torch.randn(128, 48)
-    x[5] = value
-    x[7, ::2] = value
+    model, x = scaled(nn.LayerNorm(48)), torch.randn(128, 48)
+    x[5], x[7, ::2] = value, value
     x.requires_grad_()
 
-    def gradient():
-        return torch.autograd.grad(model(x).square().mul(torch.arange(48.0)).sum(), x)[0]
+    def loss(model, x):
+        return model(x).square().mul(torch.arange(48.0)).sum()
 
-    plain = gradient()
+    (plain,) = gradients(model, x, wanted=[x], loss=loss)
     with compress_activations(model, bits=8):
-        own = gradient()
+        (own,) = gradients(model, x, wanted=[x], loss=loss)
     ordinary = torch.tensor([row for row in range(128) if row not in (5, 7)])
-    assert off(own[ordinary], plain[ordinary]) < 0.03
+    assert off([own[ordinary]], [plain[ordinary]]) < 0.03
     assert torch.equal(own.isfinite(), plain.isfinite())
 
 
 def test_inputs_of_norms_and_linear_layers_alike_have_the_predicted_variance():
     """A tensor that a norm reads first and a linear layer after: one form of it is kept."""
-    torch.manual_seed(0)
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(48), nn.Linear(48, 16)
+    def forward(self, x):
+        x = x * 1.0
+        # Sums save nothing, so that what arrives at the linear layer has no error.
+        return self.norm(x).sum() + self.linear(x).sum()
 
-        def forward(self, x):
-            x = x * 1.0
-            # Sums save nothing, so that what arrives at the linear layer has no error.
-            return self.norm(x).sum() + self.linear(x).sum()
-
-    model, x = Both(), torch.randn(256, 48)
+    model = module_of(forward, norm=nn.LayerNorm(48), linear=nn.Linear(48, 16))
+    x = torch.randn(256, 48)
     with compress_activations(model, bits=8, every=1) as compressed:
         model(x).backward()
         compressed.refresh()
@@ -204,18 +184,13 @@ def test_few_bits_bias_no_gradient_of_a_norm(kind, bits):
     What flows back is off by an element's error over the root of its row's length, as it is the
     mean over the row of gradient times error that is wrong: at 4 bits by 0.2 / sqrt(192).
     """
-    torch.manual_seed(0)
-    norm, tokens = NORMS[kind](), kind == "layer"
-    x = torch.randn(48, 8, 48) if tokens else torch.randn(8, 48, 7, 7)
-    model, x, repeats = Scaled(norm), x.requires_grad_(), 100
-    direction = torch.randn(x.shape)
-
-    def gradients():
-        return torch.autograd.grad(model(x), [x, norm.weight], direction)
-
-    plain = gradients()
+    norm, repeats = NORMS[kind](), 100
+    x = torch.randn(48, 8, 48) if kind == "layer" else torch.randn(8, 48, 7, 7)
+    model, x = scaled(norm), x.requires_grad_()
+    settings = {"wanted": [x, norm.weight], "loss": along(torch.randn(x.shape))}
+    plain = gradients(model, x, **settings)
     with compress_activations(model, bits=bits):
-        found = [gradients() for _ in range(repeats)]
+        found = [gradients(model, x, seed=repeat, **settings) for repeat in range(repeats)]
     for number, exact in enumerate(plain):
         errors = torch.stack([each[number] - exact for each in found])
         # The mean's squares are a chi-square of many numbers: near one repeats-th of the errors'.

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, module_of, same_gradients
+from steps import same
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sn_memory.torch import plan, verify
 from sn_memory.torch.trace.fake import FakeMode
@@ -27,80 +27,21 @@ NORMS = {
 NORMS["BatchNorm2d, bias alone"][0].weight.requires_grad_(False)
 
 
+def planned_to_the_bit(model, sample, budget="90%"):
+    planned = plan(model, sample, budget, **SETTINGS)
+    assert planned.sn_memory.backend == "graph"
+    found = verify(planned, sample)
+    assert found.equal
+    assert found.measured_peak_bytes <= found.predicted_peak_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "before"), [(it, ("nothing", "a frozen part")[at % 2]) for at, it in enumerate(NORMS)]
 )
 def test_a_norm_whose_input_needs_no_gradient(name, before):
     norm, size = NORMS[name]
     frozen = [] if before == "nothing" else [nn.Linear(size[-1], size[-1]).requires_grad_(False)]
-    model = nn.Sequential(*frozen, norm, mlp(3, size[-1]))
-    sample = torch.randn(size)
-    planned = plan(model, sample, "90%", backend="graph", **SETTINGS)
-    found = verify(planned, sample)
-    assert found.equal
-    assert found.measured_peak_bytes <= found.predicted_peak_bytes
-
-
-def masks(count):
-    return [[bool(number >> at & 1) for at in range(count)] for number in range(1, 1 << count)]
-
-
-@pytest.mark.parametrize("mask", masks(3), ids=str)
-def test_fake_gradients_are_left_out_where_the_kernels_leave_them_out(mask):
-    aten = torch.ops.aten
-    x, vector = torch.randn(4, 6, 8, 8), torch.ones(6)
-    weight, two = torch.randn(6, 6, 3, 3), torch.ones(4, 2)
-    calls = {
-        aten.native_batch_norm_backward: (x, x, *[vector] * 5, True, 1e-5, mask),
-        aten.batch_norm_backward: (x, x, *[vector] * 5, True, 1e-5, mask, torch.empty(0)),
-        aten.native_layer_norm_backward: (
-            x,
-            x,
-            [8],
-            x[..., :1],
-            x[..., :1],
-            x[0, 0, 0],
-            x[0, 0, 1],
-            mask,
-        ),
-        aten.native_group_norm_backward: (x, x, two, two, vector, 4, 6, 64, 2, mask),
-        aten.convolution_backward: (
-            x,
-            x,
-            weight,
-            [6],
-            [1, 1],
-            [1, 1],
-            [1, 1],
-            False,
-            [0, 0],
-            1,
-            mask,
-        ),
-    }
-    mode = FakeMode()
-    for op, arguments in calls.items():
-        faked = [mode.from_tensor(it) if isinstance(it, torch.Tensor) else it for it in arguments]
-        with mode:
-            fake = op(*faked)
-        real = op(*arguments)
-        assert [isinstance(it, FakeTensor) for it in fake] == mask, op
-        # With that of a bias oneDNN computes the weight's, too.
-        assert all(it is not None for it, asked in zip(real, mask, strict=True) if asked), op
-        if op is not aten.convolution_backward:
-            assert [it is not None for it in real] == mask, op
-
-
-class FromTokens(nn.Module):
-    """A convolution on an image made of tokens: its channels are the last axis in memory."""
-
-    def __init__(self, layer, size):
-        super().__init__()
-        self.tokens, self.layer, self.size = mlp(2), layer, size
-
-    def forward(self, x):
-        x = self.tokens(x).transpose(1, 2).reshape(len(x), 32, *self.size)
-        return self.layer(x)
+    planned_to_the_bit(nn.Sequential(*frozen, norm, mlp(3, size[-1])), torch.randn(size))
 
 
 @pytest.mark.parametrize(
@@ -116,63 +57,28 @@ class FromTokens(nn.Module):
     ids=str,
 )
 def test_convolutions_fed_from_tokens(layer, size):
-    model, sample = FromTokens(layer, size), torch.randn(4, 64, 32)
-    planned = plan(model, sample, "90%", **SETTINGS)
-    assert planned.sn_memory.backend == "graph"
-    found = verify(planned, sample)
-    assert found.equal
-    assert found.measured_peak_bytes <= found.predicted_peak_bytes
+    """A convolution on an image made of tokens: its channels are the last axis in memory."""
 
+    def forward(self, x):
+        return self.layer(self.tokens(x).transpose(1, 2).reshape(len(x), 32, *size))
 
-def mixed_norms(dtype):
-    """Results of norms forward and backward, input of one type and parameters of float32."""
-    aten, found = torch.ops.aten, {}
-    x, rows, vector = (
-        torch.randn(4, 8, 6, dtype=dtype),
-        torch.randn(24, 8, dtype=dtype),
-        torch.ones(8),
-    )
-    for weight, mean in ((vector, vector), (vector, None), (None, vector), (None, None)):
-        has = weight is not None
-        mean = None if mean is None else mean.clone()
-        out = aten.native_batch_norm(x, weight, weight, mean, mean, True, 0.1, 1e-5)
-        found["batch", has, mean is None] = out + aten.native_batch_norm_backward(
-            x, x, weight, mean, mean, *out[1:], True, 1e-5, [True, has, has]
-        )
-        out = aten.native_group_norm(x, weight, weight, 4, 8, 6, 2, 1e-5)
-        found["group", has] = out + aten.native_group_norm_backward(
-            x, x, *out[1:], weight, 4, 8, 6, 2, [True, has, has]
-        )
-        out = aten.native_layer_norm(rows, [8], weight, weight, 1e-5)
-        found["layer", has] = out + aten.native_layer_norm_backward(
-            rows, rows, [8], *out[1:], weight, weight, [True, has, has]
-        )
-    return {key: [it if it is None else it.dtype for it in made] for key, made in found.items()}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_norms_of_other_types_than_their_parameters_keep_the_types_of_the_kernels(dtype):
-    expected = mixed_norms(dtype)
-    with FakeMode():
-        assert mixed_norms(dtype) == expected
+    planned_to_the_bit(module_of(forward, tokens=mlp(2), layer=layer), torch.randn(4, 64, 32))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["BatchNorm2d", "LayerNorm", "GroupNorm", "RMSNorm"])
-def test_a_norm_under_autocast_that_was_planned_without(name):
+def test_a_norm_under_autocast_that_was_planned_without(name, dtype):
+    """Where what arrives is of another type than parameters, kernels return some of either."""
     norm, size = NORMS[name]
     layer = nn.Linear(size[-1], size[-1])
     model = nn.Sequential(layer, norm, mlp(2, size[-1]))
-    # In bfloat16 products take scratch, of other sizes on other processors.
+    # In half types products take scratch, of other sizes on other processors.
     planned = plan(model, torch.randn(size), "200%", backend="graph", **SETTINGS)
-    x, found = torch.randn(size), []
-    for step in (model, planned):
-        step.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = step(x).float().square().mean()
-        loss.backward()
-        found.append([loss.detach(), *(it.grad for it in model.parameters() if it.requires_grad)])
-    assert all(torch.equal(*it) for it in zip(*found, strict=True))
+    with torch.autocast("cpu", dtype):
+        same_gradients(
+            planned, model, torch.randn(size), loss_of=lambda y: y.float().square().mean()
+        )
     assert [it.how for it in planned.sn_memory.kinds] == ["planned", "nothing runs again"]
 
 
@@ -201,43 +107,27 @@ def test_gradients_of_losses_are_laid_out_as_the_kernel_has_them(loss):
         assert found.stride() == expected.stride()
 
 
-class Filter(nn.Module):
-    """A filter of frequencies, as Fourier operators have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.cfloat))
-
-    def forward(self, x):
-        return x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.weight, n=6, dim=1)
-
-
 def test_complex_gradients_in_place_are_to_the_bit():
     """Products of complex numbers round by the order in which a kernel walks through them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Filter(), nn.GELU(), Filter())
-    x = torch.randn(64, 6, 8, requires_grad=True)
-    planned = plan(model, x, "100%", backend="graph", **SETTINGS)
-    found = []
-    for step in (model, planned):
+
+    def frequencies():
+        """A filter of frequencies, as Fourier operators have it."""
+
+        def forward(self, x):
+            filtered = torch.fft.rfft(x, dim=1) * self.weight
+            return x + torch.fft.irfft(filtered, n=6, dim=1)
+
+        return module_of(forward, weight=nn.Parameter(torch.randn(4, 8, dtype=torch.cfloat)))
+
+    model = nn.Sequential(frequencies(), nn.GELU(), frequencies())
+    inputs = [torch.randn(64, 6, 8).requires_grad_()]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    planned, found = plan(model, inputs[0], "100%", backend="graph", **SETTINGS), []
+    for step, x in zip((model, planned), inputs, strict=True):
         step.zero_grad()
-        x.grad = None
         step(x).square().mean().backward()
         found.append([x.grad, *(it.grad for it in model.parameters())])
-    assert all(torch.equal(*it) for it in zip(*found, strict=True))
-
-
-class Pooled(nn.Module):
-    """The most of three neighbours among tokens, before a product that goes by its layout."""
-
-    def __init__(self, before=None):
-        super().__init__()
-        self.before, self.after = before, nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = x if self.before is None else self.before(x)
-        pooled = nn.functional.max_pool1d(x.transpose(1, 2), 3, 1, 1)
-        return self.after(pooled.transpose(1, 2))
+    assert same(*found)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +137,17 @@ class Pooled(nn.Module):
 )
 def test_max_pool1d_has_the_layout_of_the_kernel_that_nothing_sees(before, batch):
     """Where the input needs no gradient; with one in the batch the product rounded otherwise."""
-    sample = torch.randn(batch, 6, 8)
-    model = Pooled(copy.deepcopy(before))
+
+    def forward(self, x):
+        x = self.before(x)
+        pooled = nn.functional.max_pool1d(x.transpose(1, 2), 3, 1, 1)
+        return self.after(pooled.transpose(1, 2))
+
+    before = copy.deepcopy(before) or nn.Identity()
+    model, sample = (
+        module_of(forward, before=before, after=nn.Linear(8, 8)),
+        torch.randn(batch, 6, 8),
+    )
     expected = model(sample)
     expected.square().mean().backward()
     gradients = [it.grad for it in model.parameters()]
@@ -257,7 +156,5 @@ def test_max_pool1d_has_the_layout_of_the_kernel_that_nothing_sees(before, batch
     found = planned(sample)
     found.square().mean().backward()
     assert torch.equal(found, expected)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        same = parameter.grad is gradient or torch.equal(parameter.grad, gradient)
-        assert same
+    assert same([it.grad for it in model.parameters()], gradients)
     assert verify(planned, sample).equal

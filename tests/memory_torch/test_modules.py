@@ -6,17 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from small_models import mlp, same_gradients
+from small_models import mlp, module_of, same_gradients
+from steps import gradients, rows, same
 from torch import nn
 
 from sn_memory import PlanError
-from sn_memory.torch import (
-    PlanWarning,
-    TraceError,
-    checkpoint_policy,
-    plan,
-    verify,
-)
+from sn_memory.torch import PlanWarning, TraceError, checkpoint_policy, plan, verify
 
 
 class Block(nn.Module):
@@ -35,14 +30,9 @@ class Block(nn.Module):
         return self.drop(torch.relu(self.norm(self.conv(x)))) * self.scale
 
 
-class Early(nn.Module):
+@pytest.fixture
+def early():
     """Stops when a value says so; uses its first block twice."""
-
-    def __init__(self, width=8, blocks=4):
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 10)
 
     def forward(self, x):
         x = self.stem(x)
@@ -52,14 +42,18 @@ class Early(nn.Module):
                 break
         return self.head(self.blocks[0](x).mean((2, 3)))
 
+    blocks = nn.ModuleList(Block(8) for _ in range(4))
+    return module_of(
+        forward, stem=nn.Conv2d(3, 8, 3, padding=1), blocks=blocks, head=nn.Linear(8, 10)
+    )
+
 
 SAMPLE = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def early():
-    torch.manual_seed(0)
-    return Early()
+def by_modules(model, sample, budget):
+    planned = plan(model, sample, budget, backend="modules", profile=False)
+    return planned, planned.sn_memory.plan.decided("recompute")
 
 
 def test_auto_falls_back_and_says_why(early, caplog):
@@ -76,153 +70,104 @@ def test_auto_falls_back_and_says_why(early, caplog):
         planned.sn_memory.report("nowhere.html")
 
 
-@pytest.mark.parametrize("budget", ["100%", "75%", "55%"])
-def test_bits_and_bytes(early, budget):
-    planned = plan(early, SAMPLE, budget, backend="modules")
-    made = planned.sn_memory.plan
-    assert made.peak_bytes <= made.budget_bytes
-    assert bool(made.decided("recompute")) == (budget != "100%")
-    for _ in range(2):
-        found = verify(planned, SAMPLE)
-        # Statistics, the scale and all gradients are among what is compared.
-        assert found.equal, found.different
-        assert found.measured_peak_bytes == made.peak_bytes
-
-
-def test_more_budget_recomputes_no_more(early):
-    seconds = []
+def test_bits_and_bytes_and_more_budget_recomputes_no_more(early):
+    again = []
     for budget in ("55%", "70%", "85%", "100%"):
-        made = plan(early, SAMPLE, budget, backend="modules").sn_memory.plan
-        seconds.append(len(made.decided("recompute")))
-    assert seconds == sorted(seconds, reverse=True)
+        planned = plan(early, SAMPLE, budget, backend="modules")
+        chosen = planned.sn_memory.plan
+        assert chosen.peak_bytes <= chosen.budget_bytes
+        again.append(len(chosen.decided("recompute")))
+        for _ in range(2):
+            found = verify(planned, SAMPLE)
+            # Statistics, the scale and all gradients are among what is compared.
+            assert found.equal, found.different
+            assert found.measured_peak_bytes == chosen.peak_bytes
+    assert again == sorted(again, reverse=True)
+    assert again[-2] > again[-1] == 0
 
 
-class Moody(nn.Module):
-    """Draws from Python's chance and counts: neither would be the same when run again."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp(4)
-        self.steps = 0
+def test_what_cannot_run_again_is_not_run_again():
+    """What draws from Python's chance and counts: neither would be the same when run again."""
 
     def forward(self, x):
         self.steps += 1
         return self.inner(x) * (1 + random.random())
 
-
-def test_what_cannot_run_again_is_not_run_again():
-    model = nn.Sequential(Moody(), mlp(4))
-    sample = torch.randn(256, 32)
-    made = plan(model, sample, "80%", backend="modules").sn_memory.plan
-    again = made.decided("recompute")
+    model = nn.Sequential(module_of(forward, inner=mlp(4), steps=0), mlp(4))
+    planned, again = by_modules(model, rows(256), "80%")
     assert again
-    assert not {"", "0"} & {choice.name for choice in made.choices}
+    assert not {"", "0"} & {it.name for it in planned.sn_memory.plan.choices}
     assert model[0].steps == 0
 
 
-class Overwriting(nn.Module):
-    """Changes the input of its first part after that has run; autograd does not mind."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = nn.Linear(32, 32)
-        # Each saves its result, none its input.
-        self.first = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
-        self.second = mlp(3)
+def test_an_input_changed_in_place_is_no_unit():
+    """The input of the first part changes after that has run; autograd does not mind."""
 
     def forward(self, x):
         h = self.before(x)
-        y = self.first(h)
+        y = self.first(h)  # saves its results, not its input
         h.add_(1.0)
         return self.second(y) + h
 
-
-def test_an_input_changed_in_place_is_no_unit():
-    sample = torch.randn(256, 32)
-    planned = plan(Overwriting(), sample, "90%", backend="modules")
-    made = planned.sn_memory.plan
-    assert made.decided("recompute")
-    assert "first" not in {choice.name for choice in made.choices}
-    assert verify(planned, sample).equal
+    first = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+    model = module_of(forward, before=nn.Linear(32, 32), first=first, second=mlp(3))
+    planned, again = by_modules(model, rows(256), "90%")
+    assert again
+    assert "first" not in {it.name for it in planned.sn_memory.plan.choices}
+    assert verify(planned, rows(256)).equal
 
 
 def test_a_model_that_changes_its_input_is_tried_on_the_sample_as_it_was():
     """The step without the plan was run on what the one with it had left, and found to differ."""
-
-    class Scales(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, images):
-            images.div_(2).sub_(1)
-            return self.net(images)
-
-    torch.manual_seed(0)
-    model, sample = Scales(), torch.randn(8, 32)
+    model = module_of(lambda self, images: self.net(images.div_(2).sub_(1)), net=mlp())
+    sample = rows(8)
     before = sample.clone()
     with pytest.warns(PlanWarning, match="changes an input in place"):
         planned = plan(model, sample, "100%", profile=False)
     assert planned.sn_memory.backend == "regions"
     assert torch.equal(sample, before)
-    found = verify(planned, sample)
-    assert found.equal
+    assert verify(planned, sample).equal
     assert torch.equal(sample, before)
     # Of another size choices are measured on the batch itself, before it is trained on.
-    mine, theirs = (torch.linspace(0, 1, 32 * 12).view(12, 32) for _ in range(2))
+    mine, theirs = rows(12), rows(12)
     with pytest.warns(PlanWarning, match=r"\(12, 32\)"):
-        planned(mine).sum().backward()
-    got = [it.grad.clone() for it in model.parameters()]
-    model.zero_grad()
-    model(theirs).sum().backward()
+        found = gradients(planned, mine)
+    assert same(found, gradients(model, theirs))
     assert torch.equal(mine, theirs)
-    assert all(map(torch.equal, got, (it.grad for it in model.parameters())))
 
 
-class Forces(nn.Module):
+def forces(self, places):
     """As models of molecules do: the result is a gradient of an energy."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(4)
-
-    def forward(self, places):
-        with torch.enable_grad():
-            places = places.detach().requires_grad_()
-            energy = self.net(places).square().sum()
-            (forces,) = torch.autograd.grad(energy, places, create_graph=True)
-        return forces if energy.item() > 0 else -forces
+    with torch.enable_grad():
+        places = places.detach().requires_grad_()
+        energy = self.net(places).square().sum()
+        (forces,) = torch.autograd.grad(energy, places, create_graph=True)
+    return forces if energy.item() > 0 else -forces
 
 
-class Rows(nn.Module):
+def by_rows(self, x):
     """Modules inside of vmap get tensors that have no memory of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.after = mlp(3), mlp(3)
-
-    def forward(self, x):
-        return self.after(torch.vmap(lambda row: self.net(row[None])[0])(x))
+    return self.after(torch.vmap(lambda row: self.net(row[None])[0])(x))
 
 
-@pytest.mark.parametrize(("kind", "budget"), [(Forces, "100%"), (Rows, "90%")])
-def test_what_runs_otherwise_inside_is_watched(kind, budget):
+@pytest.mark.parametrize(
+    ("forward", "parts", "budget"),
+    [(forces, {"net": mlp(4)}, "100%"), (by_rows, {"net": mlp(3), "after": mlp(3)}, "90%")],
+)
+def test_what_runs_otherwise_inside_is_watched(forward, parts, budget):
     """Planning raised an AssertionError, and a NotImplementedError of torch's."""
-    torch.manual_seed(0)
-    model, sample = kind(), torch.randn(64, 32)
-    planned = plan(model, sample, budget, backend="modules", profile=False)
-    same_gradients(planned, model, torch.randn(64, 32))
-    assert verify(planned, sample).equal
-    if kind is Rows:
-        again = {it.name for it in planned.sn_memory.plan.choices}
+    model = module_of(forward, **parts)
+    planned, again = by_modules(model, rows(), budget)
+    same_gradients(planned, model, rows(seed=1))
+    assert verify(planned, rows()).equal
+    if forward is by_rows:
         assert again
-        assert not any(name.startswith("net") for name in again)
+        assert not any(it.name.startswith("net") for it in planned.sn_memory.plan.choices)
 
 
 @pytest.mark.parametrize("backend", ["regions", "modules"])
 def test_sparse_gradients(backend):
     """Every back end refused them: `Cannot access storage of SparseTensorImpl`."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), mlp(6))
     sample = torch.randint(0, 50, (256,))
     said = pytest.warns(PlanWarning, match="sparse") if backend == "regions" else nullcontext()
@@ -244,7 +189,7 @@ def test_sparse_gradients(backend):
 
 
 class Taught(nn.Module):
-    """Is given, and makes, tensors of inference mode, which have no version."""
+    """Is handed, and makes, tensors of inference mode, which have no version."""
 
     def __init__(self):
         super().__init__()
@@ -256,11 +201,7 @@ class Taught(nn.Module):
         return self.net(x) + hint + scale
 
 
-class TaughtOften(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.teacher = nn.ModuleList(Taught() for _ in range(5)), mlp(2)
-
+def test_inference_mode_inside_a_forward():
     def forward(self, x):
         with torch.inference_mode():
             hint = self.teacher(x)
@@ -268,12 +209,10 @@ class TaughtOften(nn.Module):
             x = block(x, hint)
         return x
 
-
-def test_inference_mode_inside_a_forward():
-    torch.manual_seed(0)
-    sample = torch.randn(256, 32)
-    planned = plan(TaughtOften(), sample, "80%", backend="modules", profile=False)
-    assert planned.sn_memory.plan.decided("recompute")
-    assert verify(planned, sample).equal
+    blocks = nn.ModuleList(Taught() for _ in range(5))
+    model = module_of(forward, blocks=blocks, teacher=mlp(2))
+    planned, again = by_modules(model, rows(256), "80%")
+    assert again
+    assert verify(planned, rows(256)).equal
     with pytest.raises(TraceError, match="made in inference mode"):
-        checkpoint_policy(TaughtOften(), sample, "80%", profile=False, blocks=[Taught])
+        checkpoint_policy(model, rows(256), "80%", profile=False, blocks=[Taught])

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from late_imports import Late
-from models import Gpt2, Llama, UNet, resnet
-from small_models import mlp
+from models import Gpt2, Llama, UNet
+from models.resnet import ResNet
+from small_models import mlp, module_of
 from torch import nn
 from two_ranks import run_two_ranks
 
@@ -28,69 +29,6 @@ backends, autograd, partitioners, dry_run = map(
 
 STATE = torch.get_rng_state().nbytes + 16  # kept by each checkpoint, and not counted
 WRAPPED = "_checkpoint_wrapped_module."
-NETWORKS = {
-    "resnet": (lambda: resnet(50, width=4), lambda: torch.randn(4, 3, 32, 32)),
-    "gpt2": (
-        lambda: Gpt2(vocabulary=300, length=64, width=32, layers=3, heads=2),
-        lambda: torch.randint(0, 300, (2, 64)),
-    ),
-    "llama": (
-        lambda: Llama(vocabulary=300, width=32, layers=3, heads=2, groups=1, hidden=80),
-        lambda: torch.randint(0, 300, (2, 64)),
-    ),
-    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 64, 64)),
-}
-
-
-def measured(model, sample):
-    """Peak, with kernels' scratch, and results of a step, by the names of the plain model."""
-    torch.manual_seed(5)
-    found = run_step(model, model, ((sample,), {}), kernels=True)
-    return found.peak_bytes, {key.replace(WRAPPED, ""): it for key, it in found.results.items()}
-
-
-def between(model, sample, **settings):
-    """A budget halfway from the least that blocks can do to what no policy takes."""
-    with pytest.raises(BudgetError) as caught:
-        checkpoint_policy(model, sample, 1, profile=False, **settings)
-    return f"{(caught.value.percent + 100) // 2}%"
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_the_peak_is_predicted_and_every_bit_is_the_same(name):
-    make, data = NETWORKS[name]
-    model, sample = make(), data()
-    policy = checkpoint_policy(model, sample, between(model, sample), profile=False)
-    plain_peak, plain = measured(copy.deepcopy(model), sample)
-    peak, results = measured(policy.wrap(model), sample)
-    assert plain_peak == policy.baseline_peak_bytes
-    assert policy.smallest_peak_bytes <= policy.peak_bytes <= policy.budget_bytes
-    assert 0 <= peak - policy.peak_bytes <= STATE * len(policy.saved)
-    assert policy.saved
-    assert policy.rerun_s > 0
-    assert plain.keys() == results.keys()
-    for key, it in plain.items():
-        assert it is None or torch.equal(it, results[key]), key
-
-
-def test_more_bytes_run_less_again_and_all_of_them_nothing():
-    model, sample = mlp(), torch.randn(256, 32)
-    found = [
-        checkpoint_policy(model, sample, budget, profile=False) for budget in ("70%", "85%", "100%")
-    ]
-    assert found[0].rerun_s > found[1].rerun_s > found[2].rerun_s == 0
-    assert not found[2].saved
-    assert found[2].peak_bytes == found[2].baseline_peak_bytes
-
-
-def test_a_budget_that_cannot_be_had_says_what_can():
-    model, sample = mlp(), torch.randn(256, 32)
-    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
-        checkpoint_policy(model, sample, "10%", profile=False)
-    error = caught.value
-    policy = checkpoint_policy(model, sample, error.peak_bytes, profile=False)
-    assert policy.peak_bytes == error.peak_bytes == policy.smallest_peak_bytes
-    assert checkpoint_policy(model, sample, f"{error.percent}%", profile=False).saved
 
 
 class Awkward(nn.Module):
@@ -109,15 +47,80 @@ class Awkward(nn.Module):
         return x + nn.functional.dropout(y * y, 0.3, self.training)
 
 
-def test_second_runs_write_nothing_twice_and_draw_the_same():
-    model, sample = nn.Sequential(*(Awkward() for _ in range(4))), torch.randn(4, 4, 16, 16)
-    budget = between(model, sample, blocks=[Awkward])
-    policy = checkpoint_policy(model, sample, budget, blocks=[Awkward], profile=False)
-    _, plain = measured(copy.deepcopy(model), sample)
-    peak, results = measured(policy.wrap(model), sample)
+def tokens():
+    return torch.randint(0, 300, (2, 64))
+
+
+NETWORKS = {
+    "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), lambda: torch.randn(4, 3, 32, 32)),
+    "gpt2": (lambda: Gpt2(vocabulary=300, length=64, width=32, layers=2, heads=2), tokens),
+    "llama": (
+        lambda: Llama(vocabulary=300, width=32, layers=2, heads=2, groups=1, hidden=80),
+        tokens,
+    ),
+    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 64, 64)),
+    "awkward": (
+        lambda: nn.Sequential(*(Awkward() for _ in range(4))),
+        lambda: torch.randn(4, 4, 16, 16),
+    ),
+}
+
+
+def policy_of(model, sample, budget, **settings):
+    return checkpoint_policy(model, sample, budget, profile=False, **settings)
+
+
+def measured(model, sample, plain=None):
+    """Peak of a step with kernels' scratch, and its results, which are those of a plain model."""
+    torch.manual_seed(5)
+    found = run_step(model, model, ((sample,), {}), kernels=True)
+    results = {key.replace(WRAPPED, ""): it for key, it in found.results.items()}
+    for key, it in (plain or {}).items():
+        assert it is None or torch.equal(it, results[key]), key
+    return found.peak_bytes, results
+
+
+def between(model, sample, **settings):
+    """A budget halfway from the least that blocks can do to what no policy takes, and the least."""
+    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
+        policy_of(model, sample, 1, **settings)
+    return f"{(caught.value.percent + 100) // 2}%", caught.value.peak_bytes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_peak_is_predicted_and_every_bit_is_the_same(name):
+    make, data = NETWORKS[name]
+    model, sample = make(), data()
+    blocks = {"blocks": [Awkward]} if name == "awkward" else {}
+    budget, least = between(model, sample, **blocks)
+    policy = policy_of(model, sample, budget, **blocks)
+    plain_peak, plain = measured(copy.deepcopy(model), sample)
+    peak, results = measured(policy.wrap(model), sample, plain)
+    # Awkward blocks in place and with counters: some bytes more, of which nothing is promised.
+    assert name == "awkward" or plain_peak == policy.baseline_peak_bytes
+    assert least == policy.smallest_peak_bytes <= policy.peak_bytes <= policy.budget_bytes
     assert 0 <= peak - policy.peak_bytes <= STATE * len(policy.saved)
-    assert float(results["buffer 0.calls"]) == 1
-    assert all(it is None or torch.equal(it, results[key]) for key, it in plain.items())
+    assert policy.saved
+    assert policy.rerun_s > 0
+    assert name != "awkward" or float(results["buffer 0.calls"]) == 1
+
+
+def test_more_bytes_run_less_again_and_all_of_them_nothing():
+    model, sample = mlp(), torch.randn(256, 32)
+    found = [policy_of(model, sample, budget) for budget in ("70%", "85%", "100%")]
+    assert found[0].rerun_s > found[1].rerun_s > found[2].rerun_s == 0
+    assert not found[2].saved
+    assert found[2].peak_bytes == found[2].baseline_peak_bytes
+
+
+def test_a_budget_that_cannot_be_had_says_what_can():
+    model, sample = mlp(), torch.randn(256, 32)
+    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
+        policy_of(model, sample, "10%")
+    error = caught.value
+    policy = policy_of(model, sample, error.peak_bytes)
+    assert policy.peak_bytes == error.peak_bytes == policy.smallest_peak_bytes
+    assert policy_of(model, sample, f"{error.percent}%").saved
 
 
 def test_dropout_is_no_call_of_its_ops():
@@ -131,7 +134,7 @@ def test_compiled_it_saves_what_it_says(saved, again):
     """A GELU's result is wanted by the product behind it: saved, or made in the backward graph."""
     model, sample = mlp(2, 16), torch.randn(64, 16)
     model = nn.Sequential(*(nn.Sequential(it, nn.Linear(16, 16)) for it in model))
-    policy = checkpoint_policy(model, sample, "100%", blocks=["0", "1"], profile=False)
+    policy = policy_of(model, sample, "100%", blocks=["0", "1"])
     policy = replace(policy, saved={"0": saved, "1": saved}, kept=())
     _, plain = measured(copy.deepcopy(model), sample)
     graphs = []
@@ -147,27 +150,11 @@ def test_compiled_it_saves_what_it_says(saved, again):
     )
     compiled = torch.compile(policy.wrap(model), backend=backend, fullgraph=True)
     found = run_step(compiled, model, ((sample,), {}))
-    made = [it for it in graphs[1].graph.nodes if str(it.target) == "aten.gelu.default"]
-    assert len(made) == again
+    gelus = [it for it in graphs[1].graph.nodes if str(it.target) == "aten.gelu.default"]
+    assert len(gelus) == again
     for key, it in found.results.items():
         other = plain[key.replace(WRAPPED, "")]
         assert it is None or torch.allclose(it, other, atol=1e-5), key
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.second(nn.functional.gelu(self.first(x)))
-
-
-def compiled_budget(model, sample):
-    """A percentage halfway from the least that blocks can do to what no policy takes."""
-    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
-        checkpoint_policy(model, sample, 1, profile=False, compiled=True)
-    return f"{(caught.value.percent + 100) // 2}%", caught.value.peak_bytes
 
 
 @pytest.mark.slow
@@ -175,40 +162,38 @@ def compiled_budget(model, sample):
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed")
 def test_for_a_compiled_step_it_is_planned_on_its_kernels():
     """The promise is of the compiled step, which holds less."""
+
+    def block():
+        layers = {"first": nn.Linear(16, 64), "second": nn.Linear(64, 16)}
+        return module_of(
+            lambda self, x: x + self.second(nn.functional.gelu(self.first(x))), **layers
+        )
+
     torch._dynamo.reset()
-    model, sample = nn.Sequential(Block(), Block()), torch.randn(256, 16)
-    before = {name: id(it) for name, it in model.named_modules()}
-    budget, least = compiled_budget(model, sample)
-    policy = checkpoint_policy(model, sample, budget, profile=False, compiled=True)
-    eager = checkpoint_policy(model, sample, "100%", profile=False)
+    model, sample = nn.Sequential(block(), block()), torch.randn(256, 16)
+    modules = {name: id(it) for name, it in model.named_modules()}
+    settings = {"blocks": ["0", "1"]}
+    budget, least = between(model, sample, compiled=True, **settings)
+    policy = policy_of(model, sample, budget, compiled=True, **settings)
+    eager = policy_of(model, sample, "100%", **settings)
     assert policy.compiled
     assert not eager.compiled
     assert policy.saved
     assert least == policy.smallest_peak_bytes <= policy.peak_bytes <= policy.budget_bytes
     assert policy.budget_bytes < policy.baseline_peak_bytes < eager.baseline_peak_bytes
-    assert {name: id(it) for name, it in model.named_modules()} == before
-    assert policy.peak_bytes == dry_run.compiled_peak(policy.wrap(model), ((sample,), {}))
-
-
-@pytest.mark.slow
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore:.*context_fn is passed")
-def test_its_compiled_step_holds_what_was_promised():
+    assert {name: id(it) for name, it in model.named_modules()} == modules
+    wrapped = policy.wrap(model)
+    assert policy.peak_bytes == dry_run.compiled_peak(wrapped, ((sample,), {}))
     torch._dynamo.reset()
-    model, sample = nn.Sequential(Block(), Block()), torch.randn(256, 16)
-    budget, _ = compiled_budget(model, sample)
-    policy = checkpoint_policy(model, sample, budget, profile=False, compiled=True)
-    compiled = torch.compile(policy.wrap(model), fullgraph=True, dynamic=False)
+    compiled = torch.compile(wrapped, fullgraph=True, dynamic=False)
     for _ in range(2):
         found = run_step(compiled, model, ((sample,), {}), by_allocator=True)
-    assert found.peak_bytes == policy.peak_bytes <= policy.budget_bytes
+    assert found.peak_bytes == policy.peak_bytes
 
 
 def test_its_key_is_of_what_it_says():
     model, sample = mlp(), torch.randn(256, 32)
-    first, same, other = (
-        checkpoint_policy(model, sample, budget, profile=False) for budget in ("75%", "75%", "90%")
-    )
+    first, same, other = (policy_of(model, sample, budget) for budget in ("75%", "75%", "90%"))
     assert first.key == same.key != other.key
     block = next(iter(first.saved))
     assert first.context_fn(block).cache_hash == f"{first.key}/{block}"
@@ -216,58 +201,48 @@ def test_its_key_is_of_what_it_says():
         first.context_fn("elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("blocks", "match"),
-    [
-        (["nowhere"], "expected a path, a class or a module"),
-        (["0", "0.1"], "lies within the block '0'"),
-        ([nn.Conv2d], "expected a path, a class or a module"),
-    ],
-)
-def test_blocks_that_are_none_are_refused(blocks, match):
-    with pytest.raises(TraceError, match=match):
-        checkpoint_policy(mlp(), torch.randn(8, 32), "90%", blocks=blocks, profile=False)
+def writes():
+    """A block that changes what it is given."""
+    block = module_of(lambda self, x: self.linear(x.mul_(2)), linear=nn.Linear(32, 32))
+    return nn.Sequential(nn.Linear(32, 32), block)
 
 
-def test_a_block_that_changes_what_it_is_given_is_left_alone():
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.linear(x.mul_(2))
-
-    model = nn.Sequential(nn.Linear(8, 8), Writes())
-    with pytest.raises(TraceError, match="changes what it is given in place"):
-        checkpoint_policy(model, torch.randn(4, 8), "90%", blocks=[Writes], profile=False)
-
-
-def test_a_block_that_ends_in_rrelu_is_left_alone():
+def with_rrelu(*last):
     """Gradients were NaN: torch ended the second run before the kernel had written its noise."""
+    layers = (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.RReLU(0.1, 0.9), *last)
+    return nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(4)))
 
-    def blocks(*last):
-        ends = (lambda: nn.RReLU(0.1, 0.9), *last)
-        parts = (lambda: nn.Linear(64, 128), nn.GELU, lambda: nn.Linear(128, 64), *ends)
-        return nn.Sequential(*(nn.Sequential(*(make() for make in parts)) for _ in range(4)))
 
-    sample, names = torch.randn(512, 64), ["0", "1", "2", "3"]
-    with pytest.raises(
-        TraceError, match=r"0, 1, 2, 3: aten\.rrelu_with_noise\.default, its last op, writes"
-    ):
-        checkpoint_policy(blocks(), sample, "70%", blocks=names, profile=False)
-    model = blocks(lambda: nn.LayerNorm(64))
-    policy = checkpoint_policy(mlp(4), torch.randn(8, 32), "100%", blocks=names, profile=False)
-    policy = replace(policy, saved={name: {} for name in names}, kept=())
+FOUR = ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "match"),
+    [
+        (mlp(), ["nowhere"], "expected a path, a class or a module"),
+        (mlp(), [nn.Conv2d], "expected a path, a class or a module"),
+        (mlp(), ["0", "0.1"], "lies within the block '0'"),
+        (writes(), ["1"], "changes what it is given in place"),
+        (with_rrelu(), FOUR, r"0, 1, 2, 3: aten\.rrelu_with_noise\.default, its last op, writes"),
+    ],
+    ids=["path", "class", "nested", "writes", "rrelu"],
+)
+def test_blocks_that_are_none_are_refused(model, blocks, match):
+    with pytest.raises(TraceError, match=match):
+        policy_of(model, torch.randn(8, 32), "70%", blocks=blocks)
+
+
+def test_a_block_in_which_something_follows_rrelu_runs_again():
+    model, sample = with_rrelu(nn.LayerNorm(32)), torch.randn(512, 32)
+    policy = policy_of(mlp(4), torch.randn(8, 32), "100%", blocks=FOUR)
+    policy = replace(policy, saved={name: {} for name in FOUR}, kept=())
     _, plain = measured(copy.deepcopy(model), sample)
-    _, results = measured(policy.wrap(model), sample)
-    for key, it in plain.items():
-        assert it is None or torch.equal(it, results[key]), key
+    measured(policy.wrap(model), sample, plain)
 
 
 RANK = """
 import json, sys, torch
-from small_models import mlp
+from small_models import mlp, module_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from sn_memory.torch import StorageTracker, checkpoint_policy
@@ -275,17 +250,9 @@ torch.set_num_threads(1)
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
-
-class WithLoss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = mlp(8, 64)
-
-    def forward(self, x):
-        return self.blocks(x).square().mean()
-
 torch.manual_seed(0)
-model, sample = WithLoss(), torch.randn(1024, 64)
+model = module_of(lambda self, x: self.blocks(x).square().mean(), blocks=mlp(8, 64))
+sample = torch.randn(1024, 64)
 policy = checkpoint_policy(model, sample, "80%", profile=False)
 expected = policy.sharded_peak_bytes(model, 2)
 policy.wrap(model)

@@ -8,22 +8,27 @@ import copy
 
 import pytest
 import torch
+from small_models import module_of
 from steps import grads, same
 from torch import nn
 
 from sn_memory.torch import HostState, plan
 
+LOSSES = {
+    "first": lambda out: out["first"].square().sum(),
+    "second": lambda out: out["second"].sin().sum(),
+    "scale": lambda out: out["both"][1].square().sum(),
+    "two": lambda out: out["both"][0].sum() + out["second"].square().sum(),
+    "all": lambda out: out["first"].sum() + out["second"].sin().sum() + out["both"][1].sum(),
+}
+TASKS = ("all", "first", "second", "scale", "two", "first")
 
-class Tasks(nn.Module):
-    """Two heads on one body; the second also scales what a buffer says."""
 
-    def __init__(self, width=32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Tanh())
-        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.scale = nn.Parameter(torch.ones(8))
+def of_tasks(width=32):
+    """A model with two heads on one body, and a copy, with an optimizer each.
+
+    The second head also scales what a parameter says.
+    """
 
     def forward(self, x):
         found = self.body(x)
@@ -33,14 +38,17 @@ class Tasks(nn.Module):
             "both": [self.first(found.square()), self.scale * 2],
         }
 
-
-LOSSES = {
-    "first": lambda out: out["first"].square().sum(),
-    "second": lambda out: out["second"].sin().sum(),
-    "scale": lambda out: out["both"][1].square().sum(),
-    "two": lambda out: out["both"][0].sum() + out["second"].square().sum(),
-    "all": lambda out: out["first"].sum() + out["second"].sin().sum() + out["both"][1].sum(),
-}
+    model = module_of(
+        forward,
+        body=nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Tanh()),
+        first=nn.Linear(8, 3),
+        second=nn.Linear(8, 8),
+        norm=nn.BatchNorm1d(8),
+        scale=nn.Parameter(torch.ones(8)),
+    )
+    mine = copy.deepcopy(model)
+    steps = [torch.optim.AdamW(it.parameters(), 0.1, weight_decay=0.1) for it in (mine, model)]
+    return model, mine, steps
 
 
 @pytest.mark.filterwarnings("ignore:.* finds gradients")
@@ -48,32 +56,30 @@ LOSSES = {
     ("backend", "accumulate"), [("graph", False), ("graph", True), ("modules", True)]
 )
 def test_optimizers_pass_over_what_has_no_gradient(backend, accumulate):
-    model, x = Tasks(), torch.randn(16, 8)
-    mine = copy.deepcopy(model)
+    model, mine, steps = of_tasks()
+    x = torch.randn(16, 8)
     planned = plan(mine, x, "100%", backend=backend, profile=False)
-    steps = [torch.optim.AdamW(it.parameters(), 0.1, weight_decay=0.1) for it in (mine, model)]
-    for task in ("all", "first", "second", "scale", "two", "first"):
-        for step in steps:
-            step.zero_grad()
+    for task in TASKS:
         for micro in range(1 + accumulate):
+            micro_task = "first" if task == "two" and micro else task
             for it in (planned, model):
-                LOSSES[task](it(x + micro)).backward()
+                LOSSES[micro_task](it(x + micro)).backward()
             assert same(grads(mine), grads(model))
-            task = "first" if task == "two" else task
         for step in steps:
             step.step()
+            step.zero_grad()
         assert same(mine.state_dict().values(), model.state_dict().values())
 
 
-@pytest.mark.parametrize(("update", "budget"), [("step", "70%"), ("backward", "75%")])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("update", "budget", "in_place"),
+    [("step", "70%", True), ("step", "70%", False), ("backward", "75%", True)],
+)
 def test_what_rests_on_the_host_is_not_updated_either(update, budget, in_place):
-    model, x = Tasks(width=128), torch.randn(4, 8)
-    mine = copy.deepcopy(model)
-    steps = [torch.optim.AdamW(it.parameters(), 0.1, weight_decay=0.1) for it in (mine, model)]
-    state = HostState(in_place=in_place, update=update)
+    model, mine, steps = of_tasks(width=128)
+    x, state = torch.randn(4, 8), HostState(in_place=in_place, update=update)
     planned = plan(mine, x, budget, profile=False, state=state, optimizer=steps[0])
-    for task in ("all", "first", "second", "scale", "two", "first"):
+    for task in TASKS:
         for it in (planned, model):
             LOSSES[task](it(x)).backward()
         for step in steps:
@@ -83,16 +89,7 @@ def test_what_rests_on_the_host_is_not_updated_either(update, budget, in_place):
 
 
 def test_an_input_has_none_either():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x, y):
-            return self.layer(x).tanh(), y.exp() * 2
-
-    model = Two()
+    model = module_of(lambda self, x, y: (self.layer(x).tanh(), y.exp() * 2), layer=nn.Linear(8, 8))
     sample = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
     planned = plan(model, tuple(sample), "100%", backend="graph", profile=False)
     for which in (0, 1):
