@@ -1,7 +1,5 @@
 """The fused kernels' own code, run on the host: integers bit for bit, floats within a bound."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -19,18 +17,15 @@ from sn_compress.ops.launch import Piece
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-THETAS = (0.0, 0.5, 0.9, 0.98, 0.9999)
 VALUES = ("range", "fp16", "sign", "2bit")
-POSITIONS = ("elias-fano", "bitmap", "all")
 
 
 @pytest.mark.parametrize("transform", ["spectrum", "identity"])
 @pytest.mark.parametrize("block", [32, 4096])
 @pytest.mark.parametrize("values", VALUES)
-def test_records_and_residual_equal_the_oracle(block: int, transform: str, values: str) -> None:
-    for theta, positions in itertools.product(THETAS, POSITIONS):
-        if positions == "all" and theta:
-            continue
+def test_records_and_residual_equal_the_oracle(block, transform, values):
+    pairs = [(0.0, "all"), (0.5, "bitmap"), (0.9, "elias-fano"), (0.98, "bitmap")]
+    for theta, positions in [*pairs, (0.0, "elias-fano"), (0.9999, "elias-fano")]:
         form = oracle.make_format(block, transform, theta, values, positions=positions)
         for name, coefs in samples(form).items():
             given = np.zeros_like(coefs)
@@ -44,7 +39,7 @@ def test_records_and_residual_equal_the_oracle(block: int, transform: str, value
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_threads_does_not_matter(order: str) -> None:
+def test_the_order_of_threads_does_not_matter(order):
     kinds = [("fft", None), ("fft", 64), ("dct", None), ("hadamard", None)]
     for (transform, span), values in itertools.product(kinds, ["range", "2bit"]):
         form = oracle.make_format(256, transform, 0.8, values, span=span)
@@ -61,14 +56,14 @@ def test_the_order_of_threads_does_not_matter(order: str) -> None:
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
-def test_every_width_of_range_float(bits: int, mantissa: int) -> None:
+def test_every_width_of_range_float(bits, mantissa):
     form = oracle.make_format(32, "identity", 0.5, "range", bits, mantissa)
     for coefs in samples(form).values():
         words, _, _ = oracle.encode(coefs, None, form, 1.0, None)
         np.testing.assert_array_equal(encode(Host(), form, coefs.reshape(-1)).words, words)
 
 
-def test_a_fixed_window_counts_what_it_clips() -> None:
+def test_a_fixed_window_counts_what_it_clips():
     form = oracle.make_format(4096, "spectrum", 0.9)
     coefs = samples(form)["normal"]
     top = int(np.float32(0.5).view(np.uint32)) >> 16
@@ -79,7 +74,7 @@ def test_a_fixed_window_counts_what_it_clips() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_decode_adds_in_rank_order_as_the_oracle_does(ranks: int) -> None:
+def test_decode_adds_in_rank_order_as_the_oracle_does(ranks):
     for transform, values, positions in itertools.product(
         ["spectrum", "identity"], VALUES, ["elias-fano", "bitmap"]
     ):
@@ -123,7 +118,7 @@ def exact_forward(values: np.ndarray, transform: str, span: int | None = None) -
     *itertools.product([32, 64, 128, 4096, 8192], ["fft", "dct", "hadamard"], [None]),
     *((block, "fft", span) for block, span in [(64, 32), (4096, 64), (4096, 32), (8192, 1024)]),
 ])  # fmt: skip
-def test_transforms_stay_within_the_bound(block: int, transform: str, span: int | None) -> None:
+def test_transforms_stay_within_the_bound(block, transform, span):
     form = oracle.make_format(block, transform, 0.99, span=span)
     rng = np.random.default_rng(block)
     values = rng.standard_normal((3, block)).astype(np.float32)
@@ -151,7 +146,7 @@ def test_transforms_stay_within_the_bound(block: int, transform: str, span: int 
     assert (np.linalg.norm(error, axis=1) <= bound(block) * np.linalg.norm(expected, axis=1)).all()
 
 
-def test_hadamard_has_the_bits_of_plain_butterflies() -> None:
+def test_hadamard_has_the_bits_of_plain_butterflies():
     form = oracle.make_format(512, "hadamard", 0.9)
     values = samples(form)["laplace"].reshape(-1, 512)
     out = values.copy()
@@ -166,7 +161,7 @@ def test_hadamard_has_the_bits_of_plain_butterflies() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) -> None:
+def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype):
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     form = oracle.make_format(64, "identity", 0.0, "range", 16, 9, positions="all")
     every = np.arange(1 << 16, dtype=np.uint16)
@@ -179,20 +174,19 @@ def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) ->
     np.testing.assert_array_equal(short.view(np.uint16), full.astype(kind).view(np.uint16))
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 63, 1000])
-def test_a_cut_block_is_padded_with_zeros(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 31, 33, 1000])
+def test_a_cut_block_is_padded_with_zeros(size):
     form = oracle.make_format(32, "identity", 0.5)
     values = np.random.default_rng(size).standard_normal(size + 1).astype(np.float32)[1:]
     padded = np.zeros(-(-size // 32) * 32, np.float32)
     padded[:size] = values
     words, _, _ = oracle.encode(padded.reshape(-1, 32), None, form, 1.0, None)
-    done = encode(Host(), form, values)
-    np.testing.assert_array_equal(done.words, words)
+    np.testing.assert_array_equal(encode(Host(), form, values).words, words)
     out, _, _ = decode(Host(), form, words[None], size)
     np.testing.assert_array_equal(out, oracle.decode(words, form).reshape(-1)[:size])
 
 
-def test_many_tensors_share_a_launch() -> None:
+def test_many_tensors_share_a_launch():
     form = oracle.make_format(32, "identity", 0.8)
     rng = np.random.default_rng(5)
     tensors = [rng.standard_normal(size).astype(np.float32) for size in rng.integers(0, 200, 100)]
@@ -209,7 +203,7 @@ def test_many_tensors_share_a_launch() -> None:
         np.testing.assert_array_equal(words, encode(Host(), form, tensor).words)
 
 
-def test_damaged_records_raise_flags_and_touch_nothing_else() -> None:
+def test_damaged_records_raise_flags_and_touch_nothing_else():
     rng = np.random.default_rng(11)
     for transform, positions in itertools.product(["spectrum", "fft"], ["elias-fano", "bitmap"]):
         form = oracle.make_format(256, transform, 0.9, positions=positions)
@@ -233,7 +227,7 @@ def test_damaged_records_raise_flags_and_touch_nothing_else() -> None:
         assert decode(Host(), form, records, size)[1] == 1
 
 
-def test_checksums_of_records_add_up() -> None:
+def test_checksums_of_records_add_up():
     form = oracle.make_format(32, "identity", 0.5)
     values = samples(form, 40)["normal"].reshape(-1)
     done = encode(Host(), form, values, first_word=8)
@@ -243,7 +237,7 @@ def test_checksums_of_records_add_up() -> None:
     assert int(read[0]) == expected
 
 
-def test_sizes_are_64_bits_wide_and_limits_are_named() -> None:
+def test_sizes_are_64_bits_wide_and_limits_are_named():
     # 2**40 elements: a launch is refused or described, nothing wraps.
     names = ("elements", "first_block", "first_word", "rank_words")
     assert all(launch.SECTION[name] == np.int64 for name in names)
