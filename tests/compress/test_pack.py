@@ -52,12 +52,3 @@ def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend, parts):
             else:
                 with pytest.raises(PayloadError, match="positions"):
                     decode_records(record(layout, bits), accum, layout, 1.0)
-
-
-@REAL_AND_COMPLEX
-@pytest.mark.parametrize("positions", ["bitmap", "elias-fano"])
-def test_where_all_travel_no_positions_do(backend, positions, parts):
-    layout = Layout(64, 33 if parts == 2 else 64, "range", 8, 3, positions, parts)
-    accum = np.zeros((1, layout.bins * parts), np.float32)
-    decode_records(record(layout, np.zeros(0)), accum, layout, 1.0)
-    assert accum.all()

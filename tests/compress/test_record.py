@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import ENERGY, TINY, edges, examples, for_each, layouts, support_mask, weights
+from samples import ENERGY, TINY, examples, for_each, layouts
 
 from sn_compress import PayloadError
 from sn_compress.ops.quantize import NON_FINITE, Layout
@@ -117,45 +117,6 @@ def test_twins_agree_on_damage(core, layout, seed, everywhere):
         decode_both(core, layout, words, nothing(layout))
 
 
-@for_each("layout", LAYOUTS[::11])
-def test_what_is_sent_and_what_is_left_make_the_whole(backend, layout):
-    whole = rows_of(layout, 1)[[0, 1, 2, 4]]
-    whole[:, edges(layout)] = 0  # as in the spectrum of any real vector
-    left, words = whole.copy(), np.empty((4, layout.words), np.uint32)
-    tally = encode_records(left, None, words, layout)
-    sent = np.zeros_like(whole)
-    decode_records(words, sent, layout, 1.0)
-    want = whole - sent
-    want[:, edges(layout)] = 0  # whatever was sent there
-    np.testing.assert_array_equal(left, want)
-    # Outside the support nothing is touched, inside a kept value is within half a rung or dropped.
-    outside = ~support_mask(words, layout)
-    np.testing.assert_array_equal(bits(left)[outside], bits(whole)[outside])
-    assert not sent[outside].any()
-    w = weights(layout.block, layout.parts)
-    for said, part in ((tally.energy, whole), (tally.error, left)):
-        exact = float((w * part.astype(np.float64) ** 2).sum())
-        assert abs(said - exact) <= ENERGY * exact
-
-
-@for_each("layout", LAYOUTS[::11])
-def test_memory_is_added_decayed_and_becomes_the_residual(backend, layout):
-    coefficients, memory = rows_of(layout, 1), rows_of(layout, 1, seed=5)
-    memory[[3, 5]] = 7.25
-    before = memory.copy()
-    words = np.empty((6, layout.words), np.uint32)
-    encode_records(left := coefficients.copy(), memory, words, layout, decay=0.5)
-    again = np.empty_like(words)
-    summed = coefficients + before * np.float32(0.5)
-    encode_records(summed, None, again, layout)
-    np.testing.assert_array_equal(words, again)
-    finite = [0, 1, 2, 4]
-    np.testing.assert_array_equal(bits(memory[finite]), bits(summed[finite]))
-    np.testing.assert_array_equal(bits(memory[finite]), bits(left[finite]))
-    # Rows with NaN and Inf keep theirs, bit by bit.
-    np.testing.assert_array_equal(bits(memory[[3, 5]]), bits(before[[3, 5]]))
-
-
 @pytest.mark.parametrize(("values", "parts"), [("range", 2), ("fp16", 1), ("sign", 2), ("2bit", 1)])
 def test_non_finite_rows(backend, values, parts):
     layout = Layout(64, 4, values, 8, 3, "elias-fano", parts)
@@ -166,14 +127,6 @@ def test_non_finite_rows(backend, values, parts):
     decode_records(words, accum, layout, 0.5)
     assert np.isnan(accum).all(axis=1).tolist() == [False, False, False, True, False, True]
     assert np.isfinite(accum[[0, 1, 2, 4]]).all()
-
-
-@for_each("layout", LAYOUTS[::11])
-def test_padding_is_zero(backend, layout):
-    words = np.full((6, layout.words), 0xFFFFFFFF, np.uint32)
-    encode_records(rows_of(layout, 1), None, words, layout)
-    stream = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, bitorder="little")
-    assert not stream[:, layout.positions_at + layout.position_bits :].any()
 
 
 def test_fixed_range_clips_and_counts(backend):

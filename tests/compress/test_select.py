@@ -71,14 +71,6 @@ def test_ties_go_to_the_lower_position(backend, f, data):
     assert chosen(spectrum, k).tolist() == [oracle(row, k) for row in spectrum]
 
 
-@for_each("value", (0, -0.0, -3.25, 2.0**-149, 3e38, -1e-40j, complex(1e30, -1e30)))
-@for_each("k", (1, 40, 65))
-@KINDS
-def test_all_equal_keeps_the_first(backend, kind, value, k):
-    spectrum = kind(np.full((2, 65), value, np.complex64))
-    assert chosen(spectrum, k).tolist() == [list(range(k))] * 2
-
-
 # Whole numbers up to 4 stay exact from 2**-149, the smallest denormal, up to 2**125.
 @for_each("power", (-149, -148, -126, -63, 60, 125))
 @KINDS

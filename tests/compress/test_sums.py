@@ -5,16 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from sessions import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
 from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.methods.low_rank import LowRank
-from sn_compress.allreduce.state import TensorState, exchange
 from sn_compress.arrays import full_fp32_matmul
 from sn_compress.collective import Buckets
 
@@ -152,35 +149,3 @@ def test_processors_and_threads_do_not_show_in_what_ranks_share():
         )
         told[kernels, threads] = done.stdout
     assert len(set(told.values())) == 1, told
-
-
-def owed_after(steps, shape, rank, *, carried):
-    """What is owed, over the norm of a gradient, when directions are carried on in a way."""
-    rng = np.random.default_rng(7)
-    decay = np.exp(-np.arange(min(shape)) / 4)
-    left, right = (np.linalg.qr(rng.standard_normal((side, min(shape))))[0] for side in shape)
-    memory, basis = np.zeros(shape), np.linalg.qr(rng.standard_normal((shape[1], rank)))[0]
-    part = TensorState.of(LowRank([shape], [rank]), np.zeros(shape[0] * shape[1], np.float32))
-    norms = []
-    for _ in range(steps):
-        left = np.linalg.qr(left + 0.02 * rng.standard_normal(left.shape))[0]
-        gradient = (left * decay) @ right.T
-        if carried == "integers":
-            rounds = exchange([part], [gradient.astype(np.float32).reshape(-1)], ranks=1, rank=0)
-            run([rounds])
-            norms.append(np.linalg.norm(part.memory))
-            continue
-        matrix = memory + gradient
-        p = np.linalg.qr(matrix @ basis)[0]
-        q = matrix.T @ p
-        memory = matrix - p @ q.T
-        basis = np.linalg.svd(q, full_matrices=False)[0]
-        norms.append(np.linalg.norm(memory))
-    return np.mean(norms) / np.linalg.norm(gradient)
-
-
-@pytest.mark.parametrize("rank", [2, 6])
-def test_directions_carried_on_without_singular_values_catch_as_much(rank):
-    """Against float64 without digits, whose directions singular values put in order."""
-    found = owed_after(20, (60, 90), rank, carried="integers")
-    assert found < 1.05 * owed_after(20, (60, 90), rank, carried="singular values")

@@ -101,11 +101,8 @@ def in_numpy(state, memories, gradients):
 
 
 @cache
-def in_graph(kind, of=0):
-    """The same in a graph, which adds up itself; with `given`, other sums take the place of its.
-
-    of : each number has a graph of its own
-    """
+def in_graph(kind):
+    """The same in a graph, which adds up itself; with `given`, other sums take the place of its."""
 
     def run(state, memories, gradients, given, totals):
         def add(round_, words):
@@ -153,30 +150,6 @@ def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
         state, theirs = ended[0]["state"], found[0]["state"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", GRAPHS)
-def test_equal_sums_leave_equal_states_and_means_in_other_graphs_too(kind):
-    # Real gradients and memories: each library packs its own words, and all are fed NumPy's sums.
-    rng, kinds = np.random.default_rng(4), [(kind, 0), ("graph", 1)]
-    state, memories = start(rng)
-    theirs = [(state, memories)] * len(kinds)
-    for _ in range(4):
-        gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
-        ended, sums = in_numpy(state, memories, gradients)
-        found = [
-            in_graph(*which)(*own, gradients, sums)[0]
-            for which, own in zip(kinds, theirs, strict=True)
-        ]
-        for each in found:
-            same(each[1]["means"], each[0]["means"])
-            for one, other in zip(each, ended, strict=True):
-                same(one["state"], other["state"])
-        if kind == "graph":
-            same(found[0], found[1])
-        state, memories = ended[0]["state"], [one["memories"] for one in ended]
-        theirs = [(each[0]["state"], [one["memories"] for one in each]) for each in found]
-
-
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_what_is_not_sent_is_in_the_memories(kind):
     rng, run = np.random.default_rng(8), in_graph(kind)
@@ -214,6 +187,7 @@ def test_a_step_with_nan_or_a_damaged_sum_is_told_on_all_and_changes_nothing(kin
         same(one["state"], state)
         same(one["memories"], memories[rank])
         assert one["numbers"].numpy()[:2].tolist() == ([1, 0] if what == "NaN" else [0, 1])
+    # Of real gradients each library packs its own words; of equal sums it makes the same state.
     found, _ = run(found[0]["state"], [one["memories"] for one in found], gradients, sums)
     for one, other in zip(found, ended, strict=True):
         same(one["state"], other["state"])
@@ -278,7 +252,7 @@ def test_payloads_of_a_graph_are_those_of_the_codec(values):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_orthonormal_rows_are_those_of_numpy(kind):
+def test_orthonormal_rows_and_whole_numbers_are_those_of_numpy(kind):
     # Rows that depend on others, of nearly so, and matrices of unlike shapes, as in test_exact_ops.
     rng = np.random.default_rng(2)
     shapes = [(1, 1), (4, 40), (3, 33), (6, 64), (5, 3)]
@@ -289,27 +263,18 @@ def test_orthonormal_rows_are_those_of_numpy(kind):
     matrices[3][4, 0] += 1
     sums = np.concatenate([it.reshape(-1) for it in matrices]).astype(np.int32)
     rows, instead = Orthonormal(shapes), rng.standard_normal(sums.size).astype(np.float32)
-
-    def run(sums, instead):
-        return rows(sums, instead), rows(sums)
-
-    same(compiled(run, kind)(*tensors([sums, instead])), run(sums, instead))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_numbers_are_divided_and_shifted_as_in_numpy(kind):
-    values = np.array([-(2**31), -(2**20) - 1, -7, -1, 0, 1, 6, 2**31 - 1], np.int32)
-
-    def run(values):
-        return values // 7, values % 7, arrays.shifted_right(values, 3), values & 255
-
-    same(compiled(run, kind)(tf.constant(values)), run(values))
+    whole = np.array([-(2**31), -(2**20) - 1, -7, -1, 0, 1, 6, 2**31 - 1], np.int32)
     floats = np.array([0.5, 1.5, -0.5, -2.5, 2.0**40, 0.49999997], np.float32)
-    same(compiled(lambda it: arrays.rounded(it + 0, 127), kind)(tf.constant(floats)),
-         arrays.rounded(floats.copy(), 127))  # fmt: skip
+
+    def run(sums, instead, whole, floats):
+        shifted = whole // 7, whole % 7, arrays.shifted_right(whole, 3), whole & 255
+        return rows(sums, instead), rows(sums), *shifted, arrays.rounded(floats + 0, 127)
+
+    given = [sums, instead, whole, floats]
+    same(compiled(run, kind)(*tensors(given)), run(*given))
 
 
-def test_a_table_is_in_each_graph_it_is_used_in():
+def test_a_table_is_in_each_graph_it_is_used_in_and_the_library_is_found_for_its_tensors():
     table = arrays.Constant(np.arange(9))
 
     @tf.function(autograph=False)
@@ -321,9 +286,6 @@ def test_a_table_is_in_each_graph_it_is_used_in():
     assert run(tf.constant(1)).numpy().tolist() == [4]
     assert run(tf.constant(-1.0)).numpy().tolist() == [5]
     assert table.on(tf.constant(1)).numpy().tolist() == list(range(9))
-
-
-def test_a_registered_library_is_found_for_its_tensors_only():
     assert arrays.namespace(tf.constant(1)) is space
     assert arrays.is_fixed(tf.constant(1))
     assert not arrays.is_fixed(np.zeros(1))
