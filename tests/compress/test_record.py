@@ -1,4 +1,4 @@
-"""The extension against its NumPy twins, bit by bit."""
+"""The extension against its NumPy twins, bit by bit; damage to positions, on both."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from samples import ENERGY, TINY, examples, for_each, layouts
 
 from sn_compress import PayloadError
+from sn_compress.ops import bits as elias_fano
+from sn_compress.ops import record as record_ops
 from sn_compress.ops.quantize import NON_FINITE, Layout
 from sn_compress.ops.record import decode_records, decode_twin, encode_records, encode_twin, numbers
 
@@ -129,19 +131,6 @@ def test_non_finite_rows(backend, values, parts):
     assert np.isfinite(accum[[0, 1, 2, 4]]).all()
 
 
-def test_fixed_range_clips_and_counts(backend):
-    layout = Layout(32, 17, "range", 8, 3, "bitmap")
-    one = 0x3F80  # upper half of 1.0
-    row = np.linspace(-2, 2, 34, dtype=np.float32)[None]
-    words = np.empty((1, layout.words), np.uint32)
-    tally = encode_records(row.copy(), None, words, layout, top=one)
-    # A rung above 1 is 1.125; what rounds to it or beyond is clipped.
-    assert tally.saturated == int((abs(row) >= 1.0625).sum())
-    accum = np.zeros((1, 34), np.float32)
-    decode_records(words, accum, layout, 1.0)
-    assert abs(accum).max() == 1
-
-
 @pytest.mark.parametrize("values", ["range", "fp16", "sign", "2bit"])
 def test_a_range_that_is_not_finite_is_refused(backend, values):
     layout = Layout(32, 1, values, 8, 3, "elias-fano")
@@ -183,3 +172,47 @@ def test_half_precision_is_numpys(backend, scale, parts):
     exact = row.astype(np.float64) * 2.0 ** (15 - exponent)
     want = exact.astype(np.float16).astype(np.float64) * 2.0 ** (exponent - 15)
     np.testing.assert_array_equal(accum.astype(np.float64), want)
+
+
+def sealed(layout: Layout, positions: np.ndarray) -> np.ndarray:
+    """Words of a record with a sound range, codes of one, and these bits as its positions."""
+    code = [1, *[0] * (layout.code_bits - 1)]
+    head = [0] * layout.head_bits + code * (layout.parts * layout.kept)
+    return record_ops.bits_to_words(np.array([head + list(positions)], np.uint8))
+
+
+REAL_AND_COMPLEX = pytest.mark.parametrize("parts", [2, 1])
+
+
+@REAL_AND_COMPLEX
+def test_damaged_bitmap(backend, parts):
+    layout = Layout(64 if parts == 2 else 33, 5, "range", 8, 3, "bitmap", parts)
+    bits = record_ops.bitmap(np.array([[0, 7, 20, 31, 32]]), 33)[0]
+    accum = np.zeros((1, 33 * parts), np.float32)
+    decode_records(sealed(layout, bits), accum, layout, 1.0)  # sound as it is
+    one_more, one_less = bits | (np.arange(33) == 3), bits & (np.arange(33) != 7)
+    for damaged in (one_more, one_less, np.ones(33, np.uint8), np.zeros(33, np.uint8)):
+        with pytest.raises(PayloadError, match="positions"):
+            decode_records(sealed(layout, damaged), accum, layout, 1.0)
+
+
+@REAL_AND_COMPLEX
+def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend, parts):
+    # 3 of 33 bins: 3 low bits each, a map of 8 bits. Any map is tried with any low bits.
+    layout = Layout(64 if parts == 2 else 33, 3, "range", 8, 3, "elias-fano", parts)
+    lows, uppers = elias_fano.low_bits(3, 33), elias_fano.upper_bits(3, 33)
+    assert (lows, uppers) == (3, 8)
+    for upper in range(1 << uppers):
+        ones = [i for i in range(uppers) if upper >> i & 1]
+        for low in (0, 0o111, 0o012, 0o210, 0o777, 0o707, 0o001, 0o100):
+            thirds = [low >> 3 * i & 7 for i in range(3)]
+            bits = [low >> i & 1 for i in range(9)] + [upper >> i & 1 for i in range(uppers)]
+            places = [(one - i) << 3 | thirds[i] for i, one in enumerate(ones[:3])]
+            sound = len(ones) == 3 and places == sorted(set(places)) and places[-1] < 33
+            accum = np.zeros((1, 33 * parts), np.float32)
+            if sound:
+                decode_records(sealed(layout, bits), accum, layout, 1.0)
+                assert np.flatnonzero(accum.reshape(33, parts).any(axis=1)).tolist() == places
+            else:
+                with pytest.raises(PayloadError, match="positions"):
+                    decode_records(sealed(layout, bits), accum, layout, 1.0)

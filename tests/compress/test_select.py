@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples, for_each, read_support
 
-from sn_compress.ops import quantize
 from sn_compress.ops.quantize import Layout
 from sn_compress.ops.record import encode_records
 
@@ -90,15 +89,3 @@ def test_any_real_bins_by_their_exact_magnitude(backend, values, data):
     row[np.isinf(row)] = np.finfo(np.float32).max
     k = data.draw(st.integers(1, row.size))
     assert chosen(row[None], k).tolist() == [oracle(row, k)]
-
-
-def test_bins_below_2_to_the_minus_75_of_the_largest_are_zero():
-    """For complex bins, whose squares are compared: said in the module, and harmless."""
-    bins = np.array([[1, 2.0**-76, 2.0**-70, 2.0**-77]], np.complex64)
-    parts = bins.view(np.float32)
-    keys = quantize.magnitude_keys(parts, quantize.peak_bits(parts), 2)
-    assert (keys[0] > 0).tolist() == [True, False, True, False]
-    real = np.array([[1, 2.0**-76, 2.0**-149, 0]], np.float32)
-    assert (quantize.magnitude_keys(real, quantize.peak_bits(real), 1)[0] > 0).tolist() == [
-        True, True, True, False,
-    ]  # fmt: skip

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import codecs, examples, for_each, random
+from samples import examples, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 
@@ -96,18 +96,6 @@ def test_a_codec_over_axes_serves_one_shape():
             call(random(91))
     with pytest.raises(CompressError, match=r"expected 90\. A codec over axes serves one"):
         codec.payload_bytes(89)
-
-
-@pytest.mark.parametrize("codec", codecs(), ids=str)
-@for_each("n", (0, 31, 32, 33, 4097, 12_345))
-def test_sections_cover_the_vector(codec, n):
-    at = words = 0
-    for s in codec.sections(n):
-        assert (s.start, s.words_at) == (at, words)
-        assert s.stop <= s.start + s.count * s.layout.block
-        at, words = s.stop, words + s.count * s.layout.words
-    assert at == n
-    assert codec.payload_bytes(n) == 32 + -(-words * 4 // 16) * 16
 
 
 def test_one_range_for_the_payload():

@@ -1,8 +1,6 @@
 """The summable exchange: digits, factors, and a model's session, on ranks in one process."""
 
-import ast
 import math
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -42,24 +40,18 @@ def of(part, start=None):
     return TensorState.of(part, np.zeros(math.prod(shape), np.float32) if start is None else start)
 
 
+# What does not change in a step, and so is shared by many ranks here.
+PARTS = {
+    "whole": Allocation(SHAPE, 0).part(),
+    "factors": Allocation(SHAPE, 2).part(),
+    "rows": Rows([(N // 15, 15)], [2]),
+    "values": Rows([(N, 1)], [5]),
+}
+some = pytest.mark.parametrize("kind", PARTS)
+
+
 def made(kind):
-    """A Summable of a size, or one of rows."""
-    return of(_part(kind if isinstance(kind, int) else repr(kind)))
-
-
-@lru_cache
-def _part(kind):
-    """What does not change in a step, and so is shared by many ranks here."""
-    return (
-        Allocation(SHAPE, kind).part() if isinstance(kind, int) else Rows(**ast.literal_eval(kind))
-    )
-
-
-ROWS = {"shapes": [(N // 15, 15)], "sizes": [2]}
-VALUES = {"shapes": [(N, 1)], "sizes": [5]}
-some = pytest.mark.parametrize(
-    "kind", [0, 2, ROWS, VALUES], ids=["whole", "factors", "rows", "values"]
-)
+    return of(PARTS[kind])
 
 
 def gradients(rng, ranks, n=N, common=1.0):
@@ -96,7 +88,7 @@ class Sums:
         assert np.allclose(self.given, self.got + left.reshape(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [0, 4, ROWS], ids=["whole", "factors", "rows"])
+@pytest.mark.parametrize("kind", ["whole", "factors", "rows"])
 def test_nothing_is_lost_among_a_hundred_ranks(kind):
     """Sum of means + mean of memories = sum of mean gradients; of fewer ranks: test_methods.py."""
     rng, ranks, steps = np.random.default_rng(1), 100, 5
@@ -137,7 +129,7 @@ def test_zeros_stay_zero_and_scales_survive_them(kind):
         # Two directions of 15 hold more than 2/15 of any matrix, once they are the leading ones.
         # Ten values of 360, or 4 rows of 24, named a step earlier for numbers without a likeness:
         # a thirty-sixth at least, less what clipping takes.
-        assert result @ mean > (0.1 if kind == 2 else 0.015) * (mean @ mean)
+        assert result @ mean > (0.1 if kind == "factors" else 0.015) * (mean @ mean)
 
 
 @some
@@ -161,14 +153,14 @@ def test_undo_and_resume_give_the_same_bits(kind):
 
 
 def test_states_that_do_not_fit_change_nothing():
-    part = made(2)
+    part = made("factors")
     good = part.state_dict()
     for bad in (
         {},
         {**good, "memory": good["memory"][:-1]},
         {**good, "memory": np.full(N, np.nan)},
-        made(3).state_dict(),
-        made(0).state_dict(),
+        of(Allocation(SHAPE, 3).part()).state_dict(),
+        made("whole").state_dict(),
     ):
         with pytest.raises(CompressError, match=r"saved"):
             part.load_state_dict(bad)

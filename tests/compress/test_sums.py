@@ -14,6 +14,8 @@ from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.arrays import full_fp32_matmul
 from sn_compress.collective import Buckets
+from sn_compress.ops.products import cut
+from sn_compress.prediction.cost import layers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,21 +64,9 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def resnet50():
-    """The matrices of its convolutions and its last layer, in order."""
-    shapes, inner = [(64, 147)], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += [(width, inner), (width, 9 * width), (4 * width, width)]
-            if not block:
-                shapes.append((4 * width, inner))
-            inner = 4 * width
-    return [*shapes, (1000, 2048)]
-
-
 def test_a_step_of_resnet50_is_few_launches():
     """Of each bucket that its matrices travel in: its vectors travel plain."""
-    shapes = resnet50()
+    shapes = [cut(it.shape) for it in layers("resnet50") if len(it.shape) > 1]
     assert len(shapes) == 54
     layout = Buckets((str(at), rows * columns, None) for at, (rows, columns) in enumerate(shapes))
     counts = [launches([shapes[int(at)] for at in names]) for names in layout.members]
