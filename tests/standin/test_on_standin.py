@@ -60,25 +60,6 @@ def gradients(model, sample):
     return [it.grad.cpu() for it in model.parameters()]
 
 
-def planned(budget="60%", **how):
-    """A planned model, a sample for it, and the gradients of the model before."""
-    model, sample = net(), torch.randn(256, 64, device=DEVICE)
-    expected = gradients(copy.deepcopy(model), sample)
-    return plan(model, sample, budget, device=LINK, profile=False, **how), sample, expected
-
-
-def planned_on_host():
-    """Where SGD's state and parameters rest on the host."""
-    model, sample = net(), torch.randn(256, 64, device=DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = copy.deepcopy(model)
-    mine = plan(
-        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
-        time_limit_s=0.5,
-    )  # fmt: skip
-    return mine, sample, plain
-
-
 def test_two_devices_do_not_mix_and_copies_are_late():
     here = torch.ones(1000, device=DEVICE)
     with pytest.raises(RuntimeError, match="same device"):
@@ -96,7 +77,9 @@ def test_two_devices_do_not_mix_and_copies_are_late():
 @pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "offload")], ids=str)
 def test_a_step_keeps_its_budget_by_the_devices_own_count(techniques, late):
     COUNTS.run_late(late)
-    mine, sample, expected = planned(techniques=techniques)
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=techniques, device=LINK, profile=False)
     gradients(mine, sample)
     mine.zero_grad(set_to_none=True)
     torch.manual_seed(5)
@@ -117,14 +100,22 @@ def test_a_step_keeps_its_budget_by_the_devices_own_count(techniques, late):
 
 def test_who_does_not_wait_is_found_out(monkeypatch):
     """Otherwise the tests beside this one prove nothing."""
-    mine, sample, expected = planned(techniques=("keep", "offload"))
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=("keep", "offload"), device=LINK, profile=False)
     monkeypatch.setattr(StreamLanes, "wait", lambda self, ticket: None)
     assert not all(map(torch.equal, gradients(mine, sample), expected))
 
 
 def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     """Ops of the device wait for copies by themselves; the program, which reads `.grad`, must."""
-    mine, sample, plain = planned_on_host()
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(
+        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
+        time_limit_s=0.5,
+    )  # fmt: skip
     on_host = [it for it in mine.parameters() if it.device.type == "cpu"]
     assert on_host
     finished, own = [], StreamLanes.finish
@@ -133,13 +124,18 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     )
     found = gradients(mine, sample)
     assert len(finished) == len(on_host)
-    assert all(map(torch.equal, found, gradients(plain, sample)))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_inputs_of_the_host_go_where_the_model_works():
     """`generate` of transformers puts tokens where the first parameter is, and it rests."""
-    mine, sample, plain = planned_on_host()
-    expected = plain.eval()(sample)
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = copy.deepcopy(model).eval()(sample)
+    mine = plan(
+        model, sample, "40%", optimizer=optimizer, state="host", device=LINK, profile=False,
+        time_limit_s=0.5,
+    )  # fmt: skip
     assert next(mine.parameters()).device.type == "cpu"
     mine.eval()
     with torch.no_grad():
@@ -195,7 +191,9 @@ class Pools:
 
 def test_a_planned_model_has_a_pool_of_its_own_in_each_thread_that_runs_it(monkeypatch):
     pools = Pools(monkeypatch)
-    mine, sample, expected = planned()
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", device=LINK, profile=False)
     assert not pools.made  # it was tried without, beside the model's own step
     step = mine.sn_memory.latest
     step.plan = dataclasses.replace(step.plan, reserved_peak_bytes=1 << 22, pool_bytes=1 << 20)
@@ -248,7 +246,9 @@ def test_too_much_for_the_placing_allocator_is_an_error_of_torchs(placed):
 @pytest.mark.parametrize("holds_output", [False, True])
 @pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "offload")], ids=str)
 def test_a_planned_model_lies_where_it_was_packed(placed, techniques, holds_output):
-    mine, sample, expected = planned(techniques=techniques)
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=techniques, device=LINK, profile=False)
     assert not placed.statistics().arena_bytes  # it was tried without
     step = mine.sn_memory.latest
     step.plan = dataclasses.replace(step.plan, reserved_peak_bytes=1 << 22)
@@ -280,7 +280,7 @@ def test_a_planned_model_lies_where_it_was_packed(placed, techniques, holds_outp
     assert not placed.statistics().arena_bytes
     assert all(map(torch.equal, gradients(mine, sample), expected))
     arenas = placed.statistics().arena_bytes
-    del mine, step, output
+    del mine, model, step, output
     gc.collect()
     assert arenas
     assert not placed.statistics().arena_bytes
@@ -303,9 +303,11 @@ def test_a_compressed_step_asks_the_device_for_nothing(tmp_path, compression, la
         ddp = nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(state, compression_hook)
         sample = torch.randn(256, 64, device=DEVICE)
-        for number in range(7):
-            if number == 4:
-                before = COUNTS.copies_to_host(), COUNTS.scalars()
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(sample).square().mean().backward()
+        before = COUNTS.copies_to_host(), COUNTS.scalars()
+        for _ in range(3):
             ddp.zero_grad()
             ddp(sample).square().mean().backward()
         crossed, asked = COUNTS.copies_to_host() - before[0], COUNTS.scalars() - before[1]
