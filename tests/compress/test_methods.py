@@ -19,27 +19,29 @@ ONE_OF_EACH = {
     "rows": Rows([(60, 5)], [3]),
     "frequencies": Frequencies(KERNELS, [4] * 3),
 }
+TOGETHER = "all in one bucket"
 METHODS = {name: [part] for name, part in ONE_OF_EACH.items()} | {
     "one row": [Rows([(1, 7)], [1])],
     "all rows": [Rows([(9, 4)], [9])],
     "one column": [Rows([(300, 1)], [5])],
     "one value": [Rows([(1, 1)], [1])],
-    "all in one bucket": list(ONE_OF_EACH.values()),
+    TOGETHER: list(ONE_OF_EACH.values()),
 }
 every = pytest.mark.parametrize("method", METHODS)
 # Of rows most are zero, so that some are left out and some of a step come back.
 SHARE = {"rows": 0.2, "one column": 0.2}
 
 
-@every
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("method", "ranks"), [*((method, 2) for method in METHODS), *((TOGETHER, n) for n in (1, 8))]
+)
 def test_libraries_share_every_bit_and_nothing_is_lost(method, ranks):
     rng = np.random.default_rng(ranks)
     group = Ranks(METHODS[method], ranks)
     shapes = group.bucket.shapes
     group.begin(chance(rng, 1, shapes)[0])
     given, got = ([np.zeros(shape) for shape in shapes] for _ in range(2))
-    steps = 30 if ranks < 8 else 10
+    steps = 20 if ranks < 8 else 10
     for _ in range(steps):
         gradients = chance(rng, ranks, shapes, SHARE.get(method, 1.0))
         results, _ = group.step(gradients)
@@ -70,8 +72,10 @@ def test_a_rank_that_joined_adds_nothing(method):
             assert np.allclose(np.asarray(mean), sent, atol=1e-5 * max(np.abs(sent).max(), 1))
 
 
-@every
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize(("method", "bad"), [
+    *zip(METHODS, [np.nan, np.inf, -np.inf] * 3, strict=True),
+    *((method, 3e38) for method in ONE_OF_EACH),
+])  # fmt: skip
 def test_a_step_that_one_rank_loses_is_lost_on_all_and_leaves_every_state(method, bad):
     rng = np.random.default_rng(3)
     groups = [Ranks(METHODS[method], 3) for _ in range(2)]
@@ -99,7 +103,7 @@ def test_a_damaged_sum_is_known_as_one(method):
     rng = np.random.default_rng(9)
     group = Ranks(METHODS[method], 2)
     words = group.bucket.words(2)
-    for turn in range(60):
+    for turn in range(20):
         round_ = turn % len(words)
         damage = round_, rng.integers(words[round_]), rng.integers(31)
         results, _ = group.step(chance(rng, 2, group.bucket.shapes), damage=damage)
@@ -127,8 +131,9 @@ def test_tensors_travel_together_as_they_do_alone(alone):
         assert all(bits(again[name]) == bits(value) for name, value in both[0].state.items())
 
 
-@every
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("method", "exact"), [
+    *((method, False) for method in METHODS), (TOGETHER, True),
+])  # fmt: skip
 def test_nothing_is_read_from_a_device(method, exact):
     """Torch's device `meta` has shapes and no values: whatever asks for one raises."""
     bucket = Bucket(METHODS[method])

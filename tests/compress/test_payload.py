@@ -10,13 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz import reseal
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import SIZES, codecs, examples, fft_error, for_each, random, transform_error
+from samples import codecs, fft_error, for_each, random, transform_error
 
 from sn_compress import FFTCodec, Payload, PayloadError
 from sn_compress.codecs.base import MAX_ELEMENTS, mean_of_gathered
-from sn_compress.ops import checksum as sums
 from sn_compress.ops.record import decode_records
 
 FORMAT = Path(__file__).resolve().parents[2] / "docs" / "format.md"
@@ -29,13 +26,15 @@ def resealed(data: bytes, at: int, new: bytes) -> bytes:
     return reseal(changed)
 
 
-@for_each("n", SIZES[:-1])
+@for_each("n", (0, 33, 4097))
 @pytest.mark.parametrize("codec", codecs(), ids=str)
 def test_to_bytes_and_back(codec, n):
     payload = codec.encode(random(n))
     data = payload.to_bytes()
     assert len(data) == payload.nbytes == codec.payload_bytes(n)
-    for form in (data, bytearray(data), memoryview(data), np.frombuffer(data, np.uint8)):
+    # A peer's buffer may start at any address; words are read from it all the same.
+    shifted = [memoryview(bytes(shift) + data)[shift:] for shift in (1, 2, 3)]
+    for form in (data, bytearray(data), np.frombuffer(data, np.uint8), *shifted):
         again = Payload.from_bytes(form)
         assert again.to_bytes() == data
         assert (again.codec_id, again.n, again.settings, again.saturated) == (
@@ -43,15 +42,6 @@ def test_to_bytes_and_back(codec, n):
         )  # fmt: skip
         assert (again.energy, again.error) == (None, None)
         np.testing.assert_array_equal(codec.decode(again), codec.decode(payload))
-
-
-def test_bytes_at_any_address(backend):
-    """A peer's buffer may start anywhere; words are read from it all the same."""
-    codec = FFTCodec(theta=0.9)
-    payload = codec.encode(random(5000))
-    for shift in (1, 2, 3):
-        view = memoryview(bytes(shift) + payload.to_bytes())[shift:]
-        np.testing.assert_array_equal(codec.decode(Payload.from_bytes(view)), codec.decode(payload))
 
 
 def test_header_is_as_documented():
@@ -95,45 +85,12 @@ def test_every_change_of_one_byte_is_refused():
         for change in (1, 0x80, 0xFF):
             damaged = bytearray(data)
             damaged[at] ^= change
-            with pytest.raises(PayloadError):
+            with pytest.raises(PayloadError, match="corrupt in transit" if at >= 32 else None):
                 Payload.from_bytes(damaged)
-
-
-@examples
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=200), st.data())
-@pytest.mark.parametrize("version", [1, 2])
-def test_checksum(version, words, data):
-    words[7] = 0
-    buffer = np.array(words, "<u4")
-    said = {
-        1: sum((2 * i + 1) * w for i, w in enumerate(words)) % 2**32,
-        2: zlib.crc32(buffer.tobytes()),
-    }[version]
-    checksum = {1: sums.weighted_sum, 2: sums.crc}[version]
-    assert checksum(buffer.view(np.uint8)) == said
-    at = data.draw(st.integers(0, len(words) - 1).filter(lambda i: i != 7))
-    buffer[at] ^= np.uint32(data.draw(st.integers(1, 2**32 - 1)))  # any change to one word
-    assert checksum(buffer.view(np.uint8)) != said
 
 
 def sealed_words():
     return np.frombuffer(FFTCodec(theta=0.5, block=64).encode(random(4000)).to_bytes(), "<u4")
-
-
-def test_shares_of_words_add_up_in_any_order():
-    """As a GPU sums them: each word times a power, by exclusive or."""
-    words = sealed_words()
-    n, total = words.size, 0
-    for i in np.random.default_rng(2).permutation(n):
-        word = 0 if i == 7 else int(words[i]) ^ (0xFFFFFFFF if i == 0 else 0)
-        total ^= sums.product(word, sums.step_back(int(i)))
-    assert sums.product(total, sums.step_on(n)) ^ 0xFFFFFFFF == int(words[7])
-    table = sums.powers()
-    for i in (0, 1, 2047, 2048, 4_000_000, 2**40 + 12345):
-        found = 1 << 31
-        for level in range(4):
-            found = sums.product(found, int(table[level, i >> 11 * level & 2047]))
-        assert found == sums.step_back(i)
 
 
 def test_version_1_is_read_by_its_own_sum():
@@ -168,13 +125,20 @@ def test_what_the_header_must_say(at, new, message):
         Payload.from_bytes(resealed(data, at, new))
 
 
-@pytest.mark.parametrize("at", range(12, 24))
-def test_every_byte_of_the_settings_is_compared(at):
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_what_is_too_short_or_not_in_sixteens(size):
+    with pytest.raises(PayloadError, match=f"{size} bytes are not a payload: expected 32 or more"):
+        Payload.from_bytes(bytes(size))
+
+
+def test_every_byte_of_the_settings_is_compared():
     codec = FFTCodec()
     data = codec.encode(random(70)).to_bytes()
-    for change in (1, 0x10, 0x80):
-        with pytest.raises(PayloadError, match="Decode with the settings it was encoded with"):
-            codec.decode(Payload.from_bytes(resealed(data, at, bytes([data[at] ^ change]))))
+    for at in range(12, 24):
+        for change in (1, 0x10, 0x80):
+            forged = Payload.from_bytes(resealed(data, at, bytes([data[at] ^ change])))
+            with pytest.raises(PayloadError, match="Decode with the settings it was encoded with"):
+                codec.decode(forged)
 
 
 def test_payloads_over_other_axes_are_refused():
@@ -188,20 +152,7 @@ def test_payloads_over_other_axes_are_refused():
         codec.decode(Payload.from_bytes(data))
 
 
-@pytest.mark.parametrize("size", [0, 1, 16, 31, 33, 47])
-def test_what_is_too_short_or_not_in_sixteens(size):
-    with pytest.raises(PayloadError, match=f"{size} bytes are not a payload: expected 32 or more"):
-        Payload.from_bytes(bytes(size))
-
-
-def test_damage_says_so():
-    data = bytearray(FFTCodec().encode(random(70)).to_bytes())
-    data[40] ^= 1
-    with pytest.raises(PayloadError, match=r"checksum is 0x.*corrupt in transit"):
-        Payload.from_bytes(data)
-
-
-@for_each("claimed", (0, 69, 71, 4096, 2**31, 2**32 + 70, 2**40, 2**48))
+@for_each("claimed", (0, 69, 71, 2**31, 2**32 + 70, 2**48))
 @pytest.mark.parametrize("codec", codecs(), ids=str)
 def test_a_forged_number_of_elements_costs_no_memory(codec, claimed):
     data = resealed(codec.encode(random(70)).to_bytes(), 4, struct.pack("<Q", claimed))
@@ -248,8 +199,8 @@ def test_the_documented_example():
     assert np.linalg.norm(error) <= 3 * fft_error(32) * np.linalg.norm(vector)
 
 
-@for_each("n", (0, 1, 33, 100, 300))
-@pytest.mark.parametrize("codec", [*codecs(), *codecs(theta=0.99)], ids=str)
+@for_each("n", (0, 33, 300))
+@pytest.mark.parametrize("codec", [*codecs(), *codecs(theta=0.99)[::3]], ids=str)
 def test_the_documented_decoder_reads_every_kind_of_payload(codec, n):
     names = documented()
     x = random(n)
@@ -300,10 +251,6 @@ def test_a_few_bytes_do_not_ask_for_gigabytes(settings):
             codec.decode(Payload.from_bytes(bytes(data), n=expected))
     with pytest.raises(PayloadError, match="expected 1000"):
         codec.decode(Payload.from_bytes(bytes(data), n=n), n=1000)
-    with pytest.raises(PayloadError, match="rank 0: header claims"):
-        mean_of_gathered(FFTCodec(theta=0.0), np.frombuffer(
-            bytes(resealed(FFTCodec(theta=0.0).encode(random(1000)).to_bytes(), 4,
-                           struct.pack("<Q", n))), np.uint8), 1, 1000)  # fmt: skip
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < len(data) * 4 + (1 << 20)

@@ -11,8 +11,7 @@ from sn_compress import CompressError, RangeFloat, SaturationWarning
 from sn_compress.ops import quantize
 from sn_compress.ops.quantize import MAX_FINITE
 
-FORMATS = [(n, m) for n in range(4, 13) for m in range(max(0, n - 7), n)]
-HIGHS = (1.0, 0.37, 3e20)
+FORMATS = [(n, m) for n in (4, 5, 7, 8, 10, 12) for m in range(max(0, n - 7), n)]
 
 
 def ladder(high: float, m: int, count: int) -> list[float]:
@@ -45,7 +44,7 @@ def between(values: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate(points).astype(np.float32)).clip(values[0], values[-1])
 
 
-@for_each("high", HIGHS)
+@for_each("high", (1.0, 0.37, 3e20))
 @pytest.mark.parametrize(("bits", "m"), FORMATS)
 def test_all_codes(bits, m, high):
     fmt = RangeFloat(bits=bits, mantissa=m, high=high)
@@ -80,11 +79,7 @@ def test_nearest_value_in_order_and_within_the_relative_error(bits, m):
     assert inside.sum() > len(x) / 2
     assert (abs(got - x) <= abs(x.astype(np.float64)) * 2.0 ** -(m + 1))[inside].all()
 
-
-@pytest.mark.parametrize(("bits", "m"), FORMATS)
-def test_below_the_window_the_nearer_of_zero_and_the_lowest(bits, m):
-    fmt = RangeFloat(bits=bits, mantissa=m, high=1.0)
-    values = np.sort(all_values(fmt))
+    # Below the window the nearer of zero and the lowest.
     zero = int(np.searchsorted(values, 0))
     for lowest in (values[zero + 1], values[zero - 1]):
         half = np.float32(lowest / 2)
@@ -108,37 +103,29 @@ def test_saturation_is_clipped_and_warned_of(m):
     assert fmt.decode(codes).tolist() == [1, -1, 1, 0.75]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_non_finite_is_refused(bad):
-    with pytest.raises(CompressError, match=r"1 of 3 values are NaN, Inf.*Mask them"):
-        RangeFloat().encode([0.5, bad, 0.1])
-
-
-def test_beyond_float32_is_refused():
+def test_what_is_no_finite_float32_is_refused():
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(CompressError, match=r"1 of 3 values are NaN, Inf.*Mask them"):
+            RangeFloat().encode([0.5, bad, 0.1])
     with pytest.raises(CompressError, match="beyond float32"):
         RangeFloat().encode([1e39])
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3), (2, 0, 3)])
-def test_any_shape(shape):
-    fmt = RangeFloat()
-    codes = fmt.encode(np.full(shape, 0.5))
-    assert codes.shape == shape
-    assert fmt.decode(codes).shape == shape
+def test_any_shape():
+    for shape in ((), (0,), (7,), (2, 3), (2, 0, 3)):
+        codes = RangeFloat().encode(np.full(shape, 0.5))
+        assert codes.shape == RangeFloat().decode(codes).shape == shape
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"bits": 3}, "bits=3.*4 to 16"),
-    ({"bits": 17}, "bits=17.*4 to 16"),
     ({"bits": 8.0}, "bits=8.0.*4 to 16"),
     ({"bits": 8, "mantissa": 0}, "mantissa=0 with bits=8: legal are 1 to 7"),
     ({"bits": 8, "mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
-    ({"bits": 4, "mantissa": -1}, "legal are 0 to 3"),
     ({"bits": 16, "mantissa": 8}, "legal are 9 to 15"),
     ({"high": 0}, "high=0: expected a finite float32 above zero"),
     ({"high": -1.0}, "above zero"),
     ({"high": math.nan}, "finite float32"),
-    ({"high": math.inf}, "finite float32"),
     ({"high": 3.4e38}, "high=3.4e\\+38: expected a finite float32"),
     ({"high": 1e39}, "finite float32"),
     ({"high": 1e-38, "mantissa": 3}, "room for 128 values"),
@@ -148,10 +135,10 @@ def test_illegal_settings_name_the_legal_ones(settings, message):
         RangeFloat(**settings)
 
 
-@pytest.mark.parametrize("codes", [[16], [-1], [1.0], [70000]])
-def test_codes_that_are_none(codes):
-    with pytest.raises(CompressError, match=r"outside 0\.\.15"):
-        RangeFloat(bits=4, mantissa=1).decode(codes)
+def test_codes_that_are_none():
+    for codes in ([16], [-1], [1.0], [70000]):
+        with pytest.raises(CompressError, match=r"outside 0\.\.15"):
+            RangeFloat(bits=4, mantissa=1).decode(codes)
 
 
 def test_repr_evaluates():
@@ -160,7 +147,7 @@ def test_repr_evaluates():
     assert (repr(again), again.low, again.high) == (repr(fmt), fmt.low, fmt.high)
 
 
-@pytest.mark.parametrize("m", range(16))
+@for_each("m", range(16))
 def test_the_range_that_travels_holds_the_peak(m):
     rng = np.random.default_rng(m)
     peaks = rng.integers(1 << 23, MAX_FINITE, 20_000, dtype=np.uint32)  # normal floats

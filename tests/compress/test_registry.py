@@ -1,7 +1,7 @@
 """Every codec by name, those of benchmarks too, and what all of them promise."""
 
-from __future__ import annotations
-
+import copy
+import itertools
 import math
 import struct
 import subprocess
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 from fuzz import reseal
 from rivals.codecs import CODECS, RIVALS, codec, presets
-from samples import TINY, U, for_each, random
+from samples import TINY, U, random
 
 import sn_compress
 from sn_compress import CompressError, Payload, PayloadError
@@ -73,32 +74,23 @@ ELSEWHERE = {
 }
 NEEDED = {"axes": {"shape": (9, 9), "axes": (1,)}, "lowrank": {"shape": (9, 9)}}
 NEEDED["bounded"] = {"bound": 1.0}
+BEYOND_HALF = ("spike", "largest", "wide", "huge spike")
 KEEPS_INF = ("fp16", "bf16", "bounded")  # and sends it as it is; all others send NaN
 every_case = pytest.mark.parametrize("case", CASES)
-every_size = for_each("n", SIZES)
+
+
+def sizes(case: str, turn: int) -> tuple[int, int]:
+    """Two sizes of a test's turn: in four turns a case meets all of them."""
+    at = (list(CASES).index(case) + turn) % 4
+    return SIZES[at], SIZES[at + 4]
 
 
 def specials(n: int) -> dict[str, np.ndarray]:
-    """Finite vectors that trip careless code, [n] float32 each."""
+    """Finite vectors that trip careless code, and one of NaN; [n] float32 each."""
     spike = np.zeros(n, np.float32)
     spike[n // 2 : n // 2 + 1] = 1e36
-    return {
-        "all equal": np.full(n, 0.3, np.float32),
-        "denormal": (np.arange(n) % 7 - 3).astype(np.float32) * np.float32(TINY),
-        "tiny": random(n) * np.float32(1e-40),
-        "spike": spike,
-        "largest": spike * np.float32(300),
-        "wide": random(n) * np.float32(10) ** (np.arange(n) % 30 - 15).astype(np.float32),
-    }
-
-
-def copy(state):
-    return None if state is None else [part.copy() for part in state]
-
-
-def memories(state) -> list[np.ndarray]:
-    """The parts of a state that hold values, without counters of steps."""
-    return [part for part in state if part.dtype.kind != "i"]
+    found = samples.specials(n) | {"random": random(n), "spike": spike}
+    return found | {"largest": spike * np.float32(300), "NaN": np.full(n, np.nan, np.float32)}
 
 
 def equal(left, right) -> bool:
@@ -106,101 +98,70 @@ def equal(left, right) -> bool:
 
 
 @every_case
-@every_size
-def test_size_follows_from_settings_and_n(case, n):
-    made = CASES[case](n)
-    size = made.payload_bytes(n)
-    assert size % 16 == 0
-    state = made.new_state(n)
-    vectors = [random(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
-    for x in [*vectors, *specials(n).values()]:
+def test_size_follows_from_settings_and_n_and_bytes_are_all_a_decoder_needs(case):
+    for n in sizes(case, 0):
+        made, other = CASES[case](n), CASES[case](n)
+        size = made.payload_bytes(n)
+        assert size % 16 == 0
+        for name, x in specials(n).items():
+            state = made.new_state(n)
+            payload = made.encode(x, state=state)
+            data = payload.to_bytes()
+            assert payload.nbytes == size == len(data)
+            assert (payload.n, payload.codec_id) == (n, made.codec_id)
+            y = other.decode(Payload.from_bytes(data))
+            assert (y.dtype, y.shape) == (np.float32, (n,))
+            np.testing.assert_array_equal(y, made.decode(payload))
+            if name.endswith("zeros"):
+                assert payload.energy == payload.error == 0
+                assert not y.any()
+                assert not made.state_to_values(state, n).any()
+            if case in ("fft paper", "fp16") and name in BEYOND_HALF:
+                continue  # beyond half precision, documented
+            if case.startswith(("demo", *TRANSFORMS)) and name == "largest":
+                continue  # within a factor sqrt(n) of the largest number, transforms overflow
+            assert np.isfinite(y).all() or name == "NaN", name
+            assert all(np.isfinite(part).all() for part in state), name
+
+
+@every_case
+def test_non_finite_arrives_and_is_never_remembered(case):
+    for n, bad in ((1, np.nan), (33, np.inf), (33, -np.inf), (4097, np.nan)):
+        made = CASES[case](n)
+        state = made.new_state(n)
+        made.encode(random(n), state=state)
+        before = made.state_to_values(state, n)
+        x = random(n, 1)
+        x[n // 2] = bad
         payload = made.encode(x, state=state)
-        assert payload.nbytes == size == len(payload.to_bytes())
-        assert (payload.n, payload.codec_id) == (n, made.codec_id)
+        y = made.decode(payload)
+        assert not np.isfinite(y[n // 2])
+        assert np.isnan(y[n // 2]) or case.startswith(KEEPS_INF)
+        assert all(np.isfinite(part).all() for part in state)
+        after = made.state_to_values(state, n)
+        # Where NaN was sent the memory is what it was; other blocks and buckets go on.
+        assert np.array_equal(after[np.isnan(y)], before[np.isnan(y)])
+        following = made.encode(random(n, 2), state=state)
+        assert np.isfinite(made.decode(following)).all()
+        assert not np.isfinite(made.decode_mean([following, payload, following])[n // 2])
 
 
 @every_case
-@every_size
-def test_bytes_are_all_that_a_decoder_needs(case, n):
-    payload = CASES[case](n).encode(random(n))
-    received = Payload.from_bytes(payload.to_bytes())
-    y = CASES[case](n).decode(received)
-    assert (y.dtype, y.shape) == (np.float32, (n,))
-    assert np.isfinite(y).all()
-    assert np.array_equal(y, CASES[case](n).decode(payload))
-
-
-@every_case
-@every_size
-def test_zeros_stay_zero(case, n):
-    made = CASES[case](n)
-    for zero in (0.0, -0.0):
+def test_equal_states_give_equal_bytes(case):
+    """Of the codec that `repr` says, too."""
+    for n in sizes(case, 1):
+        made = CASES[case](n)
+        again = eval(repr(made), {type(made).__name__: type(made)})
+        assert repr(again) == repr(made)
         state = made.new_state(n)
-        for _ in range(3):
-            payload = made.encode(np.full(n, zero, np.float32), state=state)
-            assert not made.decode(payload).any()
-        assert payload.energy == payload.error == 0
-        assert not made.state_to_values(state, n).any()
-
-
-@every_case
-@every_size
-def test_finite_vectors_decode_to_finite_ones(case, n):
-    made = CASES[case](n)
-    for name, x in specials(n).items():
-        if case in ("fft paper", "fp16") and name in ("spike", "largest", "wide"):
-            continue  # beyond half precision, documented
-        if case.startswith(("demo", *TRANSFORMS)) and name == "largest":
-            continue  # within a factor sqrt(n) of the largest number, transforms overflow
-        state = made.new_state(n)
-        y = made.decode(made.encode(x, state=state))
-        assert np.isfinite(y).all(), name
-        assert all(np.isfinite(part).all() for part in state), name
-
-
-@every_case
-@for_each("n", (1, 33, 4097))
-@for_each("bad", (np.nan, np.inf, -np.inf))
-def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
-    made = CASES[case](n)
-    state = made.new_state(n)
-    made.encode(random(n), state=state)
-    before = made.state_to_values(state, n)
-    x = random(n, 1)
-    x[n // 2] = bad
-    y = made.decode(made.encode(x, state=state))
-    assert not np.isfinite(y[n // 2])
-    assert np.isnan(y[n // 2]) or case.startswith(KEEPS_INF)
-    assert all(np.isfinite(part).all() for part in state)
-    after = made.state_to_values(state, n)
-    # Where NaN was sent the memory is what it was; other blocks and buckets go on.
-    assert np.array_equal(after[np.isnan(y)], before[np.isnan(y)])
-    assert np.isfinite(made.decode(made.encode(random(n, 2), state=state))).all()
-
-
-@every_case
-def test_one_rank_with_nan_reaches_all(case):
-    n = 1000
-    made = CASES[case](n)
-    bad = random(n, 1)
-    bad[7] = np.nan
-    mean = made.decode_mean([made.encode(random(n)), made.encode(bad), made.encode(random(n))])
-    assert np.isnan(mean[7])
-
-
-@every_case
-@every_size
-def test_equal_states_give_equal_bytes(case, n):
-    made = CASES[case](n)
-    state = made.new_state(n)
-    for step in range(3):
-        twin = copy(state)
-        x = random(n, step)
-        kept = x.copy()
-        first = made.encode(x, state=state).to_bytes()
-        assert first == CASES[case](n).encode(x, state=twin).to_bytes()
-        assert equal(state, twin)
-        assert np.array_equal(x, kept), "encode changed its input"
+        for step in range(3):
+            twin = copy.deepcopy(state)
+            x = random(n, step)
+            kept = x.copy()
+            first = made.encode(x, state=state).to_bytes()
+            assert first == again.encode(x, state=twin).to_bytes()
+            assert equal(state, twin)
+            assert np.array_equal(x, kept), "encode changed its input"
 
 
 def transform_error(case: str, n: int) -> float:
@@ -216,18 +177,17 @@ def transform_error(case: str, n: int) -> float:
 
 
 @every_case
-@every_size
-@for_each("r", (2, 3))
-def test_mean_is_the_mean(case, n, r):
-    made = CASES[case](n)
-    payloads = [made.encode(random(n, rank)) for rank in range(r)]
-    alone = [made.decode(payload).astype(np.float64) for payload in payloads]
-    error = made.decode_mean(payloads).astype(np.float64) - sum(alone) / r
-    # One rounding of the weight, one of each product, and r of sums that start from zero. The
-    # transform is made once for the mean and once for each vector.
-    relative = (r + 2) * U + 2 * transform_error(case, n)
-    scale = sum(np.linalg.norm(y) for y in alone) / r
-    assert np.linalg.norm(error) <= 1.01 * relative * scale + r * TINY * math.sqrt(n)
+def test_mean_is_the_mean(case):
+    for n, r in zip(sizes(case, 2), (2, 3), strict=True):
+        made = CASES[case](n)
+        payloads = [made.encode(random(n, rank)) for rank in range(r)]
+        alone = [made.decode(payload).astype(np.float64) for payload in payloads]
+        error = made.decode_mean(payloads).astype(np.float64) - sum(alone) / r
+        # One rounding of the weight, one of each product, and r of sums that start from zero. The
+        # transform is made once for the mean and once for each vector.
+        relative = (r + 2) * U + 2 * transform_error(case, n)
+        scale = sum(np.linalg.norm(y) for y in alone) / r
+        assert np.linalg.norm(error) <= 1.01 * relative * scale + r * TINY * math.sqrt(n)
 
 
 REMEMBERING = [case for case in CASES if getattr(CASES[case](0), "error_feedback", False)]
@@ -235,43 +195,33 @@ CONSERVING = [case for case in REMEMBERING if case not in ("dgc", "dgc clip")]
 
 
 @pytest.mark.parametrize("case", CONSERVING)
-@every_size
-def test_nothing_is_lost_over_the_steps(case, n):
+def test_nothing_is_lost_over_the_steps(case):
     """What arrived and what is still remembered add up to what went in."""
-    made = CASES[case](n)
-    state = made.new_state(n)
-    total = np.zeros(n)
-    arrived = np.zeros(n)
-    bound = np.zeros(n)
-    for step in range(6):
-        x = random(n, step)
-        wanted = np.abs(x.astype(np.float64) + made.state_to_values(state, n))
-        arrived += made.decode(made.encode(x, state=state))
-        total += x
-        # Adding the memory rounds once, and what is left over rounds once more.
-        bound += U * (wanted + np.abs(made.state_to_values(state, n))) + TINY
-    missing = total - arrived - made.state_to_values(state, n)
-    assert (np.abs(missing) <= 1.01 * bound).all()
+    for n in sizes(case, 3):
+        made = CASES[case](n)
+        state = made.new_state(n)
+        total, arrived, bound = np.zeros((3, n))
+        for step in range(6):
+            x = random(n, step)
+            wanted = np.abs(x.astype(np.float64) + made.state_to_values(state, n))
+            arrived += made.decode(made.encode(x, state=state))
+            total += x
+            # Adding the memory rounds once, and what is left over rounds once more.
+            bound += U * (wanted + np.abs(made.state_to_values(state, n))) + TINY
+        missing = total - arrived - made.state_to_values(state, n)
+        assert (np.abs(missing) <= 1.01 * bound).all()
 
 
 @pytest.mark.parametrize("case", REMEMBERING)
-def test_memory_goes_out_as_a_vector_and_comes_back(case):
+def test_memory_goes_out_as_a_vector_comes_back_and_is_scaled_by_decay(case):
     made = CASES[case](1000)
     x = random(1000)
     assert np.array_equal(made.state_to_values(made.values_to_state(x), 1000), x)
-
-
-@every_case
-def test_decay_scales_the_memory(case):
-    made = CASES[case](1000)
-    state = made.new_state(1000)
-    made.encode(random(1000), state=state)
+    state, other = made.new_state(1000), made.new_state(1000)
+    for each in (state, other):
+        made.encode(x, state=each)
     made.encode(random(1000, 1), state=state, decay=0.5)
-    if case not in REMEMBERING:
-        return
     # Half the memory by hand, in powers of two, so exactly.
-    other = made.new_state(1000)
-    made.encode(random(1000), state=other)
     memory = other[1] if case.startswith("dgc") else other[0]
     memory *= np.float32(0.5)
     made.encode(random(1000, 1), state=other)
@@ -279,24 +229,18 @@ def test_decay_scales_the_memory(case):
 
 
 @every_case
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_input_is_taken_as_its_values(case, dtype):
-    if dtype == "bfloat16":
-        dtype = pytest.importorskip("ml_dtypes").bfloat16
-    x = random(1000).astype(dtype)
+def test_what_is_taken_as_a_vector(case):
     made = CASES[case](1000)
-    assert made.encode(x).to_bytes() == made.encode(x.astype(np.float32)).to_bytes()
-    wide = x.astype(np.float32)
-    assert made.encode(np.repeat(wide, 2)[::2]).to_bytes() == made.encode(wide).to_bytes()
-
-
-@every_case
-def test_wrong_input_is_refused(case):
-    made = CASES[case](4)
+    for dtype in (np.float16, pytest.importorskip("ml_dtypes").bfloat16):
+        x = random(1000).astype(dtype)
+        wide = x.astype(np.float32)
+        expected = made.encode(wide).to_bytes()
+        assert made.encode(x).to_bytes() == expected
+        assert made.encode(np.repeat(wide, 2)[::2]).to_bytes() == expected
     with pytest.raises(CompressError, match="one dimension"):
-        made.encode(np.zeros((2, 2), np.float32))
+        made.encode(np.zeros((50, 20), np.float32))
     with pytest.raises(CompressError, match="float64"):
-        made.encode(np.zeros(4))
+        made.encode(np.zeros(1000))
     with pytest.raises(CompressError, match="at least one payload"):
         made.decode_mean([])
 
@@ -324,28 +268,15 @@ def test_forged_headers_are_refused_before_anything_is_allocated(case):
 def test_payloads_of_other_codecs_are_refused():
     n = 64
     made = [codec(name) for name in ("topk", "qsgd", "terngrad", "dgc", "onebit", "fp16", "bf16")]
-    for own in made:
-        for other in made:
-            if own is not other:
-                with pytest.raises(PayloadError, match="settings it was encoded with"):
-                    own.decode(other.encode(random(n)))
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_the_package_refuses_payloads_of_codecs_that_only_benchmarks_have(rival):
+    for own, other in itertools.permutations(made, 2):
+        with pytest.raises(PayloadError, match="settings it was encoded with"):
+            own.decode(other.encode(random(n)))
     n = 81
-    payload = codec(rival, **NEEDED.get(rival, {})).encode(random(n))
-    for name in registry.CODECS:
-        with pytest.raises(PayloadError, match=f"payload of codec {payload.codec_id} with"):
-            codec(name, **NEEDED.get(name, {})).decode(payload)
-
-
-@every_case
-def test_repr_is_the_call_that_makes_it(case):
-    made = CASES[case](1000)
-    again = eval(repr(made), {type(made).__name__: type(made)})
-    assert repr(again) == repr(made)
-    assert again.encode(random(1000)).to_bytes() == made.encode(random(1000)).to_bytes()
+    for rival in RIVALS:  # which only benchmarks have
+        payload = codec(rival, **NEEDED.get(rival, {})).encode(random(n))
+        for name in registry.CODECS:
+            with pytest.raises(PayloadError, match=f"payload of codec {payload.codec_id} with"):
+                codec(name, **NEEDED.get(name, {})).decode(payload)
 
 
 def test_every_name_gives_a_codec_with_an_id_of_its_own():
@@ -368,11 +299,8 @@ def test_presets_make_codecs_and_name_their_source():
             for key, value in row.settings.items():
                 assert getattr(made, key) == value
     assert presets("fft")["paper"].settings == fft.PAPER
-
-
-def test_settings_win_over_the_preset():
-    made = codec("topk", preset="grace", theta=0.99)
-    assert (made.theta, made.indices) == (0.99, "int64")
+    own = codec("topk", preset="grace", theta=0.99)
+    assert (own.theta, own.indices) == (0.99, "int64"), "settings win over the preset"
 
 
 def test_what_rivals_ship_costs_what_they_ship():
@@ -392,7 +320,6 @@ def test_what_rivals_ship_costs_what_they_ship():
     assert body("topk", preset="grace") == padded(12 * int(0.3 * n))
     # 12 + 2 bits for 64 of each 4096, and a table of four means: 146.3 times less than float32.
     assert body("topk", preset="compact") == padded(n // 64 * 14 // 8 + 16)
-    assert body("demo", preset="paper", shape=(1024, 1024)) == padded(256 * 32 * 12)
 
 
 def test_mistakes_are_named():
@@ -414,32 +341,19 @@ def test_mistakes_are_named():
     ("topk", {"decay": 0}), ("qsgd", {"levels": 0}), ("qsgd", {"levels": True}),
     ("qsgd", {"levels": 2.0}), ("qsgd", {"bucket": 0}), ("qsgd", {"norm": "l1"}),
     ("qsgd", {"packing": "elias"}), ("qsgd", {"seed": -1}), ("terngrad", {"clip": 0}),
-    ("terngrad", {"clip": float("nan")}), ("terngrad", {"spread": "mad"}),
-    ("terngrad", {"bucket": 2**32}), ("dgc", {"momentum": 1.0}), ("dgc", {"clip": -1.0}),
-    ("dgc", {"warmup": -1}), ("dgc", {"indices": "packed"}), ("onebit", {"variant": "2bit"}),
-    ("onebit", {"packing": "words"}), ("powersgd", {"shape": 5}),
-    ("powersgd", {"shape": (2, 3, 4)}), ("powersgd", {"shape": (-1, 4)}),
-    ("powersgd", {"rank": 0}), ("demo", {"topk": 0}), ("demo", {"edge": 257}),
-    ("demo", {"decay": 1.5}), ("bounded", {"form": "huffman", "bound": 1.0}),
+    ("terngrad", {"clip": math.nan}), ("terngrad", {"spread": "mad"}),
+    ("terngrad", {"bucket": 2**32}), ("onebit", {"variant": "2bit"}),
+    ("onebit", {"packing": "words"}), ("bounded", {"form": "huffman", "bound": 1.0}),
     ("bounded", {"bound": 0.0}), ("bounded", {"bound": math.inf, "form": "paper"}),
     ("bounded", {"bits": 3, "bound": 1.0}), ("bounded", {"group": 100, "bound": 1.0}),
     ("bounded", {"escapes": 1.5, "bound": 1.0}), ("bounded", {"seed": -1, "bound": 1.0}),
     ("bounded", {"threads": 0, "bound": 1.0}), ("bounded", {"measure": 1, "bound": 1.0}),
+    ("powersgd", {"shape": (2, 3, 4)}), ("dgc", {"momentum": 1.0}), ("demo", {"topk": 0}),
 ])  # fmt: skip
 def test_illegal_settings_are_refused(name, settings):
     key = next(iter(settings))
     with pytest.raises(CompressError, match=f"{key}=.*(expected|needs)"):
         codec(name, **settings)
-
-
-def test_shapes_must_fit():
-    for name in ("powersgd", "demo"):
-        made = codec(name, shape=(4, 5))
-        for call in (made.payload_bytes, made.new_state):
-            with pytest.raises(CompressError, match=r"21 elements for shape \(4, 5\)"):
-                call(21)
-        with pytest.raises(CompressError, match="one codec per shape"):
-            made.encode(np.zeros(21, np.float32))
 
 
 def test_sizes_beyond_int32_are_arithmetic_only():
@@ -454,11 +368,9 @@ def test_sizes_beyond_int32_are_arithmetic_only():
 def test_a_codec_is_loaded_when_it_is_named_and_the_name_stays_a_function():
     script = """
 import sys, sn_compress
-made = sn_compress.codec("qsgd")
+sn_compress.codec("qsgd")
 loaded = {name for name in sys.modules if name.startswith("sn_compress.codecs.")}
-names = "base", "registry", "qsgd", "frame"
-own = {f"sn_compress.codecs.{name}" for name in names}
-assert loaded == own, loaded
+assert loaded == {f"sn_compress.codecs.{it}" for it in ("base", "registry", "qsgd", "frame")}
 import sn_compress.codecs.fft
 assert callable(sn_compress.codec)
 assert not {"torch", "tensorflow", "horovod", "cupy"} & set(sys.modules)

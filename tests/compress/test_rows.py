@@ -11,18 +11,9 @@ from hypothesis import strategies as st
 from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.errors import CompressError
-from sn_compress.ops import bits as elias_fano
 from sn_compress.ops import bits as positions
 from sn_compress.ops import indexed, record
 from sn_compress.ops.bits import agreed_rows
-
-SHAPES = {
-    "table": ((60, 5), 3),
-    "one row": ((1, 7), 1),
-    "all rows": ((9, 4), 9),
-    "one column": ((300, 1), 5),
-    "one value": ((1, 1), 1),
-}
 
 
 def agreed(part, state, ranks):
@@ -55,7 +46,7 @@ def test_positions_travel_as_elias_fano_has_them_and_come_back(data):
 def test_any_words_are_read_as_something():
     rng = np.random.default_rng(0)
     for count, n in ((1, 1), (3, 40), (40, 40), (5, 1000)):
-        for _ in range(50):
+        for _ in range(20):
             slots = rng.integers(-(2**31), 2**31, (2, positions.slot_words(count, n)))
             found = [
                 positions.read_positions(lib(slots.astype(np.int32)), count, n) for lib in LIBRARIES
@@ -113,48 +104,19 @@ def naive_picks(left, size):
     return sorted(range(len(left)), key=lambda row: (-norms[row], row))[:size]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [*((kind, 2) for kind in SHAPES), ("table", 4), ("table", 8)]
-)
-def test_fifty_steps_have_the_same_bits_in_numpy_and_torch_and_lose_nothing(kind, ranks):
-    shape, size = SHAPES[kind]
-    rng = np.random.default_rng(ranks)
-    group = Ranks([Rows([shape], [size])], ranks)
-    given_, got = np.zeros(shape), np.zeros(shape)
+def test_the_rows_sent_are_those_named_and_whoever_owes_most_names_the_next():
+    rng = np.random.default_rng(4)
+    group = Ranks([Rows([(60, 5)], [3])], 4)
     named = set()
-    for _ in range(50):
-        gradients = chance(rng, ranks, [shape], 0.2)
-        results, _ = group.step(gradients)
-        given_ += np.mean([mine[0] for mine in gradients], axis=0, dtype=np.float64)
+    for _ in range(20):
+        results, _ = group.step(chance(rng, 4, [(60, 5)], 0.2))
         mean, state = results[0].mean[0], results[0].state
-        got += mean
         sent = set(np.flatnonzero(state["0.age"] == 1))
-        assert len(sent) == min(size * ranks, shape[0])
+        assert len(sent) == 3 * 4
         assert named | set(np.flatnonzero(mean.any(axis=1))) <= sent
         named = set(np.flatnonzero(state["0.named"]))
         lefts = [np.asarray(each.residuals[0]) for each in results.values()]
-        assert named == {row for left in lefts for row in naive_picks(left, size)}
-    left = np.mean([memory[0] for memory in group.memories], axis=0, dtype=np.float64)
-    # Each step rounds vectors of norm below |given| + |memory| a handful of times.
-    norm = np.linalg.norm(given_) + max(np.linalg.norm(mine[0]) for mine in group.memories)
-    assert np.linalg.norm(given_ - got - left) <= 8 * 50 * 2**-24 * norm
-
-
-def test_few_rows_that_change_from_step_to_step_arrive_a_step_later():
-    rng = np.random.default_rng(10)
-    group = Ranks([Rows([(500, 8)], [4])], 3)
-    sent, given_ = np.zeros((500, 8)), np.zeros((500, 8))
-    for _ in range(30):
-        gradients = np.zeros((3, 1, 500, 8), np.float32)
-        for rank in range(3):
-            rows = rng.choice(500, 4, replace=False)
-            gradients[rank, 0, rows] = rng.uniform(0.5, 1, (4, 8))
-        last = gradients.mean(axis=0)[0]
-        sent += group.step(gradients)[0][0].mean[0]
-        given_ += last
-    # What is outstanding is the last step and the rounding of the rows sent before: 42 levels on
-    # each side of a peak, so about a hundredth of each value.
-    assert np.linalg.norm(given_ - last - sent) < 0.3 * np.linalg.norm(last)
+        assert named == {row for left in lefts for row in naive_picks(left, 3)}
 
 
 def test_every_row_is_sent_in_the_end_even_if_nobody_names_it():
@@ -193,7 +155,7 @@ def test_the_words_are_few():
     """Positions take as many as in Elias-Fano form, values a byte each, and a scale."""
     for (rows, columns), size, ranks in (((30000, 64), 40, 8), ((1000, 8), 3, 2)):
         (words,) = Bucket([Rows([(rows, columns)], [size])]).words(ranks)
-        bits_ = size * elias_fano.low_bits(size, rows) + elias_fano.upper_bits(size, rows)
+        bits_ = size * positions.low_bits(size, rows) + positions.upper_bits(size, rows)
         assert words == 2 + 1 + size * ranks * columns / 4 + ranks * math.ceil(bits_ / 32)
 
 

@@ -1,7 +1,5 @@
 """Theta over time, and the convergence condition of docs/convergence.md on a convex problem."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -53,8 +51,10 @@ def cosine(steps: int):
     return rate
 
 
-@pytest.mark.parametrize("steps", [600, 10_000])  # more than are looked at, too
-@pytest.mark.parametrize("mean", [0.85, 0.9, 0.98])
+@pytest.mark.parametrize(
+    ("steps", "mean"),
+    [(600, 0.85), (600, 0.98), (10_000, 0.9)],  # more than are looked at, too
+)
 def test_annealed_keeps_on_average_what_a_constant_theta_keeps(steps, mean):
     schedule = Annealed(mean, cosine(steps), steps)
     kept = [1 - schedule.theta(step) for step in range(steps)]
@@ -85,15 +85,12 @@ def test_annealed_keeps_by_a_power_of_the_rate():
     ({"power": 0}, "a power above 0"),
     ({"mean": 1.0}, "theta=1.0"),
 ])  # fmt: skip
-def test_annealed_refuses_what_is_no_rate(settings, told):
+def test_what_is_no_rate_or_no_theta_is_refused(settings, told):
     with pytest.raises(CompressError, match=told):
         Annealed(**{"mean": 0.9, "rate": lambda step: 1.0, "steps": 10} | settings)
-
-
-@pytest.mark.parametrize("bad", [-0.1, 1.0, float("nan")])
-def test_bad_theta_is_refused(bad):
-    with pytest.raises(CompressError, match="theta"):
-        Constant(bad)
+    for bad in (-0.1, 1.0, math.nan):
+        with pytest.raises(CompressError, match="theta"):
+            Constant(bad)
 
 
 def gradient_after(schedule, steps: int) -> float:

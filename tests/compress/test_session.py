@@ -8,6 +8,7 @@ from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.errors import CompressError
 
 RANKS = 2
+FACTORS, ROWS, WHOLE, LONG = (64, 48), (400, 8), (2000,), (70000,)  # how they travel
 LARGER = 2.0**10  # a power of two: everything that follows is exact
 
 
@@ -24,14 +25,16 @@ def ranks(**settings):
 def gradients_of(shape, steps, seed=0):
     rng = np.random.default_rng(seed)
     found = rng.standard_normal((steps, RANKS, *shape)).astype(np.float32)
-    if shape == (400, 8):  # few rows that are not zero: sent by rows
+    if shape == ROWS:  # few rows that are not zero: sent by rows
         found[:, :, 9:] = 0
     return found
 
 
-@pytest.mark.parametrize("shape", [(64, 48), (400, 8), (2000,)], ids=["factors", "rows", "whole"])
-@pytest.mark.parametrize("at", [0, 1, 2, 4, 6])
-@pytest.mark.parametrize("factor", [LARGER, 1 / LARGER])
+@pytest.mark.parametrize(("shape", "at", "factor"), [
+    (FACTORS, 0, LARGER), (FACTORS, 2, 1 / LARGER), (FACTORS, 4, LARGER),
+    (ROWS, 1, 1 / LARGER), (ROWS, 2, LARGER), (ROWS, 6, 1 / LARGER),
+    (WHOLE, 0, 1 / LARGER), (WHOLE, 1, LARGER), (WHOLE, 4, 1 / LARGER),
+])  # fmt: skip
 def test_a_new_loss_scale_changes_nothing_but_the_scale(shape, at, factor):
     """Rescaled before step `at`, all that follows is the run without, times the factor: to the bit
     where only digits and sums are scaled, to rounding where LAPACK decomposes.
@@ -74,8 +77,11 @@ def test_what_half_precision_cannot_hold_is_not_remembered_as_nonsense():
     assert np.isfinite(exchanges[0].residual("w")).all()
 
 
-@pytest.mark.parametrize("shape", [(64, 48), (400, 8), (70000,)], ids=["factors", "rows", "whole"])
-@pytest.mark.parametrize("power", [-145, -126, -100, -60, 45, 64, 100, 125])
+@pytest.mark.parametrize(("shape", "power"), [
+    (FACTORS, -145), (FACTORS, -60), (FACTORS, 45), (FACTORS, 125),
+    (ROWS, -145), (ROWS, -126), (ROWS, 64), (ROWS, 125),
+    (LONG, -145), (LONG, -100), (LONG, 100), (LONG, 125),
+])  # fmt: skip
 def test_gradients_may_lie_anywhere_in_the_range_of_float32(shape, power):
     """Times a power of two, the run is that without, times the power: to the bit where only digits
     and sums are scaled, to rounding where LAPACK decomposes.

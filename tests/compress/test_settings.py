@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import codecs, examples, for_each, random
+from samples import examples, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 
@@ -12,20 +12,16 @@ from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 @pytest.mark.parametrize(("settings", "message"), [
     ({"theta": 1}, "theta=1; expected a fraction from 0"),
     ({"transform": "auto"}, "transform='auto'; expected fft or dct"),
-    ({"theta": -0.1}, "theta=-0.1; expected a fraction"),
     ({"theta": float("nan")}, "theta=nan; expected"),
-    ({"block": 0}, "block=0; expected a power of two from 32"),
-    ({"block": 16}, "block=16; expected"),
+    ({"block": 16}, "block=16; expected a power of two from 32"),
     ({"block": 4095}, "block=4095; expected"),
     ({"block": -4096}, "block=-4096; expected"),
     ({"block": 2**21}, r"expected a power of two from 32 to 2\*\*20, or None"),
-    ({"span": 16}, "span=16; expected a power of two from 32 to the block"),
-    ({"span": 96}, "span=96; expected a power of two"),
+    ({"span": 96}, "span=96; expected a power of two from 32 to the block"),
     ({"span": 8192}, "span=8192; expected a power of two from 32 to the block"),
     ({"span": 64, "block": None}, "span=64; expected a power of two from 32 to the block"),
     ({"span": 64, "transform": "dct"}, 'span=64; expected None unless transform="fft"'),
     ({"bits": 3}, "bits=3: a range float has 4 to 16 bits"),
-    ({"bits": 17}, "bits=17"),
     ({"mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
     ({"bits": 12}, "mantissa=3 with bits=12: legal are 5 to 11"),
     ({"positions": "rle"}, "positions='rle'; expected elias-fano or bitmap"),
@@ -40,12 +36,8 @@ from sn_compress import CompressError, FFTCodec, Payload, PayloadError
     ({"transform": "axes", "shape": (4, 4), "axes": (-1,)}, "different axes from 0 to 1"),
     ({"transform": "axes", "shape": (4, 4), "axes": (1, 1)}, "different axes from 0 to 1"),
     ({"transform": "axes", "shape": (4, 0), "axes": (1,)}, "expected the tensor's shape"),
-    (
-        {"window": "tensor"},
-        'window=\'tensor\'; expected "block", "payload" or a positive number',
-    ),
+    ({"window": "tensor"}, 'window=\'tensor\'; expected "block", "payload" or a positive number'),
     ({"window": 0}, "window=0; expected"),
-    ({"window": -1.0}, "window=-1.0; expected"),
     ({"window": float("nan")}, "window=nan; expected"),
     ({"values": "fp16", "window": "payload"}, "expected \"block\" with values='fp16'"),
     ({"values": "sign", "window": 1.0}, "expected \"block\" with values='sign'"),
@@ -86,8 +78,6 @@ def test_payloads_of_different_vectors_have_no_mean():
     codec = FFTCodec(theta=0.9)
     with pytest.raises(PayloadError, match="expected 5000 elements"):
         codec.decode_mean([codec.encode(random(5000)), codec.encode(random(4999))])
-    with pytest.raises(CompressError, match="at least one payload; got none"):
-        codec.decode_mean([])
 
 
 @examples
@@ -106,18 +96,6 @@ def test_a_codec_over_axes_serves_one_shape():
             call(random(91))
     with pytest.raises(CompressError, match=r"expected 90\. A codec over axes serves one"):
         codec.payload_bytes(89)
-
-
-@pytest.mark.parametrize("codec", codecs(), ids=str)
-@for_each("n", (0, 1, 31, 32, 33, 4095, 4096, 4097, 12_345))
-def test_sections_cover_the_vector(codec, n):
-    at = words = 0
-    for s in codec.sections(n):
-        assert (s.start, s.words_at) == (at, words)
-        assert s.stop <= s.start + s.count * s.layout.block
-        at, words = s.stop, words + s.count * s.layout.words
-    assert at == n
-    assert codec.payload_bytes(n) == 32 + -(-words * 4 // 16) * 16
 
 
 def test_one_range_for_the_payload():
@@ -160,11 +138,7 @@ def test_fixed_range_counts_what_it_clips(backend):
         assert counts[0] <= payload.saturated <= counts[1]
         assert payload.saturated > 0
         assert Payload.from_bytes(payload.to_bytes()).saturated == payload.saturated
-    for window in (100.0, 1e30):
+    for window in (100.0, 3e38):
         assert FFTCodec(theta=0.0, window=window).encode(x).saturated == 0
-
-
-def test_a_window_beyond_float32_is_refused_or_the_largest():
-    assert FFTCodec(window=3e38).encode(random(100)).saturated == 0
     with pytest.raises(CompressError, match="window=1e\\+39"):
         FFTCodec(window=1e39).encode(random(100))

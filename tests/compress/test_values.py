@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import TINY, examples, specials
 
-from sn_compress.ops import quantize, record
+from sn_compress.ops import record
 from sn_compress.ops.quantize import Layout
 from sn_compress.ops.record import decode_records, encode_records
 
@@ -88,14 +88,11 @@ def test_heads_and_codes_are_those_of_exact_arithmetic(backend, kind, row):
     np.testing.assert_array_equal(decoded, want.astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", ["sign", "2bit"])
-def test_special_rows(backend, kind):
+def test_special_rows_and_heads_that_saturate_at_the_largest_finite(backend):
     for row in specials(45).values():
-        heads, codes, _ = coded(row, kind)
-        assert (heads, codes) == expected(row, kind)
-
-
-def test_heads_saturate_at_the_largest_finite(backend):
+        for kind in ("sign", "2bit"):
+            heads, codes, _ = coded(row, kind)
+            assert (heads, codes) == expected(row, kind)
     row = np.full(40, LARGEST, np.float32)  # its nearest bfloat16 would be infinite
     row[::2] *= -1
     for kind in ("sign", "2bit", "range", "fp16"):
@@ -124,28 +121,3 @@ def test_denormals(backend, kind):
         else:  # a rung of 3 mantissa bits of denormals is 2**20 TINY; minus one rung is no code
             assert (abs(decoded - row)[::2] <= 2.0**19 * TINY).all()
             assert (abs(decoded - row) <= 2.0**20 * TINY).all()
-
-
-@examples
-@given(rows())
-def test_half_precision_is_relative_to_the_peak(backend, row):
-    heads, _, decoded = coded(row, "fp16")
-    peak = float(abs(row).max())
-    assert heads == [int(np.float32(peak).view(np.uint32)) >> 23 << 7]
-    error = abs(decoded.astype(np.float64) - row)
-    # 11 bits, down to 2**-28 of the peak, and half of 2**-24 / 2**14 of it below. Only what would
-    # round to 2**128 goes down instead, by up to a whole step.
-    bound = np.maximum(2.0**-11 * abs(row.astype(np.float64)), 2.0**-39 * peak)
-    bound[abs(row) > 2.0**128 * (1 - 2.0**-12)] *= 2
-    assert (error <= np.maximum(bound, TINY / 2)).all()
-
-
-def test_fixed_point_keeps_below_two_to_the_24():
-    for peak in (TINY, 2.0**-126, 1.0, 1.9999999, 2.0**126, 2.0**127, LARGEST):
-        row = np.array([[peak, peak / 2, 0, -peak]], np.float32)
-        peaks = np.float32(peak).view(np.uint32)
-        exponent = np.array([min(int(peaks) >> 23, 253)])
-        fixed = quantize.to_fixed(row, exponent)
-        assert fixed.dtype == np.int64
-        assert fixed.max() < 2**24
-        assert fixed[0, 0] == fixed[0, 3] == Fraction(float(row[0, 0])) // unit(row)

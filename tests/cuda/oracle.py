@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 
-from sn_compress.ops import checksum as sums
 from sn_compress.ops import record
 from sn_compress.ops.launch import Format
 from sn_compress.ops.quantize import Layout
@@ -58,10 +55,3 @@ def decode(words: np.ndarray, form: Format) -> np.ndarray:
     out = np.zeros((len(words), form.bins * form.parts), np.float32)
     record.decode_twin(words, out, layout_of(form), 1.0)
     return out
-
-
-def checksum(words: np.ndarray, first: int = 8) -> int:
-    """The share of words from number `first` of a payload on, from zlib's CRC of their bytes."""
-    # zlib turns all bits of what it begins and ends with; so it begins with zero here.
-    crc = zlib.crc32(words.astype("<u4").tobytes(), 0xFFFFFFFF) ^ 0xFFFFFFFF
-    return sums.product(crc, sums.step_back(first + words.size))

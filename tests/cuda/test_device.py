@@ -1,12 +1,10 @@
 """What Python does around the kernels, on a CuPy of NumPy arrays (fake.py)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu, tensor  # noqa: F401
+from fake import FakeArray, FakeDevice, fake, tensor
 
 from sn_compress import ErrorFeedback, FFTCodec
 from sn_compress.codecs import _fft_cuda, batched
@@ -37,10 +35,7 @@ def values(n: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("settings", SAME_BYTES, ids=str)
-def test_payload_memory_and_mean_are_those_of_the_cpu(
-    gpu: FakeCuda,  # noqa: F811
-    settings: dict,
-) -> None:
+def test_payload_memory_and_mean_are_those_of_the_cpu(gpu, settings):
     codec = FFTCodec(**{"theta": 0.9, **settings})
     for n in [9000] if "shape" in settings else SIZES:
         state, device_state = codec.new_state(n), codec.new_state(n, like=fake(values(n)))
@@ -63,10 +58,7 @@ def test_payload_memory_and_mean_are_those_of_the_cpu(
     *({"transform": it, "block": block} for it in ("fft", "dct") for block in (256, None)),
     *({"span": 64, "block": block} for block in (256, 1 << 14)),
 ], ids=str)  # fmt: skip
-def test_what_is_sent_and_kept_add_up(
-    gpu: FakeCuda,  # noqa: F811
-    settings: dict,
-) -> None:
+def test_what_is_sent_and_kept_add_up(gpu, settings):
     codec = FFTCodec(theta=0.9, **settings)
     for n in SIZES[1:]:
         given = values(n)
@@ -81,13 +73,13 @@ def test_what_is_sent_and_kept_add_up(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_floats(gpu: FakeCuda, dtype: str) -> None:  # noqa: F811
+def test_short_floats(gpu, dtype):
     codec = FFTCodec(theta=0.9, transform="identity")
     given = values(5000).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     assert codec.encode(fake(given)).to_bytes() == codec.encode(given).to_bytes()
 
 
-def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
+def test_many_tensors_take_few_launches(gpu):
     codec = FFTCodec(theta=0.9)
     tensors = [fake(values(n, n)) for n in [4096 * 3, 4096, 8192] * 10]
     payloads = _fft_cuda.Encoder(codec, tensors).run()
@@ -98,23 +90,17 @@ def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("block", [256, 1 << 14, None], ids=str)
 @pytest.mark.parametrize("transform", ["fft", "spans", "axes", "identity"])
-def test_a_step_reads_no_value(
-    gpu: FakeCuda,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    transform: str,
-    block: int | None,
-) -> None:
+def test_a_step_reads_no_value(gpu, monkeypatch, transform, block):
     """Whatever brings one of a device's to the host raises."""
 
     def reads(*_: object) -> None:
         raise AssertionError("a value of the device was asked for")
 
-    if transform == "axes":
-        codec = FFTCodec(theta=0.9, transform="axes", shape=(100, 90), axes=(1,), block=block)
-    elif transform == "spans":
-        codec = FFTCodec(theta=0.9, span=64 if block else None, block=block)
-    else:
-        codec = FFTCodec(theta=0.9, transform=transform, block=block)
+    kinds = {
+        "axes": {"transform": "axes", "shape": (100, 90), "axes": (1,)},
+        "spans": {"span": 64 if block else None},
+    }
+    codec = FFTCodec(theta=0.9, block=block, **kinds.get(transform, {"transform": transform}))
     tensors = [fake(values(9000, seed)) for seed in range(3)]
     states = [codec.new_state(9000, like=each) for each in tensors]
 
@@ -133,7 +119,7 @@ def test_a_step_reads_no_value(
         bool(tensors[0][:1] > 0)
 
 
-def test_several_ranks_in_one_gathered_buffer(gpu: FakeCuda) -> None:  # noqa: F811
+def test_several_ranks_in_one_gathered_buffer(gpu):
     codec = FFTCodec(theta=0.9)
     made = [codec.encode(values(9000, seed)) for seed in range(3)]
     gathered = fake(np.stack([payload.buffer for payload in made]))
@@ -145,7 +131,7 @@ def test_several_ranks_in_one_gathered_buffer(gpu: FakeCuda) -> None:  # noqa: F
     np.testing.assert_array_equal(outs[1], outs[0].astype("f2"))
 
 
-def test_damage_is_told_when_asked_for(gpu: FakeCuda) -> None:  # noqa: F811
+def test_damage_is_told_when_asked_for(gpu):
     codec = FFTCodec(theta=0.9)
     good = codec.encode(fake(values(9000)))
     for at, said in ((5, "another"), (13, "another"), (29, "checksum"), (500, "checksum")):
@@ -159,7 +145,7 @@ def test_damage_is_told_when_asked_for(gpu: FakeCuda) -> None:  # noqa: F811
         _fft_cuda.Decoder(codec, [good.buffer[None, :-16]], [fake(values(9000))])
 
 
-def test_damage_in_a_step_is_told_when_the_next_one_begins(gpu: FakeCuda) -> None:  # noqa: F811
+def test_damage_in_a_step_is_told_when_the_next_one_begins(gpu):
     """Without a wait: the flag is copied behind the decoding, and read then."""
     codec = FFTCodec(theta=0.9)
     good = codec.encode(values(9000)).buffer
@@ -176,7 +162,7 @@ def test_damage_in_a_step_is_told_when_the_next_one_begins(gpu: FakeCuda) -> Non
             arrival.conclude()
 
 
-def test_what_a_gpu_does_not_do_is_refused_by_name(gpu: FakeCuda) -> None:  # noqa: F811
+def test_what_a_gpu_does_not_do_is_refused_by_name(gpu):
     given = fake(values(20000))
     with pytest.raises(CompressError, match="window"):
         FFTCodec(window="payload").encode(given)
@@ -188,7 +174,7 @@ def test_what_a_gpu_does_not_do_is_refused_by_name(gpu: FakeCuda) -> None:  # no
         FFTCodec().encode(given.reshape(10, 2000))
 
 
-def test_feedback_moves_its_memory_to_the_tensor(gpu: FakeCuda) -> None:  # noqa: F811
+def test_feedback_moves_its_memory_to_the_tensor(gpu):
     codec = FFTCodec(theta=0.9, transform="identity")
     on_cpu, on_gpu = ErrorFeedback(codec), ErrorFeedback(codec)
     for seed in range(3):

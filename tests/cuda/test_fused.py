@@ -1,17 +1,13 @@
 """The fused kernels' own code, run on the host: integers bit for bit, floats within a bound."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import oracle
 import pytest
-import scipy.fft
-import scipy.linalg
 from fused_case import decode, encode, samples
 from host import ORDERS, Host, address
-from spans_by_hand import spans_joined, spans_parted
+from samples import exact_inverse, exact_transform
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import launch
@@ -19,18 +15,15 @@ from sn_compress.ops.launch import Piece
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-THETAS = (0.0, 0.5, 0.9, 0.98, 0.9999)
 VALUES = ("range", "fp16", "sign", "2bit")
-POSITIONS = ("elias-fano", "bitmap", "all")
 
 
 @pytest.mark.parametrize("transform", ["spectrum", "identity"])
 @pytest.mark.parametrize("block", [32, 4096])
 @pytest.mark.parametrize("values", VALUES)
-def test_records_and_residual_equal_the_oracle(block: int, transform: str, values: str) -> None:
-    for theta, positions in itertools.product(THETAS, POSITIONS):
-        if positions == "all" and theta:
-            continue
+def test_records_and_residual_equal_the_oracle(block, transform, values):
+    pairs = [(0.0, "all"), (0.5, "bitmap"), (0.9, "elias-fano"), (0.98, "bitmap")]
+    for theta, positions in [*pairs, (0.0, "elias-fano"), (0.9999, "elias-fano")]:
         form = oracle.make_format(block, transform, theta, values, positions=positions)
         for name, coefs in samples(form).items():
             given = np.zeros_like(coefs)
@@ -44,7 +37,7 @@ def test_records_and_residual_equal_the_oracle(block: int, transform: str, value
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_threads_does_not_matter(order: str) -> None:
+def test_the_order_of_threads_does_not_matter(order):
     kinds = [("fft", None), ("fft", 64), ("dct", None), ("hadamard", None)]
     for (transform, span), values in itertools.product(kinds, ["range", "2bit"]):
         form = oracle.make_format(256, transform, 0.8, values, span=span)
@@ -61,25 +54,15 @@ def test_the_order_of_threads_does_not_matter(order: str) -> None:
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
-def test_every_width_of_range_float(bits: int, mantissa: int) -> None:
+def test_every_width_of_range_float(bits, mantissa):
     form = oracle.make_format(32, "identity", 0.5, "range", bits, mantissa)
     for coefs in samples(form).values():
         words, _, _ = oracle.encode(coefs, None, form, 1.0, None)
         np.testing.assert_array_equal(encode(Host(), form, coefs.reshape(-1)).words, words)
 
 
-def test_a_fixed_window_counts_what_it_clips() -> None:
-    form = oracle.make_format(4096, "spectrum", 0.9)
-    coefs = samples(form)["normal"]
-    top = int(np.float32(0.5).view(np.uint32)) >> 16
-    words, _, saturated = oracle.encode(coefs, None, form, 1.0, top)
-    done = encode(Host(), form, coefs.reshape(-1), top=top)
-    np.testing.assert_array_equal(done.words, words)
-    assert saturated == done.totals[0] > 0
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_decode_adds_in_rank_order_as_the_oracle_does(ranks: int) -> None:
+def test_decode_adds_in_rank_order_as_the_oracle_does(ranks):
     for transform, values, positions in itertools.product(
         ["spectrum", "identity"], VALUES, ["elias-fano", "bitmap"]
     ):
@@ -106,24 +89,12 @@ def bound(block: int) -> float:
     return (np.log2(block) + 3) * 7 * 2.0**-24
 
 
-def exact_forward(values: np.ndarray, transform: str, span: int | None = None) -> np.ndarray:
-    wide = values.astype(np.float64)
-    if span:
-        spectra = scipy.fft.rfft(wide.reshape(-1, span), norm="ortho")
-        return spans_joined(spectra, wide.shape[1])
-    if transform == "fft":
-        return scipy.fft.rfft(wide, norm="ortho").view(np.float64)
-    if transform == "dct":
-        return scipy.fft.dct(wide, norm="ortho")
-    order = wide.shape[1]
-    return wide @ scipy.linalg.hadamard(order) / np.sqrt(order)
-
-
 @pytest.mark.parametrize(("block", "transform", "span"), [
-    *itertools.product([32, 64, 128, 4096, 8192], ["fft", "dct", "hadamard"], [None]),
+    *itertools.product([32, 4096], ["fft", "dct", "hadamard"], [None]),
+    (64, "dct", None), (128, "hadamard", None), (8192, "fft", None),
     *((block, "fft", span) for block, span in [(64, 32), (4096, 64), (4096, 32), (8192, 1024)]),
 ])  # fmt: skip
-def test_transforms_stay_within_the_bound(block: int, transform: str, span: int | None) -> None:
+def test_transforms_stay_within_the_bound(block, transform, span):
     form = oracle.make_format(block, transform, 0.99, span=span)
     rng = np.random.default_rng(block)
     values = rng.standard_normal((3, block)).astype(np.float32)
@@ -132,41 +103,19 @@ def test_transforms_stay_within_the_bound(block: int, transform: str, span: int 
     done = encode(Host(), form, values.reshape(-1), np.zeros((3, form.bins * form.parts), "f4"))
     assert done.memory is not None
     sent = oracle.decode(done.words, form).astype(np.float64)
-    error = done.memory + sent - exact_forward(values, transform, span)
+    error = done.memory + sent - exact_transform(form, values.astype(np.float64))
     norm = np.linalg.norm(values, axis=1)
     # One more rounding where the code's value was subtracted. Complex bins count twice.
     assert (np.linalg.norm(error, axis=1) <= (bound(block) + 2.0**-24) * norm).all()
 
     out, _, _ = decode(Host(), form, done.words[None], values.size)
-    if span:
-        spectra = spans_parted(sent.view(np.complex128), span)
-        expected = scipy.fft.irfft(spectra, n=span, norm="ortho").reshape(-1, block)
-    elif transform == "fft":
-        expected = scipy.fft.irfft(sent.view(np.complex128), n=block, norm="ortho")
-    elif transform == "dct":
-        expected = scipy.fft.idct(sent, norm="ortho")
-    else:
-        expected = exact_forward(sent, transform)
+    expected = exact_inverse(form, sent, block)
     error = out.reshape(values.shape) - expected
     assert (np.linalg.norm(error, axis=1) <= bound(block) * np.linalg.norm(expected, axis=1)).all()
 
 
-def test_hadamard_has_the_bits_of_plain_butterflies() -> None:
-    form = oracle.make_format(512, "hadamard", 0.9)
-    values = samples(form)["laplace"].reshape(-1, 512)
-    out = values.copy()
-    half = 1
-    while half < 512:
-        pairs = out.reshape(len(out), -1, 2, half)
-        a, b = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
-        pairs[:, :, 0], pairs[:, :, 1] = a + b, a - b
-        half *= 2
-    words, _, _ = oracle.encode(out * np.float32(512**-0.5), None, form, 1.0, None)
-    np.testing.assert_array_equal(encode(Host(), form, values.reshape(-1)).words, words)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) -> None:
+def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype):
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     form = oracle.make_format(64, "identity", 0.0, "range", 16, 9, positions="all")
     every = np.arange(1 << 16, dtype=np.uint16)
@@ -179,20 +128,7 @@ def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) ->
     np.testing.assert_array_equal(short.view(np.uint16), full.astype(kind).view(np.uint16))
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 63, 1000])
-def test_a_cut_block_is_padded_with_zeros(size: int) -> None:
-    form = oracle.make_format(32, "identity", 0.5)
-    values = np.random.default_rng(size).standard_normal(size + 1).astype(np.float32)[1:]
-    padded = np.zeros(-(-size // 32) * 32, np.float32)
-    padded[:size] = values
-    words, _, _ = oracle.encode(padded.reshape(-1, 32), None, form, 1.0, None)
-    done = encode(Host(), form, values)
-    np.testing.assert_array_equal(done.words, words)
-    out, _, _ = decode(Host(), form, words[None], size)
-    np.testing.assert_array_equal(out, oracle.decode(words, form).reshape(-1)[:size])
-
-
-def test_many_tensors_share_a_launch() -> None:
+def test_many_tensors_share_a_launch():
     form = oracle.make_format(32, "identity", 0.8)
     rng = np.random.default_rng(5)
     tensors = [rng.standard_normal(size).astype(np.float32) for size in rng.integers(0, 200, 100)]
@@ -209,7 +145,7 @@ def test_many_tensors_share_a_launch() -> None:
         np.testing.assert_array_equal(words, encode(Host(), form, tensor).words)
 
 
-def test_damaged_records_raise_flags_and_touch_nothing_else() -> None:
+def test_damaged_records_raise_flags_and_touch_nothing_else():
     rng = np.random.default_rng(11)
     for transform, positions in itertools.product(["spectrum", "fft"], ["elias-fano", "bitmap"]):
         form = oracle.make_format(256, transform, 0.9, positions=positions)
@@ -233,17 +169,7 @@ def test_damaged_records_raise_flags_and_touch_nothing_else() -> None:
         assert decode(Host(), form, records, size)[1] == 1
 
 
-def test_checksums_of_records_add_up() -> None:
-    form = oracle.make_format(32, "identity", 0.5)
-    values = samples(form, 40)["normal"].reshape(-1)
-    done = encode(Host(), form, values, first_word=8)
-    expected = oracle.checksum(done.words.reshape(-1))
-    assert int(done.totals[1]) == expected
-    _, _, read = decode(Host(), form, done.words[None], values.size)
-    assert int(read[0]) == expected
-
-
-def test_sizes_are_64_bits_wide_and_limits_are_named() -> None:
+def test_sizes_are_64_bits_wide_and_limits_are_named():
     # 2**40 elements: a launch is refused or described, nothing wraps.
     names = ("elements", "first_block", "first_word", "rank_words")
     assert all(launch.SECTION[name] == np.int64 for name in names)

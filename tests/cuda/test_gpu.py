@@ -1,9 +1,5 @@
 """On a real GPU: what the host-run bodies say, plus streams, graphs, damage and memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import oracle
 import pytest
@@ -27,28 +23,28 @@ TRANSFORMS = ("spectrum", "fft", "spans", "dct", "hadamard", "identity")
 
 
 @pytest.fixture
-def xp() -> Any:
+def xp():
     import cupy
 
     return cupy
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch sees no CUDA device")
     return torch
 
 
-def values(n: int, seed: int = 0) -> np.ndarray:
+def values(n, seed=0):
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", ["range", "fp16", "sign", "2bit"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("block", [32, 1024, 4096, 8192])
-def test_bits_are_those_of_the_host_run(xp: Any, block: int, transform: str, kind: str) -> None:
+def test_bits_are_those_of_the_host_run(xp, block, transform, kind):
     device = cuda.CudaDevice(0, xp.cuda.get_current_stream())
     span = 32 if transform == "spans" else None
     transform = "fft" if span else transform
@@ -98,7 +94,7 @@ def test_bits_are_those_of_the_host_run(xp: Any, block: int, transform: str, kin
     {"transform": "identity", "block": None, "positions": "bitmap", "values": "fp16"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("n", [0, 1, 33, 1000, 100_000, 2**20 + 1])
-def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int) -> None:
+def test_payloads_are_those_of_the_cpu(xp, settings, n):
     codec = FFTCodec(theta=0.95, **settings)
     state, device_state = codec.new_state(n), codec.new_state(n, like=xp.zeros(n, "f4"))
     for seed in range(3):
@@ -113,7 +109,7 @@ def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int
     *({"transform": it, "block": block} for it in ("fft", "dct") for block in (4096, None)),
     *({"span": 64, "block": block} for block in (4096, 1 << 14)),
 ], ids=str)  # fmt: skip
-def test_cufft_and_fused_paths_add_up(xp: Any, settings: dict[str, Any]) -> None:
+def test_cufft_and_fused_paths_add_up(xp, settings):
     codec = FFTCodec(theta=0.95, **settings)
     n = 100_000
     given = values(n)
@@ -128,7 +124,7 @@ def test_cufft_and_fused_paths_add_up(xp: Any, settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_torch_tensors_of_every_type(torch: Any, dtype: str) -> None:
+def test_torch_tensors_of_every_type(torch, dtype):
     codec = FFTCodec(theta=0.9, transform="identity")
     tensor = torch.from_numpy(values(50_000)).to("cuda", getattr(torch, dtype))
     payload = codec.encode(tensor)
@@ -150,9 +146,7 @@ def test_torch_tensors_of_every_type(torch: Any, dtype: str) -> None:
         for name in ("topk", "dgc", "onebit", "qsgd", "terngrad", "fp16", "bf16", "fp8")
     ),
 ])  # fmt: skip
-def test_codecs_without_kernels(
-    xp: Any, request: pytest.FixtureRequest, kind: str, name: str, settings: dict[str, Any]
-) -> None:
+def test_codecs_without_kernels(xp, request, kind, name, settings):
     made, host, there = (
         make_codec(name, **settings),
         *(ErrorFeedback(make_codec(name, **settings)) for _ in range(2)),
@@ -174,7 +168,7 @@ def test_codecs_without_kernels(
         )
 
 
-def test_torch_in_a_side_stream_is_read_and_written_in_order(torch: Any) -> None:
+def test_torch_in_a_side_stream_is_read_and_written_in_order(torch):
     made, given = make_codec("topk"), torch.from_numpy(values(1 << 16)).cuda()
     expected = made.encode(given.cpu().numpy())
     torch.cuda.synchronize()
@@ -189,7 +183,7 @@ def test_torch_in_a_side_stream_is_read_and_written_in_order(torch: Any) -> None
         np.testing.assert_array_equal(mean.cpu().numpy(), made.decode(expected))
 
 
-def test_work_goes_to_torchs_stream_and_waits_for_nothing(torch: Any) -> None:
+def test_work_goes_to_torchs_stream_and_waits_for_nothing(torch):
     codec = FFTCodec(theta=0.9)
     tensor = torch.from_numpy(values(1 << 20)).cuda()
     expected = codec.encode(tensor).to_bytes()  # compiles, too
@@ -206,7 +200,7 @@ def test_work_goes_to_torchs_stream_and_waits_for_nothing(torch: Any) -> None:
     assert payload.to_bytes() == expected
 
 
-def test_encode_and_decode_in_a_cuda_graph(torch: Any, xp: Any) -> None:
+def test_encode_and_decode_in_a_cuda_graph(torch, xp):
     codec = FFTCodec(theta=0.95)
     tensors = [torch.zeros(n, device="cuda") for n in (100_000, 4096, 70)]
     states = [codec.new_state(t.numel(), like=t) for t in tensors]
@@ -237,7 +231,7 @@ def test_encode_and_decode_in_a_cuda_graph(torch: Any, xp: Any) -> None:
     _fft_cuda.raise_if_damaged()
 
 
-def test_damaged_payloads_are_reported_and_harm_nothing(xp: Any) -> None:
+def test_damaged_payloads_are_reported_and_harm_nothing(xp):
     codec, rng = FFTCodec(theta=0.9), np.random.default_rng(0)
     good = codec.encode(xp.asarray(values(9000)))
     for block in (4096, None):
@@ -253,7 +247,7 @@ def test_damaged_payloads_are_reported_and_harm_nothing(xp: Any) -> None:
     _fft_cuda.raise_if_damaged()
 
 
-def test_memory_beside_payload_and_state_is_small(xp: Any) -> None:
+def test_memory_beside_payload_and_state_is_small(xp):
     codec, n = FFTCodec(theta=0.98), 1 << 24
     tensor = xp.asarray(values(n))
     state = codec.new_state(n, like=tensor)
@@ -266,7 +260,7 @@ def test_memory_beside_payload_and_state_is_small(xp: Any) -> None:
     assert pool.total_bytes() - before <= payload.nbytes + 4096
 
 
-def test_more_than_two_to_the_31_elements(xp: Any) -> None:
+def test_more_than_two_to_the_31_elements(xp):
     n = 2**31 + 5000
     free, _ = xp.cuda.runtime.memGetInfo()
     if free < 3.2 * 4 * n:

@@ -1,7 +1,5 @@
 """The kernels on the host under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_no_sanitizer_complains() -> None:
+def test_no_sanitizer_complains():
     found = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()

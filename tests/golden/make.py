@@ -116,44 +116,40 @@ def method(name: str, settings: dict[str, object]) -> Codec:
     return codec(name, **plain)
 
 
-def make_methods(entries: dict[str, object]) -> None:
-    for name, kind, n, settings in METHODS:
-        file = HERE / f"{name}.bin"
-        if name in entries or file.exists():
-            print(f"{name}: is there, left alone")
-            continue
-        made = method(kind, settings)
-        payload = made.encode(vector(n, {}))
-        file.write_bytes(payload.to_bytes())
-        entries[name] = {
-            "codec": kind,
-            "n": n,
-            "settings": settings,
-            "saturated": payload.saturated,
-            "decoded_sha256": digest([made.decode(payload)]),
-        }
-        print(f"{name}: {payload.nbytes} bytes")
+def of_method(kind: str, n: int, settings: dict[str, object]) -> tuple[Payload, dict[str, object]]:
+    """The payload and the entry of one of METHODS."""
+    made = method(kind, settings)
+    payload = made.encode(vector(n, {}))
+    decoded = digest([made.decode(payload)])
+    return payload, {"codec": kind, "n": n, "settings": settings, "decoded_sha256": decoded}
+
+
+def of_case(
+    n: int, settings: dict[str, object], bad: dict[int, float]
+) -> tuple[Payload, dict[str, object]]:
+    """The payload and the entry of one of CASES."""
+    made = FFTCodec(**settings)
+    payload = made.encode(vector(n, bad))
+    return payload, {
+        "n": n,
+        "settings": settings,
+        "coefficients_sha256": digest(coefficients(made, payload)),
+        "non_finite": {str(at): repr(float(value)) for at, value in bad.items()},
+    }
 
 
 def main() -> None:
     index = HERE / "payloads.json"
     entries = json.loads(index.read_text("utf-8")) if index.exists() else {}
-    make_methods(entries)
-    for name, n, settings, bad in CASES:
+    jobs = [(of_method, it) for it in METHODS] + [(of_case, it) for it in CASES]
+    for make, (name, *how) in jobs:
         file = HERE / f"{name}.bin"
         if name in entries or file.exists():
             print(f"{name}: is there, left alone")
             continue
-        codec = FFTCodec(**settings)
-        payload = codec.encode(vector(n, bad))
+        payload, entry = make(*how)
         file.write_bytes(payload.to_bytes())
-        entries[name] = {
-            "n": n,
-            "settings": settings,
-            "saturated": payload.saturated,
-            "coefficients_sha256": digest(coefficients(codec, payload)),
-            "non_finite": {str(at): repr(float(value)) for at, value in bad.items()},
-        }
+        entries[name] = entry | {"saturated": payload.saturated}
         print(f"{name}: {payload.nbytes} bytes")
     index.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
 
