@@ -14,10 +14,10 @@ slow = pytest.mark.slow
 # Programs that share a start, on so many ranks. The first is not slow; of three, what depends on
 # their number: who owns a piece, and sums whose order counts.
 STARTS = [
-    (2, ["behave", "outcomes"]),
-    (2, ["trust", "programs", "tune", "bad_input", "gpu", "schedules"]),
-    (3, ["behave", "apoptosis"]),
-    (4, ["replicas", "shards", "hierarchy"]),
+    (2, ["behave.py", "outcomes.py"]),
+    (2, ["trust.py", "programs.py", "tune.py", "bad_input.py", "gpu.py", "schedules.py"]),
+    (3, ["behave.py", "apoptosis.py"]),
+    (4, ["replicas.py", "shards.py", "hierarchy.py"]),
 ]
 OF_THREE = [
     "ranks_stay_bit_identical", "mean_is_the_mean", "nothing_is_lost",
@@ -27,14 +27,14 @@ OF_THREE = [
 
 def cases(n, program):
     """Of a program, without loading what it imports."""
-    if (n, program) == (3, "behave"):
+    if (n, program) == (3, "behave.py"):
         return OF_THREE
-    text = (RANKS / f"{program}.py").read_text()
+    text = (RANKS / program).read_text()
     return re.findall(r"(\w+)(?:,|$)", text.partition("\nCASES = [")[2].partition("]")[0])
 
 
 def words(n, programs):
-    return [f"{program}.{case}" for program in programs for case in cases(n, program)]
+    return [f"{program[:-3]}.{case}" for program in programs for case in cases(n, program)]
 
 
 EACH = [
@@ -57,7 +57,7 @@ def test_case(ranks_of_module, ended, start, word):
     n, programs = STARTS[start]
     if start not in ended:
         ended[start] = []  # where it does not end, no other case starts it anew
-        asked = words(n, programs) if n == 3 else programs
+        asked = words(n, programs) if n == 3 else [program[:-3] for program in programs]
         ended[start] = ranks_of_module(n, RANKS / "several.py", *asked, timeout=580)
     assert ended[start], "the start failed: see its first case"
     for rank in ended[start]:

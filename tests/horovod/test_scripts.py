@@ -19,63 +19,65 @@ NODES = ["-H", "localhost:2,127.0.0.1:2"]  # two of two ranks, both of them this
 
 
 def of(script, names):
-    return [f"{script}:{name}" for name in names.split()]
+    return [f"{script.removesuffix('.py')}:{name}" for name in names.split()]
 
 
 # Trainings in many ways: of three ranks sums depend on their order, and pieces of a tensor are of
 # several lengths; four are on two nodes. Each way is there by either exchange.
-TRAIN_OF_TWO = of("train", """
+TRAIN_OF_TWO = of("train.py", """
     gather-fp16 gather-predivide gather-groups
     shared-fp32 shared-fp16 shared-sum shared-accumulate shared-clip shared-unused shared-groups
     shared-order shared-process-sets shared-join shared-scaler
 """)  # fmt: skip
-TRAIN_OF_THREE = of("train", """
+TRAIN_OF_THREE = of("train.py", """
     gather-fp32 gather-bf16 gather-sum gather-accumulate gather-clip gather-unused
     gather-groups-bf16 gather-order gather-process-sets gather-paper gather-without-names
     gather-two-optimizers gather-scaler
     shared-fp32 shared-bf16 shared-predivide shared-groups-bf16 shared-order shared-join
 """)  # fmt: skip
-TRAIN_OF_NODES = of("train", """
+TRAIN_OF_NODES = of("train.py", """
     gather-fp16 gather-predivide gather-accumulate gather-unused gather-groups-bf16
     gather-process-sets shared-bf16 shared-sum shared-clip shared-groups-bf16 shared-unused
 """)  # fmt: skip
 # Cases that hold whatever way gradients travel.
 AS_EVER_BY_NODES = [
-    *of("behave", """
+    *of("behave.py", """
         mean_is_the_mean not_a_number_reaches_all sparse_travels_as_plain double_travels_as_plain
         resume gradients_of_two_passes_are_exchanged_once what_is_thrown_away_leaves_no_trace
     """),
-    *of("buckets", """
+    *of("buckets.py", """
         ranks_compute_in_different_orders the_order_of_the_gradients_changes_no_bit
         a_step_that_broke_off_is_as_if_it_had_never_been
         what_gathers_goes_on_after_a_step_that_broke_off
     """),
 ]  # fmt: skip
-TENSORFLOW = of("tensorflow_train", """
+TENSORFLOW = of("tensorflow_train.py", """
     fp32 fp16 bf16 paper sum predivide groups groups-listed groups-bf16 shared shared-sum
     shared-groups generic-names process-sets process-sets-traced
 """)  # fmt: skip
 TENSORFLOW_OF_THREE = [
-    *of("tensorflow_train", "bf16 groups shared process-sets-traced"), "keras_train:shared",
+    *of("tensorflow_train.py", "bf16 groups shared process-sets-traced"), "keras_train:shared",
     "tensorflow_gathered:many_ranks_have_the_bits_of_the_engine",
 ]  # fmt: skip
 # In TensorFlow `hvd.join()` can be called once in a process: of the other one here, at its end.
-OF_SIX = of("tensorflow_nodes", "many_nodes_learn_as_without a_rank_joins_at_a_step_on_the_host")
+OF_SIX = of("tensorflow_nodes.py", "many_nodes_learn_as_without a_rank_joins_at_a_step_on_the_host")
 
 # Scripts that share a start, on so many ranks; the first one is not slow, the one way to train in
 # torch that is not.
 STARTS = [
-    (2, {}, ["behave"]),
-    (2, {}, ["trust", "buckets", *TRAIN_OF_TWO, "tune", "apoptosis", "schedules"]),
+    (2, {}, ["behave.py"]),
+    (2, {}, ["trust.py", "buckets.py", *TRAIN_OF_TWO, "tune.py", "apoptosis.py", "schedules.py"]),
     (3, UNFUSED, TRAIN_OF_THREE),
-    (4, UNFUSED, ["nodes", *AS_EVER_BY_NODES, *TRAIN_OF_NODES]),
-    (2, {}, ["keras_train", "tensorflow_behave", "tensorflow_outcomes", "tensorflow_trust"]),
+    (4, UNFUSED, ["nodes.py", *AS_EVER_BY_NODES, *TRAIN_OF_NODES]),
     (2, {}, [
-        "tensorflow_sized", "tensorflow_gathered", "tensorflow_tune", *TENSORFLOW,
-        "tensorflow_apoptosis_planned", "tensorflow_planned", "tensorflow_schedules",
+        "keras_train.py", "tensorflow_behave.py", "tensorflow_outcomes.py", "tensorflow_trust.py",
+    ]),
+    (2, {}, [
+        "tensorflow_sized.py", "tensorflow_gathered.py", "tensorflow_tune.py", *TENSORFLOW,
+        "tensorflow_apoptosis_planned.py", "tensorflow_planned.py", "tensorflow_schedules.py",
     ]),
     (3, {}, TENSORFLOW_OF_THREE),
-    (4, {}, ["tensorflow_nodes"]),
+    (4, {}, ["tensorflow_nodes.py"]),
     (6, {}, OF_SIX),
 ]  # fmt: skip
 
@@ -87,7 +89,7 @@ def cases(words):
         if ":" in word:
             found.append(word)
             continue
-        text = (RANKS / f"{word}.py").read_text().partition("\nCASES = [")[2].partition("]")[0]
+        text = (RANKS / word).read_text().partition("\nCASES = [")[2].partition("]")[0]
         found += of(word, " ".join(re.findall(r"(\w+)(?:,|$)", text, re.MULTILINE)))
     return found
 

@@ -1,6 +1,6 @@
 """One rank: cases of scripts, in one start, as importing a framework takes longer than most.
 
-Run as `several.py SCRIPT[:CASE]...`; prints "ok SCRIPT:CASE" for each on every rank, or fails.
+Run as `several.py SCRIPT.py|SCRIPT:CASE...`; prints "ok SCRIPT:CASE" of each on every rank.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from cases import settle
 def cases_of(word):
     """All of a script, or one; a script whose cases are no functions has its own `named`."""
     script, _, asked = word.partition(":")
+    script = script.removesuffix(".py")
     module = importlib.import_module(script)
     if asked:
         return {word: getattr(module, "named", partial(getattr, module))(asked)}
@@ -21,7 +22,7 @@ def cases_of(word):
 
 
 def main(words):
-    hvd = importlib.import_module(words[0].partition(":")[0]).hvd
+    hvd = importlib.import_module(words[0].partition(":")[0].removesuffix(".py")).hvd
     if "tensorflow" in sys.modules:
         threading = sys.modules["tensorflow"].config.threading
         threading.set_intra_op_parallelism_threads(1)
