@@ -10,55 +10,64 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).parent / "ranks"
-# What depends on their number: who owns a piece, and sums whose order counts.
+slow = pytest.mark.slow
+# Programs that share a start, on so many ranks. The first is not slow; of three, what depends on
+# their number: who owns a piece, and sums whose order counts.
+STARTS = [
+    (2, ["behave.py", "outcomes.py"]),
+    (2, ["trust.py", "programs.py", "tune.py", "bad_input.py", "gpu.py", "schedules.py"]),
+    (3, ["behave.py", "apoptosis.py"]),
+    (4, ["replicas.py", "shards.py", "hierarchy.py"]),
+]
 OF_THREE = [
     "ranks_stay_bit_identical", "mean_is_the_mean", "nothing_is_lost",
-    "nothing_is_lost_when_unused", "resumed_run_is_bit_equal", "errors_reach_every_rank",
+    "nothing_is_lost_when_unused", "resumed_run_is_bit_equal", "damage_reaches_every_rank",
 ]  # fmt: skip
 
 
-PROGRAMS = [  # on so many ranks, and their cases if it is not all; the first two are not slow
-    ("behave.py", 2, []), ("outcomes.py", 2, []), ("behave.py", 3, OF_THREE), ("trust.py", 2, []),
-    ("programs.py", 2, []), ("tune.py", 2, []), ("schedules.py", 2, []), ("apoptosis.py", 3, []),
-    ("replicas.py", 4, []), ("shards.py", 4, []), ("hierarchy.py", 4, []),
-]  # fmt: skip
+def cases(n, program):
+    """Of a program, without loading what it imports."""
+    if (n, program) == (3, "behave.py"):
+        return OF_THREE
+    text = (RANKS / program).read_text()
+    return re.findall(r"(\w+)(?:,|$)", text.partition("\nCASES = [")[2].partition("]")[0])
 
 
-def names(program):
-    """Of its cases, without loading what it imports."""
-    listed = (RANKS / program).read_text().partition("\nCASES = [")[2].partition("]")[0]
-    return re.findall(r"(\w+)(?:,|$)", listed)
+def words(n, programs):
+    return [f"{program[:-3]}.{case}" for program in programs for case in cases(n, program)]
 
 
 EACH = [
-    pytest.param(start, case, id=f"{program}-{n}-{case}", marks=[pytest.mark.slow] * (start > 1))
-    for start, (program, n, asked) in enumerate(PROGRAMS)
-    for case in [*(asked or names(program)), "end"]
+    pytest.param(start, word, id=f"{n}-{word}", marks=[slow] * (start > 0))
+    for start, (n, programs) in enumerate(STARTS)
+    for word in [*words(n, programs), "end"]
 ]
 
 
 @pytest.fixture(scope="module")
 def ended():
-    """How each program ended that was started so far."""
+    """How each start ended that was begun so far."""
     return {}
 
 
-@pytest.mark.parametrize(("start", "case"), EACH)
-def test_case(ranks_of_module, ended, start, case):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("start", "word"), EACH)
+def test_case(ranks_of_module, ended, start, word):
     """They share one launch: starting torch takes longer than most of them."""
-    program, n, asked = PROGRAMS[start]
+    n, programs = STARTS[start]
     if start not in ended:
         ended[start] = []  # where it does not end, no other case starts it anew
-        ended[start] = ranks_of_module(n, RANKS / program, *asked, timeout=250)
+        asked = words(n, programs) if n == 3 else [program[:-3] for program in programs]
+        ended[start] = ranks_of_module(n, RANKS / "several.py", *asked, timeout=580)
     assert ended[start], "the start failed: see its first case"
     for rank in ended[start]:
-        if case == "end":
+        if word == "end":
             assert rank.returncode == 0, rank.output
         else:
-            assert f"ok {case} (" in rank.output, rank.output[-8000:]
+            assert f"ok {word} (" in rank.output, rank.output[-8000:]
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=slow)])
 def test_killed_rank_ends_the_others(ranks, n):
     """Of four, rank 0 shares the killed one's node; ranks 2 and 3 are on the other one."""
     start = time.monotonic()

@@ -14,11 +14,13 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.optim import optimizer  # noqa: E402
 
 from sn_compress import CompressError, LowRankCompression, MissingExtra, UncalledWarning  # noqa: E402
 from sn_compress.torch import integrations  # noqa: E402
 from sn_compress.torch.ddp import CompressionState, compression_hook  # noqa: E402
 from sn_compress.torch.integrations import attach  # noqa: E402
+from sn_compress.torch.outcomes import Outcomes  # noqa: E402
 
 SMALL = LowRankCompression.using(ratio=20, warmup=1)
 
@@ -36,11 +38,11 @@ def net():
 
 
 def train(ddp, steps=3):
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(steps):
-        optimizer.zero_grad()
+        sgd.zero_grad()
         ddp(torch.ones(4, 64)).square().mean().backward()
-        optimizer.step()
+        sgd.step()
 
 
 # A state that nothing calls
@@ -58,20 +60,12 @@ def test_a_state_that_is_not_registered_is_found_out(group):
     assert state.report()["steps"] == 0
 
 
-def test_a_hook_that_is_called_is_not(group):
-    ddp = DistributedDataParallel(net())
-    named = ddp.module.named_parameters()
-    state = CompressionState(SMALL, named_parameters=named, warn_after=2)
-    ddp.register_comm_hook(state, compression_hook)
-    train(ddp, 6)  # a warning is an error
-
-
 def test_one_that_is_called_no_longer_is_found_out(group):
     ddp = DistributedDataParallel(net())
     named = ddp.module.named_parameters()
     state = CompressionState(SMALL, named_parameters=named, warn_after=2)
     ddp.register_comm_hook(state, compression_hook)
-    train(ddp, 3)
+    train(ddp, 6)  # while it is called, a warning is an error
     with pytest.warns(UncalledWarning):
         train(ddp.module, 2)
 
@@ -82,27 +76,19 @@ def test_steps_of_another_optimizer_do_not_count(group):
     del held
 
 
-def test_a_dead_state_leaves_no_hook_behind(group):
-    from torch.optim import optimizer
-
-    before = len(optimizer._global_optimizer_post_hooks)
-    state = CompressionState(SMALL)
-    assert len(optimizer._global_optimizer_post_hooks) == before + 1
-    del state
-    assert len(optimizer._global_optimizer_post_hooks) == before
-
-
-def test_followed_parameters_leave_no_hook_behind():
-    from torch.optim import optimizer
-
-    from sn_compress.torch.outcomes import Outcomes
-
-    before = len(optimizer._global_optimizer_post_hooks)
-    outcomes, model = Outcomes(), net()
+def followed(model):
+    outcomes = Outcomes()
     for name, parameter in model.named_parameters():
         outcomes.follow(name, parameter)
+    return outcomes
+
+
+@pytest.mark.parametrize("watch", [lambda model: CompressionState(SMALL), followed])
+def test_what_is_dead_leaves_no_hook_behind(group, watch):
+    before, model = len(optimizer._global_optimizer_post_hooks), net()
+    watching = watch(model)
     assert len(optimizer._global_optimizer_post_hooks) == before + 1
-    del outcomes
+    del watching
     assert len(optimizer._global_optimizer_post_hooks) == before
     model(torch.ones(4, 64)).sum().backward()
 

@@ -100,41 +100,6 @@ def test_what_cannot_go_round_is_refused():
         ring.end()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_torch_loaders_of_threads(ranks):
-    torch = pytest.importorskip("torch")
-    from local_peers import Hall
-
-    from sn_compress.torch.gossip import ring_shuffle
-
-    counts = [10 + rank for rank in range(ranks)]
-    total = sum(counts)
-
-    def work(peers):
-        start = sum(counts[: peers.rank])
-        x = torch.arange(start, start + counts[peers.rank])
-        stage = ring_shuffle(x, x.float() / 2, batch_size=4, group=peers)
-        loader = torch.utils.data.DataLoader(stage, batch_size=None)
-        assert len(loader) == -(-max(counts) // 4)
-        seen = []
-        for _ in range(ranks):
-            seen.append([])
-            for number, half in loader:
-                assert torch.equal(number.float() / 2, half)
-                seen[-1] += number.tolist()
-        next(iter(loader))  # given up by all
-        again = [n for batch, _ in loader for n in batch.tolist()]
-        stage.load_state_dict(stage.state_dict())
-        return seen, again
-
-    results = Hall(ranks).run(work)
-    for number in range(ranks):
-        assert sorted(chain(*(seen[number] for seen, _ in results))) == list(range(total))
-    for seen, _ in results:
-        assert sorted(chain(*seen)) == list(range(total))
-    assert sorted(chain(*(again for _, again in results))) == list(range(total))
-
-
 def test_workers_of_a_loader_are_refused():
     torch = pytest.importorskip("torch")
     from local_peers import Hall

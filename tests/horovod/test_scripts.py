@@ -11,112 +11,115 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).parent / "ranks"
-slow = pytest.mark.slow
-pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(900)]
 # Nothing fused, so that runs which compare bits sum in one order: fused tensors are summed in one
-# that depends on when they came, and a last bit decides which values are kept.
+# that depends on when they came, and a last bit decides which values are kept. Two ranks have one.
 UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 NODES = ["-H", "localhost:2,127.0.0.1:2"]  # two of two ranks, both of them this machine
+
+
+def of(script, names):
+    return [f"{script.removesuffix('.py')}:{name}" for name in names.split()]
+
+
+# Trainings in many ways: of three ranks sums depend on their order, and pieces of a tensor are of
+# several lengths; four are on two nodes. Each way is there by either exchange.
+TRAIN_OF_TWO = of("train.py", """
+    gather-fp16 gather-predivide gather-groups
+    shared-fp32 shared-fp16 shared-sum shared-accumulate shared-clip shared-unused shared-groups
+    shared-order shared-process-sets shared-join shared-scaler
+""")  # fmt: skip
+TRAIN_OF_THREE = of("train.py", """
+    gather-fp32 gather-bf16 gather-sum gather-accumulate gather-clip gather-unused
+    gather-groups-bf16 gather-order gather-process-sets gather-paper gather-without-names
+    gather-two-optimizers gather-scaler
+    shared-fp32 shared-bf16 shared-predivide shared-groups-bf16 shared-order shared-join
+""")  # fmt: skip
+TRAIN_OF_NODES = of("train.py", """
+    gather-fp16 gather-predivide gather-accumulate gather-unused gather-groups-bf16
+    gather-process-sets shared-bf16 shared-sum shared-clip shared-groups-bf16 shared-unused
+""")  # fmt: skip
+# Cases that hold whatever way gradients travel.
+AS_EVER_BY_NODES = [
+    *of("behave.py", """
+        mean_is_the_mean not_a_number_reaches_all sparse_travels_as_plain double_travels_as_plain
+        resume gradients_of_two_passes_are_exchanged_once what_is_thrown_away_leaves_no_trace
+    """),
+    *of("buckets.py", """
+        ranks_compute_in_different_orders the_order_of_the_gradients_changes_no_bit
+        a_step_that_broke_off_is_as_if_it_had_never_been
+        what_gathers_goes_on_after_a_step_that_broke_off
+    """),
+]  # fmt: skip
+TENSORFLOW = of("tensorflow_train.py", """
+    fp32 fp16 bf16 paper sum predivide groups groups-listed groups-bf16 shared shared-sum
+    shared-groups generic-names process-sets process-sets-traced
+""")  # fmt: skip
+TENSORFLOW_OF_THREE = [
+    *of("tensorflow_train.py", "bf16 groups shared process-sets-traced"), "keras_train:shared",
+    "tensorflow_gathered:many_ranks_have_the_bits_of_the_engine",
+]  # fmt: skip
+# In TensorFlow `hvd.join()` can be called once in a process: of the other one here, at its end.
+OF_SIX = of("tensorflow_nodes.py", "many_nodes_learn_as_without a_rank_joins_at_a_step_on_the_host")
+
 # Scripts that share a start, on so many ranks; the first one is not slow, the one way to train in
 # torch that is not.
 STARTS = [
-    (["behave.py"], 2, {}),
-    (["buckets.py"], 2, UNFUSED),
-    (["trust.py"], 2, {}),
-    (["nodes.py", "nodes_as_ever.py"], 4, UNFUSED),
-    (["keras_train.py"], 2, {}),
-    (["tensorflow_behave.py", "tensorflow_outcomes.py", "tensorflow_trust.py"], 2, {}),
-    (["tensorflow_sized.py", "tensorflow_gathered.py", "tensorflow_tune.py"], 2, {}),
-    (["tensorflow_nodes.py"], 4, {}),
-]
+    (2, {}, ["behave.py"]),
+    (2, {}, ["trust.py", "buckets.py", *TRAIN_OF_TWO, "tune.py", "apoptosis.py", "schedules.py"]),
+    (3, UNFUSED, TRAIN_OF_THREE),
+    (4, UNFUSED, ["nodes.py", *AS_EVER_BY_NODES, *TRAIN_OF_NODES]),
+    (2, {}, [
+        "keras_train.py", "tensorflow_behave.py", "tensorflow_outcomes.py", "tensorflow_trust.py",
+    ]),
+    (2, {}, [
+        "tensorflow_sized.py", "tensorflow_gathered.py", "tensorflow_tune.py", *TENSORFLOW,
+        "tensorflow_apoptosis_planned.py", "tensorflow_planned.py", "tensorflow_schedules.py",
+    ]),
+    (3, {}, TENSORFLOW_OF_THREE),
+    (4, {}, ["tensorflow_nodes.py"]),
+    (6, {}, OF_SIX),
+]  # fmt: skip
 
 
-def names(scripts):
-    """Of their cases, without loading what they import."""
-    texts = [(RANKS / script).read_text() for script in scripts]
-    listed = [text.partition("\nCASES = [")[2].partition("]")[0] for text in texts]
-    return re.findall(r"(\w+)(?:,|$)", "\n".join(listed), re.MULTILINE)
+def cases(words):
+    """Of scripts by their names, without loading what they import."""
+    found = []
+    for word in words:
+        if ":" in word:
+            found.append(word)
+            continue
+        text = (RANKS / word).read_text().partition("\nCASES = [")[2].partition("]")[0]
+        found += of(word, " ".join(re.findall(r"(\w+)(?:,|$)", text, re.MULTILINE)))
+    return found
 
 
 @pytest.fixture(scope="module")
 def ended():
-    """How each start ended that was made so far."""
+    """How each start ended that was begun so far."""
     return {}
 
 
 EACH = [
-    pytest.param(start, case, id=f"{scripts[0]}-{case}", marks=[slow] * (start > 0))
-    for start, (scripts, *_) in enumerate(STARTS)
-    for case in [*dict.fromkeys(names(scripts)), "end"]
+    pytest.param(start, case, id=f"{n}-{case}", marks=[pytest.mark.slow] * (start > 0))
+    for start, (n, _, words) in enumerate(STARTS)
+    for case in [*cases(words), "end"]
 ]
 
 
 @pytest.mark.parametrize(("start", "case"), EACH)
 def test_case(horovodrun, ended, start, case):
-    scripts, ranks, env = STARTS[start]
+    n, env, words = STARTS[start]
     if start not in ended:
-        options = NODES if ranks == 4 else ()
-        script, *others = scripts
+        options = NODES if n == 4 else ()
         ended[start] = None  # where it does not end, no other case starts it anew
         ended[start] = horovodrun(
-            ranks, RANKS / script, *others, options=options, timeout=580, **env
+            n, RANKS / "several.py", *words, options=options, timeout=880, **env
         )
     run = ended[start]
     assert run, "the start failed: see its first case"
     if case == "end":
         run.check()
     else:
-        said = re.findall(rf">:ok {case}\n", run.stdout)
-        assert len(said) == ranks * names(scripts).count(case), run.stdout[-8000:]
-
-
-TORCH = [
-    "fp32", "fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups",
-    "groups-bf16", "order", "process-sets",
-]  # fmt: skip
-TENSORFLOW = [
-    "fp32", "fp16", "bf16", "paper", "sum", "predivide", "groups", "groups-listed", "groups-bf16",
-    "shared", "shared-sum", "shared-groups", "generic-names", "process-sets",
-    "process-sets-traced",
-]  # fmt: skip
-BY_NODES = ["fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups-bf16"]
-BY_NODES.append("process-sets")  # which have no nodes
-
-
-@slow
-@pytest.mark.parametrize(("script", "ranks", "cases", "env"), [
-    # Three: sums then depend on their order, and pieces of a tensor are of several lengths.
-    ("train.py", 3, [
-        "way=gather", *TORCH, "paper", "without-names", "two-optimizers", "scaler",
-        "way=shared", *TORCH, "join", "scaler",
-    ], UNFUSED),
-    ("train.py", 2, ["way=shared", *TORCH, "join", "scaler"], {}),
-    ("train.py", 4, ["way=gather", *BY_NODES, "way=shared", *BY_NODES], {}),
-    ("tensorflow_train.py", 2, TENSORFLOW, {}),
-    ("tensorflow_train.py", 3, [
-        "bf16", "groups", "shared", "process-sets-traced", "keras_train.py:shared",
-        "tensorflow_gathered.py:many_ranks_have_the_bits_of_the_engine",
-    ], {}),
-    # In TensorFlow `hvd.join()` can be called once in a process: of the other one here, at its end.
-    ("tensorflow_nodes.py", 6,
-     ["many_nodes_learn_as_without", "a_rank_joins_at_a_step_on_the_host"], {}),
-])  # fmt: skip
-def test_these_cases(horovodrun, script, ranks, cases, env):
-    """Of trainings of 20 steps, ranks stay bit-identical; a skipped one is as if never been."""
-    options = NODES if ranks == 4 else ()
-    run = horovodrun(ranks, RANKS / script, *cases, options=options, timeout=580, **env).check()
-    for case in {case for case in cases if not case.startswith("way=")}:
-        said = re.findall(rf">:ok {case}[ \n]", run.stdout)
-        assert len(said) == ranks * cases.count(case), f"{case}\n{run.stdout}"
-
-
-@slow
-@pytest.mark.parametrize("scripts", [
-    ["schedules.py", "apoptosis.py", "apoptosis_planned.py", "tune.py"],
-    ["tensorflow_schedules.py", "tensorflow_apoptosis_planned.py", "tensorflow_planned.py"],
-], ids=["torch", "tensorflow"])  # fmt: skip
-def test_scripts_in_turn(horovodrun, scripts):
-    """Every kind of schedule, the tuner, nets that shrink, and a plan: alike on all ranks."""
-    run = horovodrun(2, RANKS / "several.py", *scripts, timeout=400).check()
-    for script in scripts:
-        assert run.stdout.count(f">:ok {script}\n") == 2, run.stdout
+        said = re.findall(rf">:ok {re.escape(case)}\n", run.stdout)
+        assert len(said) == n, run.stdout[-8000:]

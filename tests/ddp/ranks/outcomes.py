@@ -1,210 +1,230 @@
-"""One rank: what becomes of gradients that are thrown away, held, applied; one function a case.
+"""One rank: what becomes of gradients that are thrown away, held, applied; one function a case."""
 
-Run as `outcomes.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails.
-"""
-
-import contextlib
 import copy
 
 import torch
-from behave import LOSSY, Ledger, local_gradients, loss_of, net, wrap
-from cases import RANK, RANKS, process_group, run, same_on_all
+from cases import (
+    CAST,
+    FFT,
+    LAST,
+    LOSSY,
+    RANK,
+    SHARED,
+    Ledger,
+    apply,
+    assert_alike,
+    assert_equal,
+    fails_in_the_middle,
+    hooked,
+    loss_of,
+    message_of,
+    net,
+    said_by_all,
+    sgd,
+    state_of,
+    train,
+    weights_of,
+    wrap,
+)
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
 
-from sn_compress import CompressError, FFTCompression, LowRankCompression
-from sn_compress.torch.ddp import CompressionState
+from sn_compress import AutoCompression, LowRankCompression
 
 COMPRESSED = ("0.weight", "2.weight", "4.weight", "5.weight")
 
 
-def made(compression, **options):
+def fresh(compression):
     model = net()
-    state = CompressionState(compression, named_parameters=model.named_parameters(), **options)
-    return model, state, wrap(model, state), torch.optim.SGD(model.parameters(), lr=0.05)
+    ddp, state = hooked(model, compression)
+    return model, state, ddp, sgd(model, 0.05)
 
 
 def memories(state):
     state.state_dict()  # between passes
     return {
-        name: state.exchange.residual(name) for name in COMPRESSED if state.exchange.remembers(name)
+        name: torch.from_numpy(state.exchange.residual(name)).clone()
+        for name in COMPRESSED
+        if state.exchange.remembers(name)
     }
 
 
-def apply(ddp, optimizer, step):
+def none_after(ddp, optimizer, step):
+    (-loss_of(ddp, step)).backward()
     optimizer.zero_grad()
+
+
+def zeros_after(ddp, optimizer, step):
+    (-loss_of(ddp, step)).backward()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_the_model(ddp, optimizer, step):
+    ddp.module.zero_grad()
+    (1e4 * loss_of(ddp, step)).backward()
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+    ddp.module.zero_grad()
+
+
+def a_step_on_nothing(ddp, optimizer, step):
+    ddp.module.zero_grad()
     loss_of(ddp, step).backward()
+    ddp.module.zero_grad()
     optimizer.step()
 
 
-def loop(way, ddp, optimizer, step):
-    """One pass more than its gradients are used for."""
-    model = ddp.module
-    if way == "none after":
-        (-loss_of(ddp, step + 50)).backward()
+def two_of_them_and_one_alone(ddp, optimizer, step):
+    for extra in (0, 10):
         optimizer.zero_grad()
-    elif way == "zeros after":
-        (-loss_of(ddp, step + 50)).backward()
-        optimizer.zero_grad(set_to_none=False)
-    elif way == "by the model, before":
-        model.zero_grad()
-        (1e4 * loss_of(ddp, step + 50)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        model.zero_grad()
-    elif way == "a step on nothing":
-        model.zero_grad()
-        loss_of(ddp, step + 50).backward()
-        model.zero_grad()
-        optimizer.step()
-    elif way == "two of them, and one alone":
-        for extra in (50, 60):
-            optimizer.zero_grad()
-            loss_of(ddp, step + extra).backward()
-        optimizer.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step + 70).backward()
-    else:
-        assert way == "never"
+        loss_of(ddp, step + extra).backward()
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, step + 20).backward()
+
+
+WAYS = [none_after, zeros_after, by_the_model, a_step_on_nothing, two_of_them_and_one_alone]
 
 
 def what_is_thrown_away_leaves_no_trace():
-    """To the bit, whatever it was and however it goes: weights and memories."""
-    ways = [
-        "none after", "zeros after", "by the model, before", "a step on nothing",
-        "two of them, and one alone",
-    ]  # fmt: skip
+    """To the bit, whatever it was and however it goes: weights after each step, and memories."""
     for compression in LOSSY:
-        found = {}
-        for way in ("never", *ways):
-            model, state, ddp, optimizer = made(compression)
-            for step in range(8):
+        ends, found = [], []
+        for throws in (False, True):
+            model, state, ddp, optimizer = fresh(compression)
+            # Behind the dense steps, which count as they come.
+            for step, way in enumerate([None, None, None, *WAYS, None]):
                 apply(ddp, optimizer, step)
-                if step >= 3:  # behind the dense steps, which count as they come
-                    loop(way, ddp, optimizer, step)
-            apply(ddp, optimizer, 8)
-            found[way] = [*(p.detach().clone() for p in model.parameters())], memories(state)
-        for way in ways:
-            for one, other in zip(found[way][0], found["never"][0], strict=True):
-                assert torch.equal(one, other), (compression, way)
-            for name, left in found["never"][1].items():
-                assert (found[way][1][name] == left).all(), (compression, way, name)
-                assert left.any()
+                found.append(weights_of(model))
+                if throws and way:
+                    way(ddp, optimizer, step + 50)
+            ends.append(memories(state))
+        half = len(found) // 2
+        for step, (never, other) in enumerate(zip(found[:half], found[half:], strict=True)):
+            assert_equal(never, other, f"{compression}, behind {WAYS[max(step - 4, 0)].__name__}")
+        for name, left in ends[0].items():
+            assert torch.equal(ends[1][name], left), (compression, name)
+            assert left.any()
 
 
 def nothing_else_is_lost():
     """Dense steps and choices of sizes among what is thrown away: all that was applied balances."""
-    for compression in (*LOSSY, LowRankCompression.using(warmup=2, ratio=20.0, every=3)):
-        model, state, ddp, optimizer = made(compression)
+    for compression in (*LOSSY, SHARED.using(every=3)):
+        model, state, ddp, optimizer = fresh(compression)
         ledger = Ledger(model)
-        for step in range(14):
+        for step in range(11):
             if step:  # of which an optimizer is known
                 optimizer.zero_grad()
                 (100 * loss_of(ddp, step + 50)).backward()
                 if step % 3 == 0:
                     (100 * loss_of(ddp, step + 80)).backward()
-            ledger.owe(local_gradients(model, [step]))
+            ledger.owe(step)
             optimizer.zero_grad()
             loss_of(ddp, step).backward()
             ledger.pay()
             optimizer.step()
-        memories(state)
         ledger.check(state)
 
 
 def gradients_may_accumulate_over_exchanges():
     """Three passes and a step, all of them exchanged; every other time thrown away instead."""
     for compression in LOSSY:
-        model, state, ddp, optimizer = made(compression)
+        model, state, ddp, optimizer = fresh(compression)
         ledger = Ledger(model)
+        ledger.owe(0)
         apply(ddp, optimizer, 0)
-        ledger.owe(local_gradients(net(), [0]))
         ledger.pay()
-        for step in range(3, 30, 3):
-            thrown = step % 2 == 0
+        for step in range(3, 18, 3):
+            applied = step % 2 == 1
             optimizer.zero_grad()
-            if not thrown:
-                ledger.owe(local_gradients(model, range(step, step + 3)))
+            if applied:
+                ledger.owe(step, step + 1, step + 2)
             for own in range(step, step + 3):
                 loss_of(ddp, own).backward()
-            if not thrown:
+            if applied:
                 ledger.pay()
                 optimizer.step()
-        memories(state)
         ledger.check(state)
 
 
 def an_exception_is_a_gradient_thrown_away():
-    class BrokenError(Exception):
-        pass
-
-    def fail(_):
-        raise BrokenError
-
-    for compression in LOSSY:
-        model, state, ddp, optimizer = made(compression)
-        for step in range(5):
-            apply(ddp, optimizer, step)
-        before = copy.deepcopy(memories(state))
+    """DDP refuses the next step by itself; with a new one the same state goes on."""
+    for compression, in_the_middle in ((FFT, True), (SHARED, False), (SHARED, True), (CAST, False)):
+        model, state, ddp, optimizer = fresh(compression)
+        train(ddp, range(5), optimizer)
+        before = memories(state)
         optimizer.zero_grad()
-        handle = model[0].weight.register_hook(fail)  # the last one of a pass
-        with contextlib.suppress(BrokenError):
-            loss_of(ddp, 50).backward()
+        if in_the_middle:
+            handle = fails_in_the_middle(model[1])
+        else:  # the last gradient of a pass
+            handle = model[0].weight.register_hook(lambda gradient: 1 / 0)
+        assert "zero" in message_of(lambda ddp=ddp: loss_of(ddp, 50).backward(), ZeroDivisionError)
         handle.remove()
+        assert "prior iteration" in message_of(lambda ddp=ddp: loss_of(ddp, 51), RuntimeError)
         ddp = wrap(model, state)
         optimizer.zero_grad()
         with ddp.no_sync():
             loss_of(ddp, 51).backward()
-        for name, left in memories(state).items():
-            assert (left == before[name]).all(), (compression, name)
-        apply(ddp, optimizer, 5)
+        after = memories(state)
+        for name, left in before.items():
+            assert torch.equal(left, after[name]), (compression, name)
+        train(ddp, range(5, 8), optimizer)
+        assert_alike(model)
 
 
 def a_scaler_skips_for_each_optimizer_by_itself():
-    """Also where a fused optimizer is called, and looks for Inf itself."""
-    for fused in (False, True):
-        for compression in LOSSY:
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-            both = []
-            for _ in range(2):
-                model, state, ddp, _ = made(compression, scaler=scaler)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
-                both.append((model, state, ddp, optimizer, Ledger(model)))
-            skipped = []
-            for step in range(9):
-                for at, (model, _, ddp, optimizer, ledger) in enumerate(both):
-                    bad = at == 0 and step in (4, 5)
+    """Overflow on one rank: all skip, and the memory is what it was, in the new scale.
+
+    Also where a fused optimizer is called, and looks for Inf itself.
+    """
+    for compression, fused in ((FFT, False), (SHARED, False), (SHARED, True), (CAST, True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        both, skipped, scales = [], [], set()
+        for _ in range(2):
+            model = net()
+            state = state_of(compression, model, scaler=scaler)
+            optimizer = sgd(model, 0.05, fused=fused)
+            both.append((model, state, wrap(model, state), optimizer, Ledger(model)))
+        for step in range(9):
+            scales.add(scaler.get_scale())
+            for at, (model, _, ddp, optimizer, ledger) in enumerate(both):
+                bad = at == 0 and step in (4, 5)
+                if not bad:
+                    ledger.owe(step)
+                optimizer.zero_grad()
+                # In one layer; what the others send is finite.
+                weight, factor = model[-1].weight, float("inf") if bad and LAST else 1.0
+                handle = weight.register_hook(lambda gradient, factor=factor: gradient * factor)
+                scaler.scale(loss_of(ddp, step)).backward()
+                handle.remove()
+                if not fused:
+                    scaler.unscale_(optimizer)
                     if not bad:
-                        ledger.owe(local_gradients(model, [step]))
-                    optimizer.zero_grad()
-                    weight = model[-1].weight
-                    handle = weight.register_hook(lambda gradient: gradient * float("inf"))
-                    if not (bad and RANK == RANKS - 1):
-                        handle.remove()
-                    scaler.scale(loss_of(ddp, step)).backward()
-                    handle.remove()
-                before = [model[0].weight.detach().clone() for model, *_ in both]
-                for at, (model, _, _, optimizer, ledger) in enumerate(both):
-                    scaler.step(optimizer)
-                    skipped.append(torch.equal(model[0].weight, before[at]))
-                    if not skipped[-1]:
                         ledger.pay()
-                scaler.update()
-            assert skipped == [False] * 8 + [True, False] * 2 + [False] * 6, skipped
-            for _, state, _, _, ledger in both:
-                memories(state)
-                ledger.check(state, scaler.get_scale())
+            before = [weights_of(model)[0] for model, *_ in both]
+            for at, (model, _, _, optimizer, ledger) in enumerate(both):
+                scaler.step(optimizer)
+                skipped.append(torch.equal(model[0].weight, before[at]))
+                if fused and not skipped[-1]:
+                    ledger.pay()
+            scaler.update()
+        assert skipped == [False] * 8 + [True, False] * 2 + [False] * 6, skipped
+        assert len(scales) >= 3, scales
+        for _, state, _, _, ledger in both:
+            # The memory of the last step is in the scale it had then.
+            ledger.check(state, scaler.get_scale())
 
 
 def ranks_that_decide_otherwise_are_an_error():
     """Found when parameters are compared: one rank alone throws a gradient away, and is told."""
-    for compression in (FFTCompression.using(check_every=5), LOSSY[1].using(check_every=5)):
-        model, _, ddp, optimizer = made(compression)
-        said = ""
-        try:
+    for compression in (FFT.using(check_every=5), SHARED.using(check_every=5)):
+        model, _, ddp, optimizer = fresh(compression)
+
+        def loop(model=model, ddp=ddp, optimizer=optimizer):
             for step in range(12):
                 apply(ddp, optimizer, step)
                 if step == 6:
-                    before = copy.deepcopy(optimizer.state_dict())
-                    weights = [p.detach().clone() for p in model.parameters()]
+                    before, weights = copy.deepcopy(optimizer.state_dict()), weights_of(model)
                     optimizer.zero_grad()
                     loss_of(ddp, 50).backward()
                     if RANK:
@@ -214,58 +234,55 @@ def ranks_that_decide_otherwise_are_an_error():
                         for parameter, weight in zip(model.parameters(), weights, strict=True):
                             parameter.copy_(weight)
                     optimizer.load_state_dict(before)
-        except CompressError as error:
-            said = str(error)
+
+        said = said_by_all(loop)
         assert "gradients that were dropped" in said, said
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        hidden = checkpoint(self.second, self.first(x), use_reentrant=True)
+        # One rank alone has a gradient of the last layer.
+        return hidden + RANK * self.last(hidden.tanh())
 
 
 def a_pass_inside_of_a_pass_is_no_new_one():
     """A reentrant checkpoint: gradients of zeros that this pass has sent are not dropped ones."""
-    from torch.utils.checkpoint import checkpoint
-
-    class Reentrant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second, self.last = (nn.Linear(64, 64) for _ in range(3))
-
-        def forward(self, x):
-            hidden = checkpoint(self.second, self.first(x), use_reentrant=True)
-            # One rank alone has a gradient of the last layer.
-            return hidden + RANK * self.last(hidden.tanh())
-
-    for compression in (*LOSSY, LOSSY[1].using(check_every=1)):
-        model = Reentrant()
-        state = CompressionState(compression, named_parameters=model.named_parameters())
-        ddp, optimizer = wrap(model, state), torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(8):
-            apply(ddp, optimizer, step)
-        state.state_dict()
-        assert state.engine.counted()[0][1] == "0", state.engine.counted()
+    for compression in (*LOSSY, SHARED.using(check_every=1)):
+        ddp, state = hooked(Reentrant(), compression)
+        train(ddp, range(6))
+        assert_dropped_nothing(state)
 
 
-def a_rank_that_has_joined_drops_nothing():
-    """Join: it adds zeros, and its last gradients stay in .grad; the others go on and step."""
-    from torch.distributed.algorithms.join import Join
+def assert_dropped_nothing(state):
+    state.state_dict()
+    assert state.engine.counted()[0][1] == "0", state.engine.counted()
 
-    for compression in (LOSSY[0], LOSSY[1].using(check_every=3)):
-        model, state, ddp, optimizer = made(compression)
-        for _ in range(2):
+
+def ranks_that_have_joined_are_not_asked():
+    """One shadows the others, adds zeros and takes no steps, when parameters are compared.
+
+    Its last gradients stay in .grad, and are not dropped ones.
+    """
+    for compression in (*LOSSY[:2], AutoCompression, LowRankCompression.using(warmup=3)):
+        model, state, ddp, optimizer = fresh(compression.using(check_every=5))
+        for steps, same_at in (((22, 13), (20, 10)), ((8, 5), None)):
             with Join([ddp]):
-                for step in range(8 if RANK else 5):
-                    apply(ddp, optimizer, step)
-        state.state_dict()
-        assert state.engine.counted()[0][1] == "0", state.engine.counted()
-        assert all(same_on_all(parameter) for parameter in model.parameters())
+                train(ddp, range(steps[RANK > 0]), optimizer)
+            assert same_at is None or state.engine.sameness.same_at == same_at[RANK > 0]
+        if compression is not AutoCompression:
+            assert_dropped_nothing(state)
+        assert_alike(model)
 
 
 CASES = [
     what_is_thrown_away_leaves_no_trace, nothing_else_is_lost,
     gradients_may_accumulate_over_exchanges, an_exception_is_a_gradient_thrown_away,
     a_scaler_skips_for_each_optimizer_by_itself, ranks_that_decide_otherwise_are_an_error,
-    a_pass_inside_of_a_pass_is_no_new_one, a_rank_that_has_joined_drops_nothing,
+    a_pass_inside_of_a_pass_is_no_new_one, ranks_that_have_joined_are_not_asked,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    with process_group():
-        run(CASES)

@@ -1,17 +1,15 @@
-"""One rank: what a compression does at the edges, one function a case.
-
-Run as `behave.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank: what a compression does at the edges, one function a case."""
 
 import contextlib
 import io
 import sys
 from pathlib import Path
 
-import cases
 import horovod.torch as hvd
+import nets
 import torch
 from cases import message_of
+from nets import assert_equal, batch
 from torch import nn
 
 from sn_compress import AutoCompression, CastCompression, FFTCompression, LowRankCompression
@@ -27,12 +25,7 @@ EXACT = FFTCompression.using(theta=0.0, values="fp16")
 
 
 def wrap(model, compression=GATHER, **options):
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=compression,
-        **options,
-    )
+    return nets.wrap(model, compression, **{"momentum": 0.9, **options})
 
 
 def mean_is_the_mean():
@@ -120,12 +113,8 @@ def sparse_travels_as_plain():
     for sparse_as_dense in (False, True):
         torch.manual_seed(0)
         table = nn.Embedding(512, 64, sparse=True)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0),
-            named_parameters=table.named_parameters(),
-            compression=EXACT,
-            sparse_as_dense=sparse_as_dense,
-        )
+        options = {"lr": 1.0, "momentum": 0.0, "sparse_as_dense": sparse_as_dense}
+        optimizer = wrap(table, EXACT, **options)
         before = table.weight.detach().clone()
         table(torch.tensor([hvd.rank(), 100])).sum().backward()
         optimizer.step()
@@ -209,41 +198,45 @@ def refusals():
     del optimizer
 
 
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def fresh(way):
+    model = net()
+    return model, wrap(model, way)
+
+
+def backward(model, seed, factor=1.0):
+    (factor * model(batch(seed, 8, 96)).square().mean()).backward()
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
 def resume():
     """A run continued from its saved state gives the bits of the uninterrupted one."""
     for way in (GATHER, SHARED, CastCompression.using(dtype="fp8")):
-        resumes(way)
-
-
-def resumes(way):
-    def steps(model, optimizer, first, last):
-        for step in range(first, last):
-            torch.manual_seed(100 * step + hvd.rank())
-            optimizer.zero_grad()
-            model(torch.randn(8, 96)).square().mean().backward()
-            optimizer.step()
-
-    def fresh():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
-        return model, wrap(model, way)
-
-    whole, optimizer = fresh()
-    steps(whole, optimizer, 0, 12)
-    half, optimizer = fresh()
-    steps(half, optimizer, 0, 6)
-    file = io.BytesIO()
-    states = [half.state_dict(), optimizer.state_dict(), FFTCompression.state_dict(optimizer)]
-    torch.save(states, file)
-    file.seek(0)
-    model, optimizer = fresh()
-    weights, moments, memory = torch.load(file, weights_only=True)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(moments)
-    FFTCompression.load_state_dict(optimizer, memory)
-    steps(model, optimizer, 6, 12)
-    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
+        whole, optimizer = fresh(way)
+        train(whole, optimizer, range(12))
+        half, optimizer = fresh(way)
+        train(half, optimizer, range(6))
+        file = io.BytesIO()
+        states = [half.state_dict(), optimizer.state_dict(), FFTCompression.state_dict(optimizer)]
+        torch.save(states, file)
+        file.seek(0)
+        model, optimizer = fresh(way)
+        weights, moments, memory = torch.load(file, weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        FFTCompression.load_state_dict(optimizer, memory)
+        train(model, optimizer, range(6, 12))
+        assert_equal(whole.parameters(), model.parameters())
 
 
 def plain_allreduce_that_shares():
@@ -278,21 +271,13 @@ def bare_computes_ffts():
 
 def trained(way, steps, each=None):
     """A net after some steps, and what its optimizer has yet to send; each(...) before a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
-    optimizer = wrap(model, way)
-
-    def backward(seed, factor=1.0):
-        generator = torch.Generator().manual_seed(100 * seed + hvd.rank())
-        (factor * model(torch.randn(8, 96, generator=generator)).square().mean()).backward()
-
+    model, optimizer = fresh(way)
     for step in range(steps):
-        optimizer.zero_grad()
         if each is None or step < 3:
-            backward(step)
-            optimizer.step()
+            train(model, optimizer, [step])
         else:
-            each(model, optimizer, backward, step)
+            optimizer.zero_grad()
+            each(model, optimizer, step)
     left = {n: r.clone() for n, r in way.residuals(optimizer).items()}
     return [p.detach().clone() for p in model.parameters()], left
 
@@ -300,8 +285,8 @@ def trained(way, steps, each=None):
 def a_gradient_is_exchanged_once():
     """`step()` behind `synchronize()`: what was clipped is applied, to the bit."""
 
-    def twice(model, optimizer, backward, step, skip=False):
-        backward(step)
+    def twice(model, optimizer, step, skip=False):
+        backward(model, step)
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         if skip:
@@ -314,23 +299,20 @@ def a_gradient_is_exchanged_once():
     for way in (GATHER.using(theta=0.9), SHARED, SHARED.using(check_every=3)):
         once = trained(way, 9, lambda *given: twice(*given, skip=True))
         again = trained(way, 9, twice)
-        for one, other in zip(once[0], again[0], strict=True):
-            assert torch.equal(one, other), way
-        assert all(torch.equal(again[1][name], left) for name, left in once[1].items()), way
+        assert_equal(once[0], again[0], way)
+        assert_equal(once[1].values(), again[1].values(), way)
 
 
 def gradients_of_two_passes_are_exchanged_once():
     """With `backward_passes_per_step`: the pass behind a repeated exchange is exchanged."""
 
     def bits_of(skip):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
+        model = net()
         optimizer = wrap(model, SHARED, backward_passes_per_step=2)
         for step in range(8):
             optimizer.zero_grad()
             for half in range(2):
-                generator = torch.Generator().manual_seed(100 * step + 10 * half + hvd.rank())
-                model(torch.randn(8, 96, generator=generator)).square().mean().backward()
+                backward(model, 10 * step + half)
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             if skip:
@@ -348,11 +330,11 @@ def gradients_of_two_passes_are_exchanged_once():
 def ranks_that_exchange_again_alone_are_told():
     for way in (GATHER, SHARED):
 
-        def alone(model, optimizer, backward, step):
-            backward(step)
+        def alone(model, optimizer, step):
+            backward(model, step)
             optimizer.synchronize()
             if hvd.rank():
-                backward(step)
+                backward(model, step)
             optimizer.synchronize()
 
         said = message_of(lambda way=way, alone=alone: trained(way, 4, alone))
@@ -362,19 +344,18 @@ def ranks_that_exchange_again_alone_are_told():
 def what_is_thrown_away_leaves_no_trace():
     """A step that the loop drops, whose gradients are large, and others accumulated into none."""
 
-    def drops(model, optimizer, backward, step):
-        backward(step)
+    def drops(model, optimizer, step):
+        backward(model, step)
         optimizer.step()
         for factor in (1e4, 1.0):
             optimizer.zero_grad()
-            backward(50 + step, factor)
+            backward(model, 50 + step, factor)
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
     for way in (GATHER.using(theta=0.9), SHARED.using(every=100)):
         plain, dropped = trained(way, 8), trained(way, 8, drops)
-        for one, other in zip(plain[0], dropped[0], strict=True):
-            assert torch.equal(one, other), way
+        assert_equal(plain[0], dropped[0], way)
 
 
 CASES = [
@@ -384,7 +365,3 @@ CASES = [
     mean_is_the_mean, memory_drains, not_a_number_reaches_all, sparse_travels_as_plain,
     double_travels_as_plain, plain_allreduce, every_type_is_reduced_or_refused, refusals, resume,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    cases.main(CASES, hvd, before=cases.settle)

@@ -1,17 +1,15 @@
-"""One rank: gradients travel in buckets laid out from the order of the parameters.
-
-Run as `buckets.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank: gradients travel in buckets laid out from the order of the parameters."""
 
 import time
 from contextlib import contextmanager
 from functools import partial
 
-import cases
 import horovod.torch as hvd
 import horovod.torch.optimizer
+import nets
 import torch
 from cases import message_of
+from nets import assert_alike, batch, vector
 from torch import nn
 
 from sn_compress import FFTCompression, LowRankCompression
@@ -24,12 +22,8 @@ GATHER = FFTCompression.using(theta=0.9)
 WAYS = {"low rank": SHARED, "fft": GATHER}
 
 
-def wrap(parameters, way=SHARED, lr=0.05):
-    parameters = list(parameters)
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD([p for _, p in parameters], lr=lr),
-        named_parameters=parameters, compression=way,
-    )  # fmt: skip
+def wrap(model, way=SHARED, **options):
+    return nets.wrap(model, way, **{"lr": 0.05, **options})
 
 
 def sides(number, size=48):
@@ -39,60 +33,59 @@ def sides(number, size=48):
 
 def step(net, optimizer, number, *, backwards=False):
     """One in which each layer has a loss of its own: the order of the gradients is free."""
-    generator = torch.Generator().manual_seed(1000 * number + hvd.rank())
-    x = torch.randn(8, net[0].in_features, generator=generator)
+    x = batch(number, 8, net[0].in_features)
     losses = [(side(x) * (1 + at)).square().mean() for at, side in enumerate(net)]
     optimizer.zero_grad()
     sum(losses[::-1] if backwards else losses).backward()
     optimizer.step()
 
 
-def vector(net):
-    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+def train(net, optimizer, steps):
+    for number in steps:
+        step(net, optimizer, number)
 
 
-def assert_alike(net):
-    everyone = hvd.allgather(vector(net)[None], name="everyone")
-    assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "ranks differ"
-
-
-class small_buckets:  # noqa: N801, reads as what it is in a with statement
+@contextmanager
+def small_buckets():
     """Of some four layers each."""
-
-    def __enter__(self):
-        rim.Buckets = partial(Buckets, full=9000)
-
-    def __exit__(self, *_):
+    rim.Buckets = partial(Buckets, full=9000)
+    try:
+        yield
+    finally:
         rim.Buckets = Buckets
 
 
-class Counted:
-    """Names of our own collectives handed to Horovod."""
+@contextmanager
+def counted(*others):
+    """Names of our own collectives handed to Horovod, and of those of other modules' functions."""
+    own = [(hvd, name) for name in ("allreduce_async", "allreduce_async_", "allgather_async")]
+    names, inner = [], {each: getattr(*each) for each in (*own, *others)}
 
-    def __init__(self):
-        self.names = []
-        for name in ("allreduce_async", "allreduce_async_", "allgather_async"):
-            setattr(hvd, name, self.around(getattr(hvd, name)))
-
-    def around(self, send):
-        def counted(tensor, *args, name=None, **options):
-            self.names.append(name)
+    def around(send):
+        def noted(tensor, *args, name=None, **options):
+            names.append(name)
             return send(tensor, *args, name=name, **options)
 
-        return counted
+        return noted
+
+    for each, send in inner.items():
+        setattr(*each, around(send))
+    try:
+        yield names
+    finally:
+        for each, send in inner.items():
+            setattr(*each, send)
 
 
 def a_step_has_a_handful_of_collectives():
     """Of FFTCompression one gathers, and one counts the ranks before: that cannot join."""
-    counted = Counted()
     for way, most in (("low rank", 2), ("fft", 2)):
         net = sides(40)
-        optimizer = wrap(net.named_parameters(), WAYS[way])
-        for number in range(4):
-            step(net, optimizer, number)
-        counted.names.clear()
-        step(net, optimizer, 4)
-        assert 1 <= len(counted.names) <= most, (way, counted.names)
+        optimizer = wrap(net, WAYS[way])
+        train(net, optimizer, range(4))
+        with counted() as names:
+            step(net, optimizer, 4)
+        assert 1 <= len(names) <= most, (way, names)
         report = FFTCompression.report(optimizer)
         assert report["tensors"] == 40, report
         assert_alike(net)
@@ -110,19 +103,18 @@ def what_is_plain_shares_a_collective_of_its_bucket():
     FFTCompression has one that counts the ranks, too. A rank that computes in another order, or
     has no gradient for some, files the same.
     """
-    counted = Counted()
     for way, most in (("low rank", 3), ("fft", 3)):
         net = biases(20)
-        optimizer = wrap(net.named_parameters(), WAYS[way])
+        optimizer = wrap(net, WAYS[way])
         found = []
         for number in range(6):
-            counted.names.clear()
-            step(net, optimizer, number, backwards=hvd.rank() == 1)
+            with counted() as names:
+                step(net, optimizer, number, backwards=hvd.rank() == 1)
             own = set(optimizer._parameter_names.values())
-            plain = [it for it in counted.names if it.endswith("torch.float32") or it in own]
+            plain = [it for it in names if it.endswith("torch.float32") or it in own]
             found.append(len([it for it in plain if not it.endswith("weight")]))
-        assert found[2:] == [1] * 4, (way, found, counted.names)
-        assert 1 <= len(counted.names) <= most, (way, counted.names)
+        assert found[2:] == [1] * 4, (way, found, names)
+        assert 1 <= len(names) <= most, (way, names)
         optimizer.zero_grad()
         used = list(net)[: 20 - 7 * hvd.rank()]
         sum(side(torch.ones(1, 48)).square().sum() for side in used).backward()
@@ -136,10 +128,7 @@ def what_is_plain_has_the_mean_that_horovod_gives_it():
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         for options in ways if dtype == torch.float32 else ways[:1]:
             net = biases(4).to(dtype)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(),
-                compression=SHARED, **options,
-            )  # fmt: skip
+            optimizer = wrap(net, lr=0.0, **options)
             for number in range(4):
                 optimizer.zero_grad()
                 whole = [
@@ -152,17 +141,15 @@ def what_is_plain_has_the_mean_that_horovod_gives_it():
                     others = hvd.allgather(it.double()[None], name="others")
                     mean = others.sum(0) if options.get("op") == hvd.Sum else others.mean(0)
                     close = {torch.float16: 1e-2, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
-                    assert torch.allclose(side.bias.grad.double(), mean, rtol=close), (
-                        dtype,
-                        number,
-                    )
+                    alike = torch.allclose(side.bias.grad.double(), mean, rtol=close)
+                    assert alike, (dtype, number)
 
 
 def ranks_compute_in_different_orders():
     for way in WAYS.values():
         with small_buckets():
             net = sides(10)
-            optimizer = wrap(net.named_parameters(), way)
+            optimizer = wrap(net, way)
             for number in range(6):
                 step(net, optimizer, number, backwards=hvd.rank() == 1)
             assert len(memory_of(optimizer).buckets.members) == 3
@@ -175,7 +162,7 @@ def the_order_of_the_gradients_changes_no_bit():
         for backwards in (False, True):
             with small_buckets():
                 net = sides(10)
-                optimizer = wrap(net.named_parameters(), way)
+                optimizer = wrap(net, way)
                 for number in range(5):
                     step(net, optimizer, number, backwards=backwards)
             ends.append(vector(net))
@@ -186,7 +173,7 @@ def a_sparse_embedding_beside_holds_its_bucket_back():
     for way in WAYS.values():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Embedding(512, 48, sparse=True), nn.Linear(48, 48), nn.Tanh())
-        optimizer = wrap(net.named_parameters(), way)
+        optimizer = wrap(net, way)
         for number in range(5):
             torch.manual_seed(10 * number + hvd.rank())
             optimizer.zero_grad()
@@ -218,7 +205,7 @@ def a_step_that_broke_off_is_as_if_it_had_never_been():
     for broken in ((), (1, 2, 3)):
         with small_buckets():
             net = sides(10)
-            optimizer = wrap(net.named_parameters())
+            optimizer = wrap(net)
             for number in range(5):
                 if number in broken:
                     break_off(net, optimizer, 100 + number)
@@ -233,7 +220,7 @@ def a_step_that_broke_off_is_as_if_it_had_never_been():
 def what_gathers_goes_on_after_a_step_that_broke_off():
     with small_buckets():
         net = sides(10)
-        optimizer = wrap(net.named_parameters(), GATHER)
+        optimizer = wrap(net, GATHER)
         for number in range(6):
             if number == 3:
                 break_off(net, optimizer, 100)
@@ -251,9 +238,8 @@ def what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off():
         for way in (SHARED, GATHER):
             with small_buckets():
                 net = sides(10)
-                optimizer = wrap(net.named_parameters(), way)
-                for number in range(6):
-                    step(net, optimizer, number)
+                optimizer = wrap(net, way)
+                train(net, optimizer, range(6))
             assert memory_of(optimizer)._broken == 0
             assert_alike(net)
 
@@ -292,9 +278,8 @@ def what_a_step_left_behind_is_not_taken_for_another_optimizers():
     with small_buckets():
         for number in range(3):
             net = sides(10)
-            optimizer = wrap(net.named_parameters())
-            for at in range(4):
-                step(net, optimizer, at)
+            optimizer = wrap(net)
+            train(net, optimizer, range(4))
             assert_alike(net)
             break_off_ahead(net, optimizer, number % 2)
             del net, optimizer
@@ -305,9 +290,8 @@ def what_a_step_left_behind_is_over_when_a_rank_joins():
     with small_buckets():
         for one_rank_ahead in (True, False):
             net = sides(10)
-            optimizer = wrap(net.named_parameters())
-            for at in range(3):
-                step(net, optimizer, at)
+            optimizer = wrap(net)
+            train(net, optimizer, range(3))
             # Twice: the second time under names that Horovod's cache has not seen.
             for _ in range(2):
                 if one_rank_ahead:
@@ -319,8 +303,7 @@ def what_a_step_left_behind_is_over_when_a_rank_joins():
 
 def with_a_rank_that_joins(net, optimizer, start, end):
     """Steps of which ranks have unlike many, and one of all behind them."""
-    for number in range(start, end):
-        step(net, optimizer, number)
+    train(net, optimizer, range(start, end))
     last = hvd.join()
     hvd.broadcast_parameters(net.state_dict(), root_rank=last)
     FFTCompression.synchronize(optimizer, root_rank=last)
@@ -332,7 +315,7 @@ def a_rank_that_has_joined_is_asked_for_nothing():
     """It adds zeros to the sums of three buckets, also in the step in which sizes travel."""
     with small_buckets():
         net = sides(10)
-        optimizer = wrap(net.named_parameters(), SHARED)
+        optimizer = wrap(net, SHARED)
         with_a_rank_that_joins(net, optimizer, 0, 5 if hvd.rank() else 2)
 
 
@@ -340,18 +323,16 @@ def a_gather_is_refused_once_a_rank_has_joined():
     """On every other rank, before anything is gathered; Horovod itself goes on."""
     for way in (GATHER, GATHER.using(scatter=False)):
         net = sides(3)
-        optimizer = wrap(net.named_parameters(), way)
-        for number in range(5):
-            step(net, optimizer, number)
+        optimizer = wrap(net, way)
+        train(net, optimizer, range(5))
         if hvd.rank():
             said = message_of(partial(step, net, optimizer, 5))
             assert "another rank called hvd.join()" in said, said
             assert "use LowRankCompression" in said, said
         hvd.join()
         net = sides(3)  # Horovod's hooks are still on the other's, and wait for its step
-        optimizer = wrap(net.named_parameters(), way)
-        for number in range(6, 9):
-            step(net, optimizer, number)
+        optimizer = wrap(net, way)
+        train(net, optimizer, range(6, 9))
         assert_alike(net)
         call = partial(hvd.allreduce, torch.ones(64, 64), name="call", compression=way)
         call()
@@ -364,7 +345,7 @@ def a_gather_is_refused_once_a_rank_has_joined():
 def a_parameter_added_after_the_start_is_refused():
     for way in (SHARED, GATHER):
         net, late = sides(2), nn.Linear(48, 48)
-        optimizer = wrap(net.named_parameters(), way)
+        optimizer = wrap(net, way)
         step(net, optimizer, 0)
         optimizer.add_param_group({"params": list(late.parameters())})
         said = message_of(partial(step, net, optimizer, 1))
@@ -374,27 +355,18 @@ def a_parameter_added_after_the_start_is_refused():
 
 def stand_ins(net, optimizer, steps):
     """For each step how many of Horovod's own all-reduces of parameters were started."""
-    inner, own = horovod.torch.optimizer.allreduce_async_, set(optimizer._parameter_names.values())
-    counted = Counted()
-
-    def seen(*args, **options):
-        counted.names.append(options["name"])
-        return inner(*args, **options)
-
-    horovod.torch.optimizer.allreduce_async_ = seen
-    found = []
+    own, found = set(optimizer._parameter_names.values()), []
     for number in range(steps):
-        counted.names.clear()
-        step(net, optimizer, number)
-        found.append(sum(name in own for name in counted.names))
-    horovod.torch.optimizer.allreduce_async_ = inner
+        with counted((horovod.torch.optimizer, "allreduce_async_")) as names:
+            step(net, optimizer, number)
+        found.append(sum(name in own for name in names))
     return found
 
 
 def from_the_second_step_on_nothing_stands_in_for_a_gradient():
     for name, way in WAYS.items():
         net = sides(10)
-        optimizer = wrap(net.named_parameters(), way)
+        optimizer = wrap(net, way)
         first = [10] if name == "fft" else [10, 10]  # dense steps are Horovod's own
         found = stand_ins(net, optimizer, 5)
         assert found == first + [0] * (5 - len(first)), (name, found)
@@ -407,11 +379,9 @@ def from_the_second_step_on_nothing_stands_in_for_a_gradient():
 def a_rank_that_waits_sleeps():
     """Also for what travels plain, beside buckets and after them."""
     for way in WAYS.values():
-        torch.manual_seed(0)
-        net = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
-        optimizer = wrap(net.named_parameters(), way)
-        for number in range(4):
-            step(net, optimizer, number)
+        net = biases(4)
+        optimizer = wrap(net, way)
+        train(net, optimizer, range(4))
         hvd.barrier()
         # Of the thread that waits: Horovod's own talks to the other rank a thousand times a second.
         before, start = time.thread_time(), time.monotonic()
@@ -437,7 +407,3 @@ CASES = [
     what_is_plain_shares_a_collective_of_its_bucket,
     what_is_plain_has_the_mean_that_horovod_gives_it,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    cases.main(CASES, hvd, before=cases.settle)

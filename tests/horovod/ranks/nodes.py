@@ -1,22 +1,22 @@
-"""One rank of nodes of two, as horovodrun -H HOST:2,HOST:2 makes them: `nodes.py [CASE...]`."""
+"""One rank of nodes of two, as horovodrun -H HOST:2,HOST:2 makes them."""
 
 import copy
-import logging
 from functools import partial
 
 import cases
 import horovod.torch as hvd
 import torch
 from behave import wrap
-from buckets import assert_alike, small_buckets, vector
+from buckets import small_buckets
 from cases import message_of
+from nets import assert_alike, batch, vector
 from torch import nn
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.under_horovod.memory import memory_of
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)
-LOSSY = {"fft": FFTCompression, "low rank": SHARED}
+LOSSY = FFTCompression, SHARED
 
 
 def net():
@@ -29,8 +29,7 @@ def net():
 def train(model, optimizer, steps):
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
-        x = torch.randn(16, 64, generator=generator)
+        x = batch(step, 16, 64)
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
         loss.backward()
@@ -40,7 +39,7 @@ def train(model, optimizer, steps):
 
 
 def each_tensor_has_one_owner_in_a_node():
-    for way in LOSSY.values():
+    for way in LOSSY:
         with small_buckets():
             model = net()
             optimizer = wrap(model, way)
@@ -63,7 +62,7 @@ def each_tensor_has_one_owner_in_a_node():
 
 def a_run_learns_as_without_nodes():
     """The same steps: a mean of fewer ranks has fewer roundings in it, and no others."""
-    for way in (LOSSY["fft"], LOSSY["low rank"]):
+    for way in LOSSY:
         found = []
         for each in (way, way.using(hierarchy=None)):
             model = net()
@@ -76,7 +75,7 @@ def a_run_learns_as_without_nodes():
 
 def without_a_hierarchy_all_is_as_on_one_node():
     """To the bit, and in as many bytes; a tuner has none either."""
-    for way in LOSSY.values():
+    for way in LOSSY:
         ends = []
         for size, each in ((4, way), (2, way.using(hierarchy=None))):
             with cases.on_nodes_of(size, hvd.rank()):
@@ -96,15 +95,10 @@ def without_a_hierarchy_all_is_as_on_one_node():
 
 def unequal_nodes_exchange_as_without():
     """Three ranks here and one there: a warning on rank 0, and all exchange with all."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("sn_compress").addHandler(handler)
-    with cases.on_nodes_of(3, hvd.rank()):
+    with cases.on_nodes_of(3, hvd.rank()), cases.logged() as said:
         model = net()
         optimizer = wrap(model, FFTCompression)
         train(model, optimizer, range(2))
-    logging.getLogger("sn_compress").removeHandler(handler)
     assert "nodes" not in FFTCompression.report(optimizer)
     warned = [text for text in said if "nodes have 3 and 1 ranks" in text]
     assert len(warned) == (hvd.rank() == 0), said
@@ -152,15 +146,14 @@ def load_and_synchronize(optimizer, every):
 
 
 def a_run_goes_on_with_other_nodes():
-    for way in (LOSSY["fft"], LOSSY["low rank"]):
+    for way, load in zip(LOSSY, (load_list, load_and_synchronize), strict=True):
         flat = way.using(hierarchy=None)
-        for load in (load_list, load_and_synchronize):
-            goes_on_with(load, way, flat)
-            goes_on_with(load, flat, way)
+        goes_on_with(load, way, flat)
+        goes_on_with(load, flat, way)
 
 
 def one_state_is_not_enough_for_other_nodes():
-    for way in (LOSSY["fft"], LOSSY["low rank"]):
+    for way in LOSSY:
         flat = way.using(hierarchy=None)
         for first, then in ((way, flat), (flat, way)):
             model = net()
@@ -176,7 +169,7 @@ def one_state_is_not_enough_for_other_nodes():
 
 def a_rank_that_joins_is_refused():
     """By all others, before a gradient is summed; Horovod itself goes on."""
-    for way in (LOSSY["fft"], LOSSY["low rank"]):
+    for way in LOSSY:
         model = net()
         optimizer = wrap(model, way)
         train(model, optimizer, range(3))
@@ -199,7 +192,3 @@ CASES = [
     a_run_goes_on_with_other_nodes, one_state_is_not_enough_for_other_nodes,
     a_rank_that_joins_is_refused,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    cases.main(CASES, hvd, before=cases.settle)

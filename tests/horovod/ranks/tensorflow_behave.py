@@ -1,7 +1,4 @@
-"""One rank: what a compression does in TensorFlow at the edges, one function a case.
-
-Run as `tensorflow_behave.py`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank: what a compression does in TensorFlow at the edges, one function a case."""
 
 import contextlib
 import re
@@ -52,21 +49,6 @@ def mean_is_the_mean():
             # Half precision rounds each coefficient by 2**-11 relative; the transform keeps norms.
             error = np.linalg.norm(reduced - factor * mean_of(gradient))
             assert error <= factor * 2**-10 * np.linalg.norm(gradient), error
-
-
-def what_is_applied_and_what_is_kept():
-    """Over the steps, the averages and the mean memory add up to the plain averages."""
-    fft = FFTCompression.using(theta=0.9)
-    steps = [[noise(64, 64, seed=t), noise(50, 100, seed=t)] for t in range(20)]
-    applied = gradients_of(steps, fft)
-    memory = memory_of(fft)
-    for place in range(2):
-        total = np.sum([step[place] for step in applied], axis=0)
-        plain = np.sum([mean_of(step[place]) for step in steps], axis=0)
-        kept = memory.residual(f"{place}:Variable").reshape(plain.shape)
-        # Sums of 20 float32 numbers of size about 1, in the two orders.
-        assert abs(total + mean_of(kept) - plain).max() < 1e-4
-        assert np.linalg.norm(total - plain) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
 
 
 def constant_gradients_are_encoded_each_step():
@@ -335,15 +317,10 @@ def casts_are_added_up_in_float32():
 
 
 CASES = [
-    bare_computes_ffts,
-    mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
+    bare_computes_ffts, mean_is_the_mean, constant_gradients_are_encoded_each_step,
     models_of_one_shape_keep_apart, retracing_keeps_the_memory, not_a_number_reaches_all,
     sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
     every_type_is_averaged_or_refused,
     missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error,
     synchronize, shared_exchange_with_a_rank_that_joined, casts_are_added_up_in_float32,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd, before=cases.settle)

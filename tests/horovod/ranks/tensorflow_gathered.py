@@ -1,11 +1,6 @@
-"""One rank: FFTCompression in TensorFlow's graphs, one function a case.
-
-Run as `tensorflow_gathered.py [CASE...]`; prints "ok CASE" on every rank, or fails with an
-assertion. Cases of `both` run with the compiled nodes and with the codec's array code.
-"""
+"""One rank: FFTCompression in TensorFlow's graphs, one function a case."""
 
 import sys
-import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,8 +9,8 @@ import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from tensorflow_sized import PYTHON, graphs_of
-from tensors import SIDE, assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
+from tensorflow_sized import LOW, PYTHON, graphs_of
+from tensors import SIDE, fitted, goes_on_where_it_was_saved, mean_of, noise, variables_of
 
 from sn_compress import FFTCompression
 from sn_compress.collective import Gradient
@@ -177,36 +172,6 @@ def exchanged(engines, values):
     return values[0]
 
 
-def a_graph_goes_on_where_it_was_saved():
-    """A report, a state or a checkpoint changes nothing, and what was saved goes on alike."""
-    inputs = [tf.constant(noise(8, SIDE, seed=t)) for t in range(8)]
-    fft, variables = FFT.using(), variables_of()
-    step = step_of(variables, fft)
-    for x in inputs[:5]:
-        step(x)
-    saved = [v.numpy() for v in variables]
-    with tempfile.TemporaryDirectory() as folder:
-        path = tf.train.Checkpoint(memory=memory_of(fft)).save(f"{folder}/rank{hvd.rank()}")
-        again = FFT.using()
-        tf.train.Checkpoint(memory=memory_of(again)).restore(path)
-    for x in inputs[5:]:
-        step(x)
-    assert step.experimental_get_tracing_count() == 1, "asking was to trace nothing"
-    assert memory_of(fft).report()["steps"] == 8
-    whole = assert_equal_ranks(variables)
-    resumed = [tf.Variable(value, name=f"w{i}") for i, value in enumerate(saved)]
-    step = step_of(resumed, again)
-    for x in inputs[5:]:
-        step(x)
-    assert np.array_equal(assert_equal_ranks(resumed), whole)
-    held = step.get_concrete_function(inputs[0])
-    memory_of(again).synchronize()
-    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
-    assert "this graph is out of date" in said, said
-    step(inputs[0])
-    assert_equal_ranks(resumed)
-
-
 def theta_that_changes_is_traced_again():
     """Python while it changes fast, and a graph for each longer stretch of one theta."""
     fft = FFT.using(theta=Warmup(24, Constant(0.96), dense=0.5))
@@ -273,14 +238,15 @@ def bare_computes_ffts():
     kernels.serve = SERVE
 
 
+def graphs_go_on_where_they_were_saved():
+    goes_on_where_it_was_saved(FFT, 5, 3)
+    goes_on_where_it_was_saved(LOW, 7, 5)
+
+
 CASES = [
     bare_computes_ffts,
     steps_without_python, many_ranks_have_the_bits_of_the_engine,
     compiled_nodes_have_the_bits_of_the_codec,
-    a_graph_goes_on_where_it_was_saved, theta_that_changes_is_traced_again,
+    graphs_go_on_where_they_were_saved, theta_that_changes_is_traced_again,
     unlike_ranks_and_settings_without_nodes_go_through_python, keras_fits_without_python,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd)

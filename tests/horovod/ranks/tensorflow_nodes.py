@@ -1,10 +1,6 @@
-"""One rank of TensorFlow on nodes of two, as horovodrun -H HOST:2,HOST:2 makes them.
-
-Run as `tensorflow_nodes.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank of TensorFlow on nodes of two, as horovodrun -H HOST:2,HOST:2 makes them."""
 
 import copy
-import logging
 from functools import partial
 
 import cases
@@ -156,14 +152,9 @@ def without_a_hierarchy_all_is_as_on_one_node():
 
 def unequal_nodes_exchange_as_without():
     """Three ranks here and one there: a warning on rank 0, and all exchange with all."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("sn_compress").addHandler(handler)
-    with cases.on_nodes_of(3, hvd.rank()):
+    with cases.on_nodes_of(3, hvd.rank()), cases.logged() as said:
         variables, own = net(), fresh("fft")
         train(variables, own, range(2))
-    logging.getLogger("sn_compress").removeHandler(handler)
     assert "nodes" not in memory_of(own).report()
     warned = [text for text in said if "nodes have 3 and 1 ranks" in text]
     assert len(warned) == (hvd.rank() == 0), said
@@ -304,10 +295,9 @@ def a_run_goes_on_with_other_nodes():
         memory.load_state_dict(every[hvd.rank()])
         memory.synchronize(1)
 
-    for way in WAYS:
-        for load in (load_list, load_and_synchronize):
-            goes_on_with(load, way, "auto", None)
-            goes_on_with(load, way, None, "auto")
+    for way, load in zip(WAYS, (load_list, load_and_synchronize), strict=True):
+        goes_on_with(load, way, "auto", None)
+        goes_on_with(load, way, None, "auto")
 
 
 def a_run_goes_on_on_the_same_nodes():
@@ -396,9 +386,3 @@ CASES = [
     a_run_goes_on_with_other_nodes, a_run_goes_on_on_the_same_nodes,
     one_state_is_not_enough_for_other_nodes, a_rank_joins_at_a_step_of_the_graph,
 ]  # fmt: skip
-MORE = [many_nodes_learn_as_without, a_rank_joins_at_a_step_on_the_host]
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    cases.main(CASES, hvd, MORE, cases.settle)

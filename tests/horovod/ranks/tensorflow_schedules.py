@@ -1,8 +1,4 @@
-"""One rank: theta follows every kind of schedule in TensorFlow's tapes and in Keras's fit.
-
-Run as `tensorflow_schedules.py`; prints "ok KIND" for each on every rank, or fails with an
-assertion.
-"""
+"""One rank: theta follows every kind of schedule in TensorFlow's tapes and in Keras's fit."""
 
 import sys
 import tempfile
@@ -22,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from schedule_kinds import KINDS, Watch, check
 
 STEPS, HALF = 14, 7
-WATCH = Watch()
+WATCH = None
 BUCKET_STEP = GatheredBucket.step
 
 
@@ -36,9 +32,6 @@ def watched_step(bucket, number, vectors, by, dropped=None):
 
     with tf.control_dependencies([tf.numpy_function(note, [told], tf.int64)]):
         return [tf.identity(mean) for mean in means], told
-
-
-GatheredBucket.step = watched_step
 
 
 def noise(step, *shape):
@@ -123,12 +116,17 @@ def outside_of_a_graph():
     check("warm-up", hvd.allgather_object(WATCH.taken()))
 
 
-tf.config.threading.set_intra_op_parallelism_threads(1)
-hvd.init()
-outside_of_a_graph()
-# One that ends and one that never rests: tracing takes long, and what theta the steps of the others
-# have, and for how long, is in tests/compress/test_schedule.py.
-for kind, options in (("warm-up", {}), ("cosine", {"groups": 1})):
-    tapes(kind)
-    keras_fit(kind, **options)
-    print(f"ok {kind}", flush=True)
+def every_kind_of_schedule():
+    """One that ends and one that never rests: tracing takes long.
+
+    What theta the steps of the others have, for how long, is in tests/compress/test_schedule.py.
+    """
+    global WATCH
+    WATCH, GatheredBucket.step = Watch(), watched_step
+    outside_of_a_graph()
+    for kind, options in (("warm-up", {}), ("cosine", {"groups": 1})):
+        tapes(kind)
+        keras_fit(kind, **options)
+
+
+CASES = [every_kind_of_schedule]

@@ -1,9 +1,4 @@
-"""One rank: LowRankCompression in TensorFlow's graphs, one function a case.
-
-Run as `tensorflow_sized.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
-
-import tempfile
+"""One rank: LowRankCompression in TensorFlow's graphs, one function a case."""
 
 import cases
 import horovod.tensorflow as hvd
@@ -75,60 +70,6 @@ def ranks_stay_equal_over_the_forms():
     assert report["tensors"] == report["low_rank"] == 3, report
     assert 2 < report["ratio"] < 20, report
     assert 0 < report["relative_error"] < 1, report
-
-
-def what_is_applied_and_what_is_kept():
-    """Over the steps and forms, the averages and the mean memory add up to the plain averages."""
-    low, variables = LOW.using(check_every=0), variables_of(2)
-
-    @tf.function
-    def step(x):
-        with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
-            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
-        return tape.gradient(loss, variables)
-
-    steps = [noise(48, 48, seed=t) for t in range(20)]
-    applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
-    plain = mean_of(np.sum(steps, axis=0))
-    own = memory_of(low).exchange().residual("1:w1").reshape(48, 48)
-    kept = mean_of(own)
-    # Sums of 20 float32 numbers of size about 1, in the two orders.
-    assert abs(applied + kept - plain).max() < 1e-4
-    assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
-
-
-def a_graph_goes_on_where_it_was_saved():
-    """A report, a state or a checkpoint changes nothing, and what was saved goes on alike."""
-    inputs = [tf.constant(noise(8, 48, seed=t)) for t in range(12)]
-    low, variables = LOW.using(), variables_of()
-    step = step_of(variables, low)
-    for x in inputs[:7]:
-        step(x)
-    saved = [v.numpy() for v in variables]
-    with tempfile.TemporaryDirectory() as folder:
-        path = tf.train.Checkpoint(memory=memory_of(low)).save(f"{folder}/rank{hvd.rank()}")
-        again = LOW.using()
-        tf.train.Checkpoint(memory=memory_of(again)).restore(path)
-    traces = step.experimental_get_tracing_count()
-    left = memory_of(low).exchange().residual("0:w0")
-    assert left.any()
-    for x in inputs[7:]:
-        step(x)
-    assert memory_of(low).report()["steps"] == 12
-    assert step.experimental_get_tracing_count() == traces, "asking was to trace nothing"
-    whole = assert_equal_ranks(variables)
-    resumed = [tf.Variable(value, name=f"w{i}") for i, value in enumerate(saved)]
-    step = step_of(resumed, again)
-    for x in inputs[7:]:
-        step(x)
-    assert np.array_equal(assert_equal_ranks(resumed), whole)
-    # A concrete function of before would go on with memories that nobody has any more.
-    held = step.get_concrete_function(inputs[0])
-    memory_of(again).synchronize()
-    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
-    assert "this graph is out of date" in said, said
-    step(inputs[0])
-    assert_equal_ranks(resumed)
 
 
 def a_step_that_is_lost_changes_no_memory():
@@ -247,12 +188,7 @@ def a_size_that_was_outgrown_is_chosen_anew():
 
 CASES = [
     an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
-    what_is_applied_and_what_is_kept, a_graph_goes_on_where_it_was_saved,
     a_step_that_is_lost_changes_no_memory,
     damaged_sums_end_the_step, a_size_that_was_outgrown_is_chosen_anew,
     unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd)

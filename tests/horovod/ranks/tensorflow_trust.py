@@ -1,7 +1,4 @@
-"""One rank: what may not go wrong in silence in TensorFlow and Keras, one function a case.
-
-Run as `tensorflow_trust.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank: what may not go wrong in silence in TensorFlow and Keras, one function a case."""
 
 import re
 
@@ -225,7 +222,3 @@ CASES = [
     keras_agrees_at_the_start, damage_is_found_in_keras,
     sparse_gradients_of_keras_are_in_the_report,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd)

@@ -1,7 +1,4 @@
-"""One rank: AutoCompression in TensorFlow; the clock says that it pays, or that it does not.
-
-Run as `tensorflow_tune.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
-"""
+"""One rank: AutoCompression in TensorFlow; the clock says that it pays, or that it does not."""
 
 from dataclasses import replace
 from functools import partial
@@ -274,7 +271,3 @@ CASES = [
     calls_beside_each_other_are_chosen_for_together,
     where_no_graph_can_be_traced_again_it_is_an_error, keras_fits,
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    cases.main(CASES, hvd)

@@ -1,11 +1,15 @@
 """What scripts of ranks of TensorFlow share: data, a step, and what all ranks have alike."""
 
+import tempfile
+
+import cases
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
+from sn_compress.tensorflow.tape import memory_of as memory_of_tape
 
 SIDE = 48
 
@@ -72,3 +76,37 @@ def fitted(compression, steps, *, per_call=1, passes=1, layers=2):
     memory = memory_of(optimizer)
     assert memory.report()["steps"] == steps, memory.report()
     return memory
+
+
+def goes_on_where_it_was_saved(compression, before, after):
+    """A report, a state or a checkpoint changes nothing, and what was saved goes on alike."""
+    inputs = [tf.constant(noise(8, SIDE, seed=t)) for t in range(before + after)]
+    own, variables = compression.using(), variables_of()
+    step = step_of(variables, own)
+    for x in inputs[:before]:
+        step(x)
+    saved = [v.numpy() for v in variables]
+    with tempfile.TemporaryDirectory() as folder:
+        memory = memory_of_tape(own)
+        path = tf.train.Checkpoint(memory=memory).save(f"{folder}/rank{hvd.rank()}")
+        again = compression.using()
+        tf.train.Checkpoint(memory=memory_of_tape(again)).restore(path)
+    traces = step.experimental_get_tracing_count()
+    assert memory.residual("0:w0").any()
+    for x in inputs[before:]:
+        step(x)
+    assert memory.report()["steps"] == before + after
+    assert step.experimental_get_tracing_count() == traces, "asking was to trace nothing"
+    whole = assert_equal_ranks(variables)
+    resumed = [tf.Variable(value, name=f"w{i}") for i, value in enumerate(saved)]
+    step = step_of(resumed, again)
+    for x in inputs[before:]:
+        step(x)
+    assert np.array_equal(assert_equal_ranks(resumed), whole)
+    # A concrete function of before would go on with memories that nobody has any more.
+    held = step.get_concrete_function(inputs[0])
+    memory_of_tape(again).synchronize()
+    said = cases.message_of(lambda: held(inputs[0]), tf.errors.InvalidArgumentError)
+    assert "this graph is out of date" in said, said
+    step(inputs[0])
+    assert_equal_ranks(resumed)

@@ -1,16 +1,14 @@
 """One rank: train a small net for some steps in one of many ways, then compare all ranks.
 
-Run as `train.py way=EXCHANGE CASE...`, with further exchanges and their cases behind it; prints
-"ok CASE" on every rank, or fails with an assertion.
+Cases are of an exchange, "gather-fp16" or "shared-fp16"; see `named`.
 """
 
-import sys
 import warnings
 from functools import cache
 
 import horovod.torch as hvd
 import torch
-from cases import settle
+from nets import assert_alike, batch, same_on_all, vector, wrap
 from torch import nn
 
 from sn_compress import FFTCompression, LowRankCompression
@@ -42,13 +40,8 @@ def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1,
     torch.manual_seed(0)
     model = Net().to(dtype)
     process_set = options.get("process_set")
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=way,
-        backward_passes_per_step=passes,
-        **options,
-    )
+    options = {"backward_passes_per_step": passes, **options}
+    optimizer = wrap(model, way, lr=0.05, momentum=0.9, **options)
     torch.manual_seed(1 + hvd.rank())
     only_here = branch or hvd.rank() == 0
     for step in range(STEPS):
@@ -67,11 +60,7 @@ def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1,
             optimizer.step()
         if step % 5 < 4:  # ranks that differ stay so, and ranks spin while Horovod gathers
             continue
-        flat = torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
-        assert torch.isfinite(flat).all()
-        extra = {"process_set": process_set} if process_set else {}
-        all_ranks = hvd.allgather(flat[None], name="parameters", **extra)
-        assert torch.equal(all_ranks, all_ranks[:1].expand_as(all_ranks)), "ranks differ"
+        assert_alike(model, **({"process_set": process_set} if process_set else {}))
     report = FFTCompression.report(optimizer)
     assert report["steps"] == STEPS, report
     if "nodes" in report:  # each rank of a node sends some of the tensors
@@ -85,30 +74,23 @@ def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1,
     return model, optimizer
 
 
-def order_differs(way=GATHER):
+def order(way):
     """Rank 0 builds its graph in another order, and so its hooks fire in another order."""
     torch.manual_seed(0)
     sides = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(sides.parameters(), lr=0.05),
-        named_parameters=sides.named_parameters(),
-        compression=way,
-    )
+    optimizer = wrap(sides, way, lr=0.05)
     fired = []
     for name, parameter in sides.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    torch.manual_seed(1 + hvd.rank())
-    for _ in range(STEPS):
+    for step in range(STEPS):
         fired.clear()
         optimizer.zero_grad()
-        x = torch.randn(8, 64)
+        x = batch(step, 8, 64)
         sum(side(x).square().mean() for side in (sides[::-1] if hvd.rank() else sides)).backward()
         optimizer.step()
     orders = hvd.allgather_object(fired)
     assert orders[0] != orders[1], "this test was to make the orders differ"
-    flat = torch.cat([p.detach().reshape(-1) for p in sides.parameters()])
-    everyone = hvd.allgather(flat[None], name="order")
-    assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "ranks differ"
+    assert_alike(sides)
 
 
 @cache
@@ -117,37 +99,26 @@ def halves():
     return [hvd.add_process_set(list(range(first, hvd.size(), 2))) for first in (0, 1)]
 
 
-def process_sets(way=GATHER):
-    even, odd = halves()
-    model, _ = train(way=way, process_set=even if hvd.rank() % 2 == 0 else odd)
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    everyone = hvd.allgather(flat[None], name="sets")
-    if hvd.size() > 1:
-        assert not torch.equal(everyone[0], everyone[1]), "the sets were to train apart"
+def process_sets(way):
+    model, _ = train(way=way, process_set=halves()[hvd.rank() % 2])
+    assert not same_on_all(vector(model)), "the sets were to train apart"
 
 
-def without_names():
+def without_names(way):
     """Horovod then names the parameters by their place."""
     model = nn.Linear(64, 64)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), compression=GATHER
+        torch.optim.SGD(model.parameters(), lr=0.1), compression=way
     )
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     assert FFTCompression.report(optimizer)["tensors"] == 1
 
 
-def two_optimizers():
+def two_optimizers(way):
     """Two nets with the same parameter names keep their memories apart."""
     nets = [nn.Linear(64, 64, bias=False) for _ in range(2)]
-    optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=0.1),
-            named_parameters=[(f"net{i}.weight", net.weight)],
-            compression=GATHER,
-        )
-        for i, net in enumerate(nets)
-    ]
+    optimizers = [wrap(net, way, [(f"net{i}.weight", net.weight)]) for i, net in enumerate(nets)]
     for net, optimizer in zip(nets, optimizers, strict=True):
         net(torch.randn(4, 64)).sum().backward()
         optimizer.step()
@@ -156,32 +127,25 @@ def two_optimizers():
         assert list(state["feedback"]["memory"]) == [f"net{i}.weight"]
 
 
-def join(way=SHARED):
+def join(way):
     """Rank r has 12 + r batches; the others wait for none, and the last rank's state holds."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05),
-        named_parameters=model.named_parameters(),
-        compression=way,
-    )
-    torch.manual_seed(1 + hvd.rank())
+    optimizer = wrap(model, way, lr=0.05)
 
-    def step():
+    def step(number):
         optimizer.zero_grad()
-        model(torch.randn(8, 96), True).square().mean().backward()
+        model(batch(number, 8, 96), True).square().mean().backward()
         optimizer.step()
 
     for _ in range(2):  # two epochs
-        for _ in range(12 + hvd.rank()):
-            step()
+        for number in range(12 + hvd.rank()):
+            step(number)
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         FFTCompression.synchronize(optimizer, root_rank=last)
-    step()
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    everyone = hvd.allgather(flat[None], name="join")
-    assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "ranks differ"
+    step(20)
+    assert_alike(model)
 
 
 def spoil_once():
@@ -203,11 +167,7 @@ def scaler(way):
     for spoil in (False, True):
         torch.manual_seed(0)
         model = Net()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            named_parameters=model.named_parameters(),
-            compression=way,
-        )
+        optimizer = wrap(model, way, lr=0.05)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         FFTCompression.watch(optimizer, scaler)
         for step in range(9):
@@ -227,15 +187,17 @@ def scaler(way):
                 with optimizer.skip_synchronize():
                     scaler.step(optimizer)
                 scaler.update()
-        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        results.append(vector(model))
     assert torch.equal(*results)
 
 
+WAYS = {"gather": GATHER, "shared": SHARED}
+PAPER = FFTCompression.using(mode="paper", theta=0.9)
 CASES = {
-    "fp32": lambda way: train(way=way),
+    "fp32": train,
     "fp16": lambda way: train(torch.float16, way=way),
     "bf16": lambda way: train(torch.bfloat16, way=way),
-    "paper": lambda way: train(way=FFTCompression.using(mode="paper", theta=0.9)),
+    "paper": lambda way: train(way=PAPER),
     "sum": lambda way: train(way=way, op=hvd.Sum),
     "predivide": lambda way: train(way=way, gradient_predivide_factor=2.0),
     "accumulate": lambda way: train(way=way, passes=3),
@@ -243,23 +205,22 @@ CASES = {
     "unused": lambda way: train(way=way, branch=False),
     "groups": lambda way: train(way=way, groups=2),
     "groups-bf16": lambda way: train(torch.bfloat16, way=way, groups=2),
-    "order": order_differs,
+    "order": order,
     "process-sets": process_sets,
-    "without-names": lambda way: without_names(),
-    "two-optimizers": lambda way: two_optimizers(),
+    "without-names": without_names,
+    "two-optimizers": two_optimizers,
     "scaler": scaler,
     "join": join,
 }
 
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    hvd.init(process_sets="dynamic")
-    ways = {"gather": GATHER, "shared": SHARED}
-    for word in sys.argv[1:]:
-        if word.startswith("way="):
-            way = ways[word[4:]]
-            continue
-        settle()
-        CASES[word](way)
-        print(f"ok {word}", flush=True)
+
+def named(word):
+    """The case of an exchange, in which a warning is an error."""
+    way, _, case = word.partition("-")
+
+    def call():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            CASES[case](way=WAYS[way])
+
+    return call

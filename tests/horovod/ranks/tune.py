@@ -6,21 +6,18 @@ from functools import partial
 
 import horovod.torch as hvd
 import torch
+from cases import logged
+from nets import assert_alike, batch, wrap
 from torch import nn
 
-import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
+from sn_compress.prediction import tuning
 from sn_compress.prediction.cost import step as step_of
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
 from sn_compress.torch.under_horovod.memory import memory_of
 
 STEPS = 40
-lines = []
-handler = logging.Handler()
-handler.emit = lambda record: lines.append(record.getMessage())
-logging.getLogger("sn_compress.prediction.tuning").addHandler(handler)
-logging.getLogger("sn_compress.prediction.tuning").setLevel(logging.INFO)
 
 
 class Clock:
@@ -32,63 +29,6 @@ class Clock:
         return self.now
 
 
-def train_on(model, optimizer, memory, clock, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-        clock.now += 2.0 if memory.engine.tuner.choice != "plain" else 1.0
-
-
-def watch_plain_for_good(way, model, optimizer, memory, clock):
-    """Counted as before, and never tried again; a state that is loaded changes nothing of it."""
-    before = AutoCompression.report(optimizer)
-    assert before["steps"] == STEPS
-    train_on(model, optimizer, memory, clock, 20)
-    report = AutoCompression.report(optimizer)
-    assert report["steps"] == STEPS + 20
-    assert report["dense_bytes"] == before["dense_bytes"]
-    AutoCompression.load_state_dict(optimizer, AutoCompression.state_dict(optimizer))
-    train_on(model, optimizer, memory, clock, 3)
-    assert AutoCompression.report(optimizer)["low_rank"] == 0
-
-
-def train(way, trial_s):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=way,
-    )
-    clock, memory = Clock(), memory_of(optimizer)
-    if trial_s is not None:
-        memory.engine.tuner = tuning.Tuner(
-            way.settings,
-            ranks=hvd.size(),
-            total=partial(rim.total, memory, hvd.global_process_set),
-            rates=FREE,
-            clock=clock,
-        )
-    torch.manual_seed(1 + hvd.rank())
-    seen = set()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        x, y = torch.randn(8, 64), torch.randint(0, 10, (8,))
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        chosen = memory.engine.tuner.choice
-        seen.add(chosen)
-        clock.now += trial_s if trial_s and chosen != "plain" else 1.0
-    if trial_s is not None and trial_s > 1:
-        watch_plain_for_good(way, model, optimizer, memory, clock)
-    assert memory.engine.tuner.settled
-    for value in model.state_dict().values():
-        everywhere = hvd.allgather(value.reshape(1, -1))
-        assert torch.equal(everywhere[:1].expand_as(everywhere), everywhere)
-    return memory, seen
-
-
 def free(routes, **how):
     """A step in which what is compressed takes no time: so it is tried."""
     found = step_of(routes, **how)
@@ -96,24 +36,75 @@ def free(routes, **how):
     return found if plain else replace(found, seconds=0.0)
 
 
-hvd.init()
-way = AutoCompression
-lines.clear()
-memory, _ = train(way, None)  # a real clock: nobody knows what it says
-assert len([line for line in lines if "predicted" in line]) == 1, lines
+class Training:
+    """A net whose compressed steps take so long, plain ones a second, or by a real clock."""
 
-tuning.step = free
-lines.clear()
-memory, seen = train(way, 0.5)
-assert "shared" in seen
-assert memory.engine.exchange.remembers("0.weight")
-assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
+    def __init__(self, trial_s=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10))
+        self.optimizer = wrap(self.model, AutoCompression, lr=0.05, momentum=0.9)
+        self.memory = memory_of(self.optimizer)
+        self.trial_s, self.clock, self.seen = trial_s, Clock(), set()
+        if trial_s is not None:
+            self.memory.engine.tuner = tuning.Tuner(
+                AutoCompression.settings,
+                ranks=hvd.size(),
+                total=partial(rim.total, self.memory, hvd.global_process_set),
+                rates=FREE,
+                clock=self.clock,
+            )
 
-memory, seen = train(way, 2.0)
-assert "shared" in seen
-assert not memory.engine.exchange.remembers("0.weight"), (
-    "what was left went along with a plain step"
-)
-assert "plain Horovod is faster here" in lines[-1], lines
-assert memory.engine.traffic.report()["low_rank"] == 0
-print("ok", flush=True)
+    def run(self, steps):
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.model(batch(step, 8, 64)).square().mean().backward()
+            self.optimizer.step()
+            chosen = self.memory.engine.tuner.choice
+            self.seen.add(chosen)
+            self.clock.now += self.trial_s if self.trial_s and chosen != "plain" else 1.0
+        assert_alike(self.model)
+        return AutoCompression.report(self.optimizer)
+
+
+def by_the_real_clock():
+    """Nobody knows what it says."""
+    with logged(tuning.__name__, logging.INFO) as lines:
+        Training().run(STEPS)
+    assert len([line for line in lines if "predicted" in line]) == 1, lines
+
+
+def trained(trial_s):
+    tuning.step = free
+    try:
+        with logged(tuning.__name__, logging.INFO) as lines:
+            training = Training(trial_s)
+            report = training.run(STEPS)
+    finally:
+        tuning.step = step_of
+    assert "shared" in training.seen
+    assert training.memory.engine.tuner.settled
+    return training, report, lines
+
+
+def where_it_pays_it_stays():
+    training, _, lines = trained(0.5)
+    assert training.memory.engine.exchange.remembers("0.weight")
+    assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
+
+
+def where_it_does_not_it_is_plain_for_good():
+    """Counted as before, and never tried again; a state that is loaded changes nothing of it."""
+    training, before, lines = trained(2.0)
+    assert "plain Horovod is faster here" in lines[-1], lines
+    left = training.memory.engine.exchange.remembers("0.weight")
+    assert not left, "what was left went along with a plain step"
+    assert before["steps"] == STEPS
+    report = training.run(20)
+    assert report["steps"] == STEPS + 20
+    assert report["dense_bytes"] == before["dense_bytes"]
+    saved = AutoCompression.state_dict(training.optimizer)
+    AutoCompression.load_state_dict(training.optimizer, saved)
+    assert training.run(3)["low_rank"] == 0
+
+
+CASES = [by_the_real_clock, where_it_pays_it_stays, where_it_does_not_it_is_plain_for_good]
