@@ -43,9 +43,10 @@ def rounded(vector, dtype):
     return np.asarray(cast.decode(cast.encode(padded))[: vector.size], np.float32)
 
 
-@pytest.mark.parametrize("like", ON)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "dtype", "like"), [
+    (1, "fp8", "numpy"), (2, "bf16", "torch"), (2, "fp8", "numpy"), (3, "fp16", "numpy"),
+    (3, "fp8", "torch"), (4, "fp16", "torch"), (4, "bf16", "numpy"),
+])  # fmt: skip
 def test_a_mean_is_that_of_rounded_gradients_rounded_once(ranks, dtype, like):
     values = noise(ranks, 0)
     found, received = step(engines(ranks, dtype), values, ON[like])
@@ -170,43 +171,3 @@ def test_settings_that_there_are_not_are_refused(settings, message):
 def test_a_class_shows_the_call_that_makes_it():
     assert repr(CastCompression.using(dtype="fp8")) == "CastCompression.using(dtype='fp8')"
     assert repr(CastCompression) == "CastCompression"
-
-
-def losses(dtype, steps=50, ranks=4):
-    """Of a net of two layers on data of each rank, held-out, after SGD with momentum."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
-    ).double()
-    way = torch.randn(32, 8, dtype=torch.float64)
-
-    def loss(x):
-        return torch.nn.functional.cross_entropy(model(x), (x @ way).argmax(1))
-
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    every = [] if dtype is None else engines(ranks, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(steps):
-        grads = []
-        for rank in range(ranks):
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * number + rank))
-            model.zero_grad()
-            loss(x.double()).backward()
-            grads.append({name: p.grad.float().flatten() for name, p in model.named_parameters()})
-        if dtype is None:
-            mean = {name: sum(own[name] for own in grads) / ranks for name in shapes}
-        else:
-            engines_step(every, grads, shapes)
-            mean = grads[0]
-        for name, p in model.named_parameters():
-            p.grad = mean[name].view(p.shape).double()
-        optimizer.step()
-    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(7)).double()
-    return float(loss(x).detach())
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_fifty_steps_end_near_those_of_plain_gradients(dtype):
-    plain, ours = losses(None), losses(dtype)
-    assert plain < 1.2 < 2.0 < losses(None, steps=0), "it was to learn"
-    assert abs(ours - plain) < 0.02 * plain, (plain, ours)
