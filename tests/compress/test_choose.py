@@ -193,15 +193,12 @@ def test_many_tensors_agree_in_one_round(disturbed):
 
 
 def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
-    rng = np.random.default_rng(6)
-    shapes = {"wide": (30, 200)}
+    rng, shapes = np.random.default_rng(6), {"wide": (30, 200)}
     sessions = sessions_of(3, ratio=5)
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
-    gradients = [values["wide"] for values in gradients_of(rng, 3, shapes)]
-    rounds = rounds_of(sessions, "wide", gradients)
+    rounds = rounds_of(sessions, "wide", [it["wide"] for it in gradients_of(rng, 3, shapes)])
     second = sessions[1].tensors["wide"].proposed
-    means, _ = run(rounds, joined=(0,))
-    assert means[1].shape == (6000,)
+    run(rounds, joined=(0,))
     assert sessions[1].tensors["wide"].size == sessions[2].tensors["wide"].size == second
 
 
@@ -232,24 +229,19 @@ def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
 
 
 def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
-    rng = np.random.default_rng(9)
-    shapes = {"thin": (64, 48), "wide": (30, 200)}
+    rng, shapes = np.random.default_rng(9), {"thin": (64, 48), "wide": (30, 200)}
     sessions = sessions_of(2)
     dense_step(sessions, gradients_of(rng, 2, shapes), shapes)
     for own in sessions:
         own.commit()
     gradients = gradients_of(rng, 2, shapes)
-    for turn in range(3):
-        seen = {}
+    for turn, rounds in enumerate((3, 3, 2)):
         for name in shapes:
-            _, seen[name] = exchange(sessions, name, [values[name] for values in gradients])
-        assert [len(each) for each in seen.values()] == ([3, 3] if turn < 2 else [2, 2])
+            _, seen = exchange(sessions, name, [values[name] for values in gradients])
+            assert len(seen) == rounds
         assert sessions[0].tensors["wide"].size == sessions[1].tensors["wide"].size
         for own in sessions:
-            if turn == 0:
-                own.undo()
-            else:
-                own.commit()
+            own.commit() if turn else own.undo()
 
 
 def test_a_tensor_without_energy_travels_whole_until_it_has_some():

@@ -53,15 +53,18 @@ def test_equal_bits_on_both_back_ends(core, monkeypatch, block, span, transform)
             state = codec.new_state(x.size)
             payloads = [codec.encode(x, state=state, decay=0.9) for _ in range(2)]
             payloads.append(codec.encode(x[::-1].copy()))
-            found.append((payloads, state, codec.decode_mean(payloads)))
-        (fast, memory, mean), (slow, other, expected) = found
+            means = codec.decode_mean(payloads), codec.state_to_values(state, x.size)
+            # Transforms by themselves, and those that encode and decode blocks in one pass.
+            found.append((payloads, state, (*codec.values_to_state(x), *means)))
+        (fast, memory, arrays), (slow, other, expected) = found
         for one, two in zip(fast, slow, strict=True):
             assert one.to_bytes() == two.to_bytes()
             assert one.saturated == two.saturated
             tallies = [(each.energy, each.error) for each in (one, two)]
             np.testing.assert_allclose(*tallies, rtol=ENERGY, atol=0)
         np.testing.assert_array_equal(memory[0].view(np.uint32), other[0].view(np.uint32))
-        equal(mean, expected)
+        for one, two in zip(arrays, expected, strict=True):
+            equal(one, two)
 
 
 def test_a_span_of_the_block_is_the_block():
