@@ -1,6 +1,7 @@
 """What ranks say of themselves, compared: settings at the start, parameters later."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,43 +20,26 @@ from sn_compress.errors import CompressError
 
 
 def on_ranks(ranks, work, joined=()):
-    """work(rank, total) on threads; what each returned or raised."""
-    barrier, slots = threading.Barrier(ranks), [None] * ranks
-    ended = [None] * ranks
+    """work(rank, total) on threads; what each returned or raised, without those that joined."""
+    live = [rank for rank in range(ranks) if rank not in joined]
+    barrier, slots = threading.Barrier(len(live)), {}
 
-    def run(rank):
+    def ended(rank):
         def total(name, words):
             slots[rank] = (name, words)
             barrier.wait(20)
-            names = {each[0] for each in slots if each}
-            assert len(names) == 1, names
-            summed = sum(each[1] for each in slots if each)
+            assert {each[0] for each in slots.values()} == {name}
+            summed = sum(each[1] for each in slots.values())
             barrier.wait(20)
             return summed
 
         try:
-            ended[rank] = work(rank, total)
+            return work(rank, total)
         except CompressError as error:
-            ended[rank] = str(error)
+            return str(error)
 
-    def join(rank):
-        try:
-            while True:
-                barrier.wait(20)
-        except threading.BrokenBarrierError:
-            return
-
-    threads = [
-        threading.Thread(target=join if rank in joined else run, args=(rank,), daemon=True)
-        for rank in range(ranks)
-    ]
-    for thread in threads:
-        thread.start()
-    for rank, thread in enumerate(threads):
-        if rank not in joined:
-            thread.join(30)
-    barrier.abort()
-    return [each for rank, each in enumerate(ended) if rank not in joined]
+    with ThreadPoolExecutor(len(live)) as pool:
+        return list(pool.map(ended, live))
 
 
 def agreed(every, **options):
@@ -71,7 +55,7 @@ def agreed(every, **options):
 SAME = [("setting ratio", "100.0"), ("tensor 0", "'w' (2, 3)"), ("tensor 1", "'b' (3,)")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ranks_that_say_the_same_agree(ranks):
     assert agreed([SAME] * ranks) == ["agreed"] * ranks
 
@@ -83,22 +67,17 @@ def test_ranks_that_say_the_same_agree(ranks):
     ([*SAME, ("tensor 2", "'c' (1,)")], "tensor 2: nothing on rank 0, 'c' (1,) on rank "),
     ([], "setting ratio: 100.0 on rank 0, nothing on rank "),
 ])  # fmt: skip
-@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (5, 3)])
-def test_one_that_differs_is_the_same_error_on_every_rank(other, words, ranks, odd):
-    every = [SAME] * ranks
-    every[odd] = other
-    said = agreed(every)
-    assert len(set(said)) == 1, said
-    assert words + str(odd) in said[0] or words in said[0], said[0]
-    assert f"rank {odd}" in said[0], said[0]
-    assert said[0].endswith("Do it.")
+def test_one_that_differs_is_the_same_error_on_every_rank(other, words):
+    (message,) = set(agreed([SAME, SAME, SAME, other, SAME]))
+    assert words in message
+    assert "rank 3" in message
+    assert message.endswith("Do it.")
 
 
 def test_a_rank_that_has_joined_is_not_asked():
     assert agreed([SAME, None, SAME], joined=[1]) == ["agreed"] * 2
-    said = agreed([SAME, None, SAME[:1]], joined=[1])
-    assert len(set(said)) == 1, said
-    assert "nothing on rank 2" in said[0]
+    (message,) = set(agreed([SAME, None, SAME[:1]], joined=[1]))
+    assert "nothing on rank 2" in message
 
 
 def test_sums_cannot_hide_a_difference():
@@ -121,14 +100,15 @@ def test_settings_say_no_addresses():
         theta: object
         threads: int = 3
 
-    assert fingerprint_of(Record(Mine()), but=["threads"]) == fingerprint_of(
-        Record(Mine()), but=["threads"]
-    )
+    first, second = (fingerprint_of(Record(Mine()), but=["threads"]) for _ in range(2))
+    assert first == second
     assert fingerprint_of(Record(0.5)) == [("setting theta", "0.5"), ("setting threads", "3")]
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i8", "u1", "?", "c8"])
-@pytest.mark.parametrize("n", [0, 1, 31, 65535, 65536, 65537, 200_001])
+@pytest.mark.parametrize(("dtype", "n"), [
+    ("f4", 0), ("f4", 65537), ("f4", 200_001), ("f2", 31), ("f2", 65536), ("f8", 65535),
+    ("i8", 1), ("i8", 200_001), ("u1", 1), ("u1", 65537), ("?", 65535), ("c8", 65536),
+])  # fmt: skip
 def test_a_digest_sees_every_bit(dtype, n):
     rng = np.random.default_rng(n)
     values = rng.integers(0, 2, n * np.dtype(dtype).itemsize, np.uint8).view(dtype)
@@ -169,16 +149,14 @@ def test_comparisons_come_every_so_many_steps_and_never_at_the_first():
 def test_ranks_apart_say_since_when_and_what_to_do():
     def work(rank, total):
         checked = ParameterCheck(100)
-        if rank != 5:
-            checked.passed(300)
-        said = [("w", "00"), ("b", "0f" if rank == 2 else "01")]
-        raise checked.error(400, said, total=total, rank=rank, ranks=3)
+        checked.passed(300)
+        digests = [("w", "00"), ("b", "0f" if rank == 2 else "01")]
+        raise checked.error(400, digests, total=total, rank=rank, ranks=3)
 
-    said = on_ranks(3, work)
-    assert len(set(said)) == 1
-    for words in ("after step 400", "same after step 300", "b: 01 on rank 0, 0f on rank 2"):
-        assert words in said[0], said[0]
-    assert consistency.DO in said[0]
+    (message,) = set(on_ranks(3, work))
+    expected = ("after step 400", "same after step 300", "b: 01 on rank 0, 0f on rank 2")
+    for words in (*expected, consistency.DO):
+        assert words in message
 
 
 def test_numbers_in_names_count_by_their_order():
@@ -187,8 +165,11 @@ def test_numbers_in_names_count_by_their_order():
 
     first = relative_names(["dense/kernel", "dense_1/kernel", "dense_1/bias_3", "x_y"])
     assert first == relative_names(["dense_4/kernel", "dense_7/kernel", "dense_7/bias_9", "x_y"])
-    assert first != relative_names(["dense_1/kernel", "dense/kernel", "dense/bias_3", "x_y"])
-    assert first != relative_names(["dense/kernel", "dense_1/kernel", "dense/bias_3", "x_y"])
-    assert first != relative_names(["dense/kernel", "dense_1/kernel", "dense_1/bias_3", "x_z"])
+    for other in (
+        ["dense_1/kernel", "dense/kernel", "dense/bias_3", "x_y"],
+        ["dense/kernel", "dense_1/kernel", "dense/bias_3", "x_y"],
+        ["dense/kernel", "dense_1/kernel", "dense_1/bias_3", "x_z"],
+    ):
+        assert first != relative_names(other)
     assert relative_names([]) == []
     assert relative_names([""]) == ["#0"]

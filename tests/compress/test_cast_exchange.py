@@ -7,7 +7,6 @@ from engines import step as engines_step
 
 from sn_compress import CastCompression, CompressError
 from sn_compress.engine.engine import Engine
-from sn_compress.engine.engine_state import load_state_dict, state_dict
 from sn_compress.ops.casts import Cast
 
 SHAPES = {"wide": (60, 50), "small": (33, 7), "kernel": (16, 8, 3, 3)}
@@ -43,9 +42,10 @@ def rounded(vector, dtype):
     return np.asarray(cast.decode(cast.encode(padded))[: vector.size], np.float32)
 
 
-@pytest.mark.parametrize("like", ON)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "dtype", "like"), [
+    (1, "fp8", "numpy"), (2, "bf16", "torch"), (2, "fp8", "numpy"), (3, "fp16", "numpy"),
+    (3, "fp8", "torch"), (4, "fp16", "torch"), (4, "bf16", "numpy"),
+])  # fmt: skip
 def test_a_mean_is_that_of_rounded_gradients_rounded_once(ranks, dtype, like):
     values = noise(ranks, 0)
     found, received = step(engines(ranks, dtype), values, ON[like])
@@ -72,36 +72,6 @@ def test_a_report_counts_half_and_a_quarter_of_the_bytes():
         assert report["ratio"] == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize("like", ON)
-def test_what_is_sent_and_what_is_remembered_is_what_there_was(like):
-    ranks, steps = 3, 12
-    every = engines(ranks, "fp8")
-    total = {name: np.zeros(n) for name, n in ELEMENTS.items()}
-    sent = {name: np.zeros(n) for name, n in ELEMENTS.items()}
-    for number in range(steps):
-        values = noise(ranks, number)
-        found, _ = step(every, values, ON[like])
-        for name in SHAPES:
-            total[name] += np.mean([own[name].astype(np.float64) for own in values], axis=0)
-            sent[name] += found[name]
-    for name in SHAPES:
-        left = np.mean([engine.residual(name).astype(np.float64) for engine in every], axis=0)
-        # A rounding of float32 for each sum in a step, of numbers below 8.
-        assert np.abs(total[name] - sent[name] - left).max() < steps * 8 * 8 * 2.0**-24
-        # Without memory the error would add up instead.
-        assert np.abs(left).max() < 0.5
-
-
-def test_numpy_and_torch_go_through_the_same_bits():
-    ours, theirs = engines(2, "fp8"), engines(2, "fp8")
-    for number in range(3):
-        values = noise(2, number)
-        here, _ = step(ours, values)
-        there, _ = step(theirs, values, torch.from_numpy)
-        assert all(np.array_equal(here[name], there[name]) for name in SHAPES)
-    assert np.array_equal(ours[1].residual("wide"), theirs[1].residual("wide"))
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 def test_nan_and_inf_of_one_rank_reach_all_and_are_not_remembered(dtype):
     every = engines(3, dtype)
@@ -118,33 +88,6 @@ def test_nan_and_inf_of_one_rank_reach_all_and_are_not_remembered(dtype):
     after = every[1].residual("wide")
     assert np.isfinite(after).all()
     assert np.array_equal(after[:256], before[:256])
-
-
-def test_a_gradient_of_zeros_leaves_its_memory_where_it_is():
-    every = engines(2, "fp8")
-    step(every, noise(2, 0))
-    before = [engine.residual("small").copy() for engine in every]
-    values = noise(2, 1)
-    for own in values:
-        own["small"][:] = 0
-    found, _ = step(every, values)
-    assert not found["small"].any()
-    assert all(map(np.array_equal, before, [engine.residual("small") for engine in every]))
-    assert before[0].any()
-
-
-@pytest.mark.parametrize("like", ON)
-def test_a_saved_memory_goes_on_bit_by_bit(like):
-    ours = engines(2, "fp8")
-    step(ours, noise(2, 0), ON[like])
-    states = [state_dict(engine, ranks=2, rank=rank) for rank, engine in enumerate(ours)]
-    theirs = engines(2, "fp8")
-    for rank, (engine, state) in enumerate(zip(theirs, states, strict=True)):
-        load_state_dict(engine, state, ranks=2, rank=rank, changes=lambda _: {})
-    for number in (1, 2):
-        here, _ = step(ours, noise(2, number), ON[like])
-        there, _ = step(theirs, noise(2, number), ON[like])
-        assert all(np.array_equal(here[name], there[name]) for name in SHAPES)
 
 
 def test_half_precision_gradients_are_summed_in_float32():
@@ -170,43 +113,3 @@ def test_settings_that_there_are_not_are_refused(settings, message):
 def test_a_class_shows_the_call_that_makes_it():
     assert repr(CastCompression.using(dtype="fp8")) == "CastCompression.using(dtype='fp8')"
     assert repr(CastCompression) == "CastCompression"
-
-
-def losses(dtype, steps=50, ranks=4):
-    """Of a net of two layers on data of each rank, held-out, after SGD with momentum."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
-    ).double()
-    way = torch.randn(32, 8, dtype=torch.float64)
-
-    def loss(x):
-        return torch.nn.functional.cross_entropy(model(x), (x @ way).argmax(1))
-
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    every = [] if dtype is None else engines(ranks, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(steps):
-        grads = []
-        for rank in range(ranks):
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * number + rank))
-            model.zero_grad()
-            loss(x.double()).backward()
-            grads.append({name: p.grad.float().flatten() for name, p in model.named_parameters()})
-        if dtype is None:
-            mean = {name: sum(own[name] for own in grads) / ranks for name in shapes}
-        else:
-            engines_step(every, grads, shapes)
-            mean = grads[0]
-        for name, p in model.named_parameters():
-            p.grad = mean[name].view(p.shape).double()
-        optimizer.step()
-    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(7)).double()
-    return float(loss(x).detach())
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_fifty_steps_end_near_those_of_plain_gradients(dtype):
-    plain, ours = losses(None), losses(dtype)
-    assert plain < 1.2 < 2.0 < losses(None, steps=0), "it was to learn"
-    assert abs(ours - plain) < 0.02 * plain, (plain, ours)

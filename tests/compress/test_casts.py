@@ -75,9 +75,9 @@ def test_a_block_of_fp8_with_nan_or_inf_is_nan(bad):
         assert np.isfinite(np.delete(got, slice(256, 512))).all()
 
 
-@pytest.mark.parametrize("power", [-149, -127, -126, -100, 0, 100, 127])
-def test_powers_of_two_survive_at_any_scale(power):
-    x = np.full(256, 2.0**power, np.float32)
-    got = Cast("fp8").decode(Cast("fp8").encode(x.copy()))
-    # 2**-126 is the least that is not zero.
-    assert (got == (x if power >= -126 else 0)).all()
+def test_powers_of_two_survive_at_any_scale():
+    for power in (-149, -127, -126, -100, 0, 127):
+        x = np.full(256, 2.0**power, np.float32)
+        # 2**-126 is the least that is not zero.
+        expected = x if power >= -126 else 0 * x
+        assert np.array_equal(Cast("fp8").decode(Cast("fp8").encode(x.copy())), expected)

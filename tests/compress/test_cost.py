@@ -74,11 +74,6 @@ def test_layers_have_the_published_sizes(model, elements, tensors):
     assert len(found) == len({layer.name for layer in found}) == tensors
 
 
-def test_an_unknown_model_is_an_error_that_names_the_known():
-    with pytest.raises(CompressError, match="resnet50"):
-        layers("lenet")
-
-
 def test_collectives_are_the_closed_forms():
     m, r = 10**7, 8
     ring = 1e-3 + 2 * (r - 1) * 20e-6 + 2 * (r - 1) / r * m / 1.25e9
@@ -88,21 +83,9 @@ def test_collectives_are_the_closed_forms():
     # What is for others is sent once, to each its own.
     scatter = 1e-3 + (r - 1) * 20e-6 + m / 1.25e9
     assert collective_s("alltoall", m, r, LINK) == pytest.approx(scatter, rel=1e-12)
-
-
-def test_one_rank_exchanges_nothing():
-    assert collective_s("allreduce", 10**7, 1, LINK) == 0
+    # One rank exchanges nothing.
+    assert collective_s("allreduce", m, 1, LINK) == 0
     assert step([plain(400)], ranks=1, link=LINK, compute_s=0.5).seconds == 0.5
-
-
-def test_without_overlap_a_step_is_the_sum_of_its_parts():
-    rounds = ("allreduce", 1000), ("allreduce", 2000)
-    routes = [Route("shared", rounds, (0.01, 0.02, 0.03)), plain(4000)]
-    found = step(routes, ranks=4, link=LINK, compute_s=0.25)
-    exchange = sum(collective_s("allreduce", size, 4, LINK) for size in (1000, 2000, 4000))
-    assert found.exchange_s == pytest.approx(exchange, rel=1e-12)
-    # The link may be busy with one tensor while the codec works on the other.
-    assert max(0.31, 0.25 + exchange) <= found.seconds <= 0.25 + 0.06 + exchange + 1e-12
 
 
 def test_large_tensors_are_fused_into_several_collectives():
@@ -114,33 +97,22 @@ def test_large_tensors_are_fused_into_several_collectives():
 @given(options(), links, st.integers(2, 64), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_no_step_beats_its_parts_or_exceeds_their_sum(routes, link, ranks, compute):
-    """Overlap may even lengthen a step a little: what is ready first goes first, as in Horovod."""
-    for rows in routes.values():
-        alone, beside = (
-            step(rows, ranks=ranks, link=link, compute_s=compute, overlap=overlap)
-            for overlap in (False, True)
-        )
-        # One rounding of each sum.
-        slack = 1 + 1e-9
-        for found in (alone, beside):
-            assert found.seconds <= (compute + found.codec_s + found.exchange_s) * slack
-            for part in (compute, found.codec_s, found.exchange_s):
-                assert found.seconds * slack >= part
+    """Overlap may even lengthen a step a little: what is ready first goes first, as in Horovod.
 
-
-@given(options(), links, st.integers(2, 64), st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
-def test_a_resource_does_one_thing_at_a_time_and_a_tensor_goes_in_order(
-    routes, link, ranks, compute
-):
-    rows = routes["shared"]
-    found = step(rows, ranks=ranks, link=link, compute_s=compute, overlap=True)
-    for what in ("codec", "link"):
-        busy = [event for event in found.events if event.what == what]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(busy))
-    for place in range(len(rows)):
-        mine = [event for event in found.events if event.tensor == place]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+    A resource does one thing at a time, and a tensor goes in order.
+    """
+    slack = 1 + 1e-9  # one rounding of each sum
+    for rows, overlap in itertools.product(routes.values(), (False, True)):
+        found = step(rows, ranks=ranks, link=link, compute_s=compute, overlap=overlap)
+        assert found.seconds <= (compute + found.codec_s + found.exchange_s) * slack
+        for part in (compute, found.codec_s, found.exchange_s):
+            assert found.seconds * slack >= part
+        for what in ("codec", "link"):
+            busy = [event for event in found.events if event.what == what]
+            assert all(a.end <= b.start for a, b in itertools.pairwise(busy))
+        for place in range(len(rows)):
+            mine = [event for event in found.events if event.tensor == place]
+            assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
 
 
 @given(options(), links, st.integers(2, 64))
@@ -179,27 +151,23 @@ def test_a_small_gain_is_not_worth_the_loss():
     assert choose(routes, ranks=8, link=LINK, margin=0)[0].method == "fp16"
 
 
+def seconds_of(route):
+    return lambda link: step([route], ranks=8, link=link).seconds
+
+
 def test_break_even_is_the_closed_form():
     """(V0 - V1) / (a1 + c1 - a0): bytes saved over seconds lost."""
     small = Route("gather", (("allgather", 10**6),), (0.01, 0.02))
     saved = wire_bytes("allreduce", 4 * 10**7, 8) - wire_bytes("allgather", 10**6, 8)
     lost = 0.03 + collective_s("allgather", 0, 8, LINK) - collective_s("allreduce", 0, 8, LINK)
-
-    def seconds_of(route):
-        return lambda link: step([route], ranks=8, link=link).seconds
-
     found = break_even(seconds_of(plain(4 * 10**7)), seconds_of(small), link=LINK)
     assert found == pytest.approx(saved / lost, rel=2e-3)  # twice its own tolerance
 
 
 def test_break_even_of_what_always_or_never_pays():
-    fast, slow = plain(1000), plain(10**9)
-
-    def seconds_of(route):
-        return lambda link: step([route], ranks=8, link=link).seconds
-
-    assert break_even(seconds_of(slow), seconds_of(fast), link=LINK, high=1e12) == 1e12
-    assert break_even(seconds_of(fast), seconds_of(slow), link=LINK, low=1e6) == 1e6
+    fast, slow = seconds_of(plain(1000)), seconds_of(plain(10**9))
+    assert break_even(slow, fast, link=LINK, high=1e12) == 1e12
+    assert break_even(fast, slow, link=LINK, low=1e6) == 1e6
 
 
 @given(st.floats(1e6, 1e11), st.floats(0, 1e-2), st.integers(2, 256))
@@ -232,31 +200,29 @@ def test_sizes_are_those_of_the_real_exchange():
 
 
 def test_sizes_of_two_ranks_are_those_of_the_payloads():
-    chosen = Settings()
-    codec = chosen.codec(threads=1)
-    route, small = routes_of(
-        "gather", [Layer("a", (100, 100)), Layer("b", (10,))], ranks=2, settings=chosen, rates=SOME
-    )
+    codec = Settings().codec(threads=1)
+    tensors = [Layer("a", (100, 100)), Layer("b", (10,))]
+    route, small = routes_of("gather", tensors, ranks=2, settings=Settings(), rates=SOME)
     payload = codec.encode(np.ones(10_000, np.float32))
     assert route.rounds == (("allgather", payload.nbytes + 4),)
     assert route.codec_s == pytest.approx((10_000 * 1e-9, 10_000 * (1e-9 + 2e-10)))
     assert small.method == "plain"
 
 
-@pytest.mark.parametrize("ranks", [3, 8, 64])
+@pytest.mark.parametrize("ranks", [3, 64])
 def test_sizes_of_many_ranks_are_what_they_send_on_average(ranks):
     model = [Layer("a", (512, 512)), Layer("b", (10,)), Layer("c", (300, 300))]
-    routes = routes_of("gather", model, ranks=ranks, settings=Settings(), rates=SOME)
+    first, _, last = routes_of("gather", model, ranks=ranks, settings=Settings(), rates=SOME)
     shares = shares_of(Settings().codec(threads=1), (512 * 512, 300 * 300), ranks)
     sent = sum(sum(shares.sent(rank, 2)) for rank in range(ranks)) / ranks
-    ours = [routes[0], routes[2]]
-    assert sum(it.sent_bytes for it in ours) == pytest.approx(
-        sent, abs=2 * (4 + 2)
-    )  # tokens, rounding
+    tokens, rounding = 4, 2
+    slack = 2 * (tokens + rounding)
+    assert first.sent_bytes + last.sent_bytes == pytest.approx(sent, abs=slack)
     received = sum(shares.received(rank) for rank in range(ranks)) / ranks
-    wire = sum(it.wire_bytes(ranks) for it in ours)
+    wire = first.wire_bytes(ranks) + last.wire_bytes(ranks)
     assert wire == pytest.approx(received, abs=2 * (4 + 1 + ranks))
-    assert [[kind for kind, _ in it.rounds] for it in ours] == [["alltoall", "allgather"]] * 2
+    for route in (first, last):
+        assert [kind for kind, _ in route.rounds] == ["alltoall", "allgather"]
 
 
 def test_casts_are_as_many_bytes_as_a_ring_of_16_bits():
@@ -278,7 +244,7 @@ def test_what_is_sent_hardly_grows_with_the_ranks_but_for_the_papers_gather():
     grown = {}
     for name, chosen in (("paper", paper), ("ours", None)):
         few, many = (
-            predict(layers("resnet50"), ranks=r, link=LINK, settings=chosen) for r in (16, 1024)
+            predict(layers("alexnet"), ranks=r, link=LINK, settings=chosen) for r in (16, 1024)
         )
         grown[name] = {
             it: many.row(it).step.wire_bytes / few.row(it).step.wire_bytes for it in METHODS
@@ -287,17 +253,9 @@ def test_what_is_sent_hardly_grows_with_the_ranks_but_for_the_papers_gather():
     assert max(grown["ours"].values()) < 1.2
 
 
-def test_auto_is_at_least_as_fast_as_every_method():
-    for overlap in (False, True):
-        found = predict(
-            layers("alexnet"), ranks=8, link=LINK, rates=SOME, compute_s=0.2, overlap=overlap
-        )
-        auto = found.row("auto").step.seconds
-        # Plain may stay for a gain of less than 2 %.
-        assert auto <= min(row.step.seconds for row in found.rows) / 0.98
-
-
 def test_prediction_refuses_what_it_cannot_mean():
+    with pytest.raises(CompressError, match="resnet50"):  # names the models there are
+        layers("lenet")
     with pytest.raises(CompressError, match="ranks"):
         predict(layers("alexnet"), ranks=0, link=LINK)
     with pytest.raises(CompressError, match="bytes_per_s"):

@@ -17,12 +17,16 @@ from engines import (
     step,
 )
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress import (
+    AutoCompression,
+    CastCompression,
+    CompressError,
+    FFTCompression,
+    LowRankCompression,
+)
 from sn_compress.allreduce import exchange as shared_exchange
 from sn_compress.collective import Gradient
-from sn_compress.engine.engine import Engine
 from sn_compress.engine.engine_state import load_state_dict, state_dict
-from sn_compress.prediction.tuning import Tuner
 from sn_compress.schedule import Constant, Warmup
 
 FFT = FFTCompression.using(theta=0.9)
@@ -34,6 +38,7 @@ WAYS = [
     Way("sums", SUMS),
     Way("scattered", FFT, ranks=4, shapes=LARGE),
     Way("on a device", FFT, on_device=True),
+    Way("casts", CastCompression.using(dtype="fp8", min_elements=1000)),
 ]
 NAMES = ("wide", "kernel", "count")  # a bias travels plain
 
@@ -49,6 +54,14 @@ def way(request, monkeypatch):
     if request.param.on_device:
         nowhere_on_host(monkeypatch)
     return request.param
+
+
+def trained(way, steps=4, **options):
+    """Engines after some steps."""
+    every = way.engines(**options)
+    for seed in range(steps):
+        way.step(every, way.noise(seed))
+    return every
 
 
 def left(all_):
@@ -76,18 +89,19 @@ def test_all_that_went_in_comes_out_in_time(way):
         np.testing.assert_array_equal(values[0]["bias"], bias)
         kinds.append("d" if found.named["dense"] else "s")
         if way.name != "sums":
-            assert found.kinds == (["gather"] if way.ranks == 2 else ["alltoall", "gather"])
+            in_pieces = way.ranks > 2 or way.name == "casts"
+            assert found.kinds == (["alltoall", "gather"] if in_pieces else ["gather"])
     assert "".join(kinds) == ("ddssssdss" if way.name == "sums" else "s" * 9)
     for name in NAMES:
-        left = np.mean([engine.residual(name) for engine in both], axis=0)
-        assert np.linalg.norm(left) > 0.1
+        owed = np.mean([engine.residual(name) for engine in both], axis=0)
+        assert np.linalg.norm(owed) > 0.1
         # Nine float32 sums, and a transform there and back of values up to 20.
-        np.testing.assert_allclose(paid[name] + left, due[name], atol=1e-4)
+        np.testing.assert_allclose(paid[name] + owed, due[name], atol=1e-4)
     assert not both[0].remembers("bias")
     report = both[0].report()
     assert report["steps"] == 9
     assert report["plain"] == 1
-    assert report["ratio"] > (2 if way.name == "sums" else 4)
+    assert report["ratio"] > {"sums": 2, "casts": 3.5}.get(way.name, 4)
     if way.name != "sums":
         assert report["ratio_after_warmup"] == report["ratio"]
     else:
@@ -137,9 +151,7 @@ def test_a_step_that_the_scaler_skips_is_taken_back(way):
 def test_what_was_dropped_is_as_if_never_sent(way):
     """Over one pass and over several that were held; what was applied stays."""
     outcomes = Decided("applied")
-    both = way.engines(outcomes=outcomes)
-    for seed in range(4):
-        way.step(both, way.noise(seed))
+    both = trained(way, outcomes=outcomes)
     before = left(both)
     for held in (0, 2):
         outcomes.outcome = "held"
@@ -152,37 +164,35 @@ def test_what_was_dropped_is_as_if_never_sent(way):
     assert outcomes.of_last == list(way.shapes)
     outcomes.outcome = "applied"
     values = way.noise(5)
-    means = [np.mean([own[name] for own in values], axis=0) for name in way.shapes]
-    before = [engine.residual("wide") for engine in both]
+    mean = np.mean([own["wide"] for own in values], axis=0)
     way.step(both, values)
-    after = [engine.residual("wide") for engine in both]
-    error = values[0]["wide"] + np.mean(after, axis=0) - np.mean(before, axis=0) - means[0]
-    assert np.abs(error).max() < 1e-4
+    owed, now = (np.mean(each[:: len(NAMES)], axis=0) for each in (before, left(both)))
+    assert np.abs(values[0]["wide"] + now - owed - mean).max() < 1e-4
 
 
 def test_a_mean_that_was_dropped_chooses_no_sizes():
     """The dense step among coded ones is thrown away: sizes and directions stay."""
     outcomes = Decided("applied")
-    both = engines(LowRankCompression.using(ratio=8, warmup=2, every=5), outcomes=outcomes)
-    for seed in range(6):
-        step(both, noise(seed))
-    sizes = {name: it.size for name, it in both[0].shared.tensors.items()}
-    states = [np.array(e.shared.tensors["wide"].summable.state["basis"]) for e in both]
-    left = [engine.residual("wide") for engine in both]
+    both = trained(WAYS[1], 6, outcomes=outcomes)
+
+    def kept():
+        shared = both[0].shared.tensors
+        sizes = [it.size for it in shared.values()]
+        return sizes, [np.array(e.shared.tensors["wide"].summable.state["basis"]) for e in both]
+
+    sizes, bases = kept()
+    owed = [engine.residual("wide") for engine in both]
     spoilt = [{n: np.float32(1e4) * np.sign(v) for n, v in own.items()} for own in noise(50)]
     assert step(both, spoilt).named["dense"] == list(NAMES)
     outcomes.outcome = "dropped"
-    for engine, own in zip(both, left, strict=True):
-        engine.transaction.settle()
-        np.testing.assert_array_equal(engine.residual("wide"), own)
+    left(both)  # settles the dense step
     outcomes.outcome = "held"
     step(both, noise(7))
     outcomes.outcome = "dropped"
-    for engine, state, own in zip(both, states, left, strict=True):
-        engine.transaction.settle()
-        assert {name: it.size for name, it in engine.shared.tensors.items()} == sizes
-        np.testing.assert_array_equal(engine.shared.tensors["wide"].summable.state["basis"], state)
-        np.testing.assert_array_equal(engine.residual("wide"), own)
+    left(both)
+    assert kept()[0] == sizes
+    for found, expected in ((kept()[1], bases), ([e.residual("wide") for e in both], owed)):
+        assert all(map(np.array_equal, found, expected))
 
 
 def test_a_scaler_skips_what_was_not_applied(way):
@@ -190,14 +200,11 @@ def test_a_scaler_skips_what_was_not_applied(way):
     found = {}
     for outcome in ("applied", "held", "unknown"):
         scaler, outcomes = Scaler(), Decided("applied")
-        both = way.engines(outcomes=outcomes, scaler=scaler)
-        for seed in range(4):
-            way.step(both, way.noise(seed))
+        both = trained(way, 3, outcomes=outcomes, scaler=scaler)
         before = both[0].residual("wide")
         way.step(both, way.noise(4))
         outcomes.outcome, scaler.scale = outcome, 4.0
-        for engine in both:
-            engine.transaction.settle()
+        left(both)
         found[outcome] = np.abs(2 * both[0].residual("wide") - before).max()
     assert found["applied"] > 0.1
     assert max(found["held"], found["unknown"]) < 1e-4
@@ -208,9 +215,7 @@ def bits(values):
 
 
 def test_a_run_that_goes_on_from_its_states_is_the_one_that_never_stopped(way):
-    both = way.engines()
-    for seed in range(4):
-        way.step(both, way.noise(seed))
+    both = trained(way)
     states = [state_dict(e, ranks=way.ranks, rank=rank) for rank, e in enumerate(both)]
     again = way.engines()
     for rank, engine in enumerate(again):
@@ -223,9 +228,7 @@ def test_a_run_that_goes_on_from_its_states_is_the_one_that_never_stopped(way):
 
 
 def test_another_number_of_ranks_takes_the_mean_of_what_is_owed(way):
-    both = way.engines()
-    for seed in range(4):
-        way.step(both, way.noise(seed))
+    both = trained(way)
     states = [state_dict(e, ranks=way.ranks, rank=rank) for rank, e in enumerate(both)]
     for now in (3, 1):
         others = engines(way.compression, now)
@@ -276,20 +279,6 @@ def unused(both):
     assert not values[0]["wide"].any()
 
 
-def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
-    outcomes = Decided("applied")
-    both, _ = given_up(outcomes=outcomes)
-    left = both[0].residual("wide")
-    for outcome in ("dropped", "dropped", "applied"):
-        step(both, noise(9))
-        outcomes.outcome = outcome
-        both[0].transaction.settle()
-        both[1].transaction.settle()
-        if outcome == "dropped":
-            np.testing.assert_array_equal(both[0].residual("wide"), left)
-    assert not both[0].remembers("wide")
-
-
 def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient_once():
     both, owed = given_up()
     unused(both)
@@ -301,6 +290,20 @@ def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient_once():
         engine.tuner = Chosen("shared")
     step(both, noise(11))
     assert both[0].remembers("wide")
+
+
+def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
+    outcomes = Decided("applied")
+    both, _ = given_up(outcomes=outcomes)
+    owed = both[0].residual("wide")
+    for outcome in ("dropped", "dropped", "applied"):
+        step(both, noise(9))
+        outcomes.outcome = outcome
+        for engine in both:
+            engine.transaction.settle()
+        if outcome == "dropped":
+            np.testing.assert_array_equal(both[0].residual("wide"), owed)
+    assert not both[0].remembers("wide")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -325,13 +328,13 @@ def test_what_is_owed_is_saved_and_shared_by_another_number_of_ranks():
     for rank, engine in enumerate(again):
         engine.tuner = Chosen("plain")
         load_state_dict(engine, states[rank], ranks=RANKS, rank=rank)
-    left = both[0].residual("wide")
+    owed = both[0].residual("wide")
     np.testing.assert_array_equal(beyond_the_mean(again, 9), beyond_the_mean(both, 9))
     sent = state_dict(both[1], ranks=RANKS, rank=1)
     (alone,) = engines(AutoCompression.using(warmup=1, ratio=8), 1)
     for every in ([states[0], sent], [sent | {"rank": 0}, states[0] | {"rank": 1}]):
         load_state_dict(alone, every, ranks=1, rank=0)
-        np.testing.assert_array_equal(alone.residual("wide"), left / 2)
+        np.testing.assert_array_equal(alone.residual("wide"), owed / 2)
 
 
 def test_what_a_run_before_has_left_leaves_once():
@@ -341,23 +344,14 @@ def test_what_a_run_before_has_left_leaves_once():
         engine.tuner = Chosen("plain")
         engine.shared.restart({"wide": np.ones((40, 60), np.float32)})
     for seed, owed in ((1, 1.0), (2, 0.0)):
-        values = noise(seed)
-        mean = np.mean([own["wide"] for own in values], axis=0)
-        step(both, values)
-        np.testing.assert_allclose(values[0]["wide"] - mean, owed, atol=1e-5)
+        np.testing.assert_allclose(beyond_the_mean(both, seed), owed, atol=1e-5)
     assert not both[0].remembers("wide")
-
-
-def copied(values):
-    return {name: value.copy() for name, value in values.items()}
 
 
 # An owner of pieces takes up what is left of their means.
 @pytest.mark.parametrize("way", [it for it in WAYS if it.name != "scattered"], indirect=True)
 def test_the_memory_of_what_a_rank_did_not_use_waits(way):
-    both = way.engines()
-    for seed in range(4):
-        way.step(both, way.noise(seed))
+    both = trained(way)
     before = [engine.residual("wide") for engine in both]
     values = way.noise(4)
     values[1]["wide"][:] = 0
@@ -368,9 +362,7 @@ def test_the_memory_of_what_a_rank_did_not_use_waits(way):
 
 def test_a_step_given_up_in_its_middle_loses_no_memory():
     """An error elsewhere ends the step: the rounds are dropped, and the next step is as any."""
-    both = engines(SUMS)
-    for seed in range(4):
-        step(both, noise(seed))
+    both = trained(WAYS[1])
     values = noise(4)
     values[0]["wide"][:] = 0  # its memory sits this step out
     before = both[0].residual("wide")
@@ -383,70 +375,60 @@ def test_a_step_given_up_in_its_middle_loses_no_memory():
     np.testing.assert_array_equal(both[0].residual("wide"), before)
 
 
-def test_half_precision_is_read_and_written_in_place():
-    both = engines(SUMS)
-    for seed in range(5):
-        exact = noise(seed)
-        halves = [{n: v.astype(np.float16) for n, v in own.items()} for own in exact]
+@pytest.mark.parametrize("compression", [SUMS, FFTCompression.using(theta=0.5)], ids=repr)
+def test_half_precision_is_read_and_written_in_place(compression):
+    both = engines(compression)
+    for seed in range(3):
+        halves = [{n: v.astype(np.float16) for n, v in own.items()} for own in noise(seed)]
+        mean = np.mean([own["wide"] for own in halves], axis=0, dtype=np.float64)
         found = step(both, halves)
         assert halves[0]["wide"].dtype == np.float16
     assert found.named["coded"] == list(NAMES)
-    other = engines(FFTCompression.using(theta=0.5))
-    halves = [{n: v.astype(np.float16) for n, v in own.items()} for own in exact]
-    mean = np.mean([own["wide"] for own in halves], axis=0, dtype=np.float64)
-    step(other, halves)
-    assert np.linalg.norm(halves[0]["wide"] - mean) < 0.5 * np.linalg.norm(mean)
+    if compression is not SUMS:
+        assert np.linalg.norm(halves[0]["wide"] - mean) < 0.5 * np.linalg.norm(mean)
 
 
 def test_what_is_no_float_travels_plain():
     for compression in (FFT, SUMS):
-        (engine,) = engines(compression)[:1]
-        given = [Gradient("w", (64, 64), np.ones(4096, kind)) for kind in ("f8", "i4")]
-        for each in given:
-            assert engine.sort([each], ranks=1, total=twice).plain == [each]
+        (engine,) = engines(compression, 1)
+        for kind in ("f8", "i4"):
+            other = [Gradient("w", (64, 64), np.ones(4096, kind))]
+            assert engine.sort(other, ranks=1, total=twice).plain == other
         nameless = [Gradient(None, (64, 64), np.ones(4096, np.float32))]
         way = engine.sort(nameless, ranks=1, total=twice)
         gather = compression.settings.exchange == "gather"
         assert (way.coded if gather else way.plain) == nameless
-    changing = Engine(
-        FFTCompression.using(theta=Warmup(4, Constant(0.9))).settings, 1, stock="DDP", tuner=Tuner
-    )
+    (changing,) = engines(FFTCompression.using(theta=Warmup(4, Constant(0.9))), 1)
     with pytest.raises(CompressError, match="without a name"):
         changing.sort(nameless, ranks=1, total=twice)
 
 
-def test_ranks_that_differ_are_told():
-    settings = SUMS.settings
-    (engine,) = [Engine(settings, 1, stock="DDP", tuner=Tuner)]
-    like, asked = np.zeros(1, np.float32), []
+def test_ranks_of_other_hardware_compute_exact_sums():
+    (engine,) = engines(SUMS, 1)
+    asked = []
 
-    def alike(name, words):
-        asked.append(name)
-        return words * RANKS
+    def agree(apart=None):
+        def total(name, words):
+            asked.append(name)
+            return words * RANKS + (name == apart) * np.arange(words.size)
 
-    def apart(name, words):
-        return words * RANKS + (words.size == 17) * np.arange(17)
+        like = np.zeros(1, np.float32)
+        engine.agree([], total=total, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
 
-    engine.agree([], total=alike, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
+    agree()
     assert engine.agreed == RANKS
     assert not engine.shared.exact
-    engine.agree([], total=alike, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
+    agree()
     assert asked == ["start", "hardware"]
     engine.reset()
-
-    def unlike_hardware(name, words):
-        return apart(name, words) if name == "hardware" else alike(name, words)
-
-    engine.agree([], total=unlike_hardware, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
+    agree(apart="hardware")
     assert engine.shared.exact
 
 
 def test_a_step_of_sums_reads_no_value():
     """Tensors of torch's device `meta` have none; what a step has lost is asked for in the next."""
-    both = engines(LowRankCompression.using(ratio=8, warmup=1))
-    for seed in range(3):
-        step(both, noise(seed))
-    engine, before = both[0], both[0].report()
+    engine, _ = trained(WAYS[1], 3)
+    before = engine.report()
     given = [
         Gradient(name, shape, torch.zeros(int(np.prod(shape)), device="meta"))
         for name, shape in SHAPES.items()
@@ -461,14 +443,9 @@ def test_a_step_of_sums_reads_no_value():
 
 
 def test_what_a_device_has_lost_is_told_one_step_late():
-    both = engines(LowRankCompression.using(ratio=8, warmup=1))
-    for seed in range(3):
-        step(both, noise(seed))
-    told = both[0].report()["relative_error"]
-    assert 0 < told < 1
+    now, _ = trained(WAYS[1], 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_exchange, "on_host", lambda values: False)
-        late = engines(LowRankCompression.using(ratio=8, warmup=1))
-        for seed in range(4):
-            step(late, noise(seed))
-    assert late[0].report()["relative_error"] == told
+        late, _ = trained(WAYS[1], 4)
+    assert late.report()["relative_error"] == now.report()["relative_error"]
+    assert 0 < now.report()["relative_error"] < 1

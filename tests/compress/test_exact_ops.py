@@ -1,5 +1,6 @@
 """Scales, digits, checksums, orthonormal rows: against naive forms, alike in two libraries."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import for_each
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import fixed_point
 from sn_compress.ops.fixed_point import MAX_RANKS, PRIME, Digits, FixedPointColumns, word_sum
 from sn_compress.ops.orthonormal import Orthonormal, most, orthonormal
 from sn_compress.ops.products import remember
-
-SIZES = [0, 1, 31, 32, 33, 63, 1000]
 
 
 def same(one, other):
@@ -24,9 +24,9 @@ def same(one, other):
     np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-@pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("ranks", [1, 2, 8, 42, 43, 1024, MAX_RANKS])
 @pytest.mark.parametrize("fine", [False, True])
+@for_each("count", (0, 1, 31, 32, 33, 63, 1000))
 def test_sums_of_digits_come_back(count, ranks, fine):
     digits = Digits.of(ranks, fine=fine)
     rng = np.random.default_rng(count)
@@ -46,15 +46,6 @@ def test_sums_of_digits_come_back(count, ranks, fine):
         same(digits.pack(own), digits.pack(torch.from_numpy(own)))
 
 
-def test_words_are_what_the_naive_form_says():
-    digits = Digits.of(8)
-    own = np.arange(-5, 5, dtype=np.int32)
-    words = digits.pack(own)
-    padded = [*own.tolist(), 0, 0]
-    expected = [sum(padded[i + 3 * place] * 256**place for place in range(4)) for i in range(3)]
-    assert words.tolist() == expected
-
-
 def test_more_ranks_than_digits_can_sum_are_refused():
     with pytest.raises(CompressError, match="expected 1 to 2047"):
         Digits.of(MAX_RANKS + 1)
@@ -71,9 +62,7 @@ def test_scales_cover_peaks(peak):
         # A quarter of an octave is rounded to float32 once.
         assert 2.0 ** (exponent / 4) >= peak * (1 - 2**-24)
         assert 2.0 ** ((exponent - 1) / 4) < peak
-    for one, other in zip(
-        (found, some), fixed_point.covering(torch.from_numpy(peaks)), strict=True
-    ):
+    for one, other in zip((found, some), fixed_point.covering(torch.asarray(peaks)), strict=True):
         same(one, other)
 
 
@@ -93,16 +82,7 @@ def test_the_mean_exponent_is_rounded_from_whole_numbers(told, at):
     same(found, columns.unpack(torch.from_numpy(total), torch.from_numpy(before), ranks)[2])
 
 
-def test_units_are_divided_once_on_the_host():
-    exponents = np.arange(fixed_point.LOWEST, fixed_point.HIGHEST + 1, dtype=np.int32)
-    for limit, ranks in ((15, 1), (31, 3), (32767, 2)):
-        found = fixed_point.units(exponents, limit, ranks)
-        expected = 2.0 ** ((exponents + 1) / 4) / limit / ranks
-        np.testing.assert_allclose(found, expected, rtol=2e-7)
-        same(found, fixed_point.units(torch.from_numpy(exponents), limit, ranks))
-
-
-@pytest.mark.parametrize("count", [2, 31, 32, 33, 63, 1000, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("count", [2, 33, 1000, 2047, 2048, 2049, 5000])
 def test_checksums_are_the_naive_sum_and_add_up(count):
     rng = np.random.default_rng(count)
     words = rng.integers(-(2**31), 2**31, (3, count)).astype(np.int32)
@@ -115,18 +95,18 @@ def test_checksums_are_the_naive_sum_and_add_up(count):
     assert (sum(int(word_sum(own)) for own in small) - int(word_sum(total))) % PRIME == 0
 
 
-@pytest.mark.parametrize("where", [0, 2, PRIME // 2, PRIME - 1, PRIME, 2 * PRIME], ids=str)
-@pytest.mark.parametrize("bit", [0, 20, 31])
-def test_no_word_is_out_of_the_checksum(where, bit):
-    words = np.zeros(2 * PRIME + 1, np.int32)
-    words.view(np.uint32)[where] ^= np.uint32(1 << bit)
-    assert word_sum(words)
+def test_no_word_is_out_of_the_checksum():
+    places = (0, 2, PRIME // 2, PRIME - 1, PRIME, 2 * PRIME)
+    for where, bit in itertools.product(places, (0, 20, 31)):
+        words = np.zeros(2 * PRIME + 1, np.int32)
+        words.view(np.uint32)[where] ^= np.uint32(1 << bit)
+        assert word_sum(words), (where, bit)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("make", [np.asarray, torch.asarray], ids=["numpy", "torch"])
-def test_what_is_remembered(decay, make):
-    for out in (None, make(np.full(3, np.nan, np.float32))):
+def test_what_is_remembered(make):
+    rooms = (None, make(np.full(3, np.nan, np.float32)))
+    for decay, out in itertools.product((0.0, 0.5, 1.0), rooms):
         memory, gradient = (make(np.full(3, v, np.float32)) for v in (2, 10))
         found = remember(memory, gradient, decay, out)
         assert (np.asarray(found) == 10 + 2 * decay).all()
@@ -135,11 +115,11 @@ def test_what_is_remembered(decay, make):
         assert (np.asarray(gradient) == 10).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 33, 64])
-@pytest.mark.parametrize("width", [63, 64, 1000])
-@pytest.mark.parametrize("top", [15, 127, 2**15 - 1])
+@pytest.mark.parametrize(("rows", "width", "top"), [
+    (1, 63, 2**15 - 1), (1, 1000, 15), (2, 64, 127), (7, 63, 15), (7, 1000, 2**15 - 1),
+    (33, 63, 127), (33, 64, 2**15 - 1), (63, 63, 2**15 - 1), (64, 64, 15), (64, 1000, 127),
+])  # fmt: skip
 def test_rows_become_orthonormal_in_their_own_span(rows, width, top):
-    rows = min(rows, width)
     rng = np.random.default_rng(rows)
     # Nearly alike, as directions of one gradient are.
     drawn = rng.standard_normal(width) + 0.3 * rng.standard_normal((rows, width))
@@ -179,7 +159,6 @@ def test_rows_that_depend_on_others_are_zero_or_what_is_put_there():
 
 
 @pytest.mark.parametrize("shapes", [
-    [(3, 40)],
     [(3, 40), (3, 40)],
     [(3, 40), (5, 20), (1, 7), (2, 2), (3, 33), (1, 1), (2, 40)],
     [(2, 9), (2, 1000), (2, 9)],
@@ -188,11 +167,10 @@ def test_matrices_together_are_as_each_alone(shapes):
     rng = np.random.default_rng(3)
     each = [rng.integers(-99, 99, shape).astype(np.int32) for shape in shapes]
     flat = np.concatenate([it.reshape(-1) for it in each])
-    together = Orthonormal(shapes)
-    found = together(flat)
+    found = Orthonormal(shapes)(flat)
     expected = np.concatenate([orthonormal(it).reshape(-1) for it in each])
     np.testing.assert_array_equal(found, expected)
-    same(found, together(torch.from_numpy(flat)))
+    same(found, Orthonormal(shapes)(torch.from_numpy(flat)))
 
 
 def test_sums_stay_exact_however_wide_a_row_is():

@@ -12,18 +12,14 @@ from samples import (
     U,
     codecs,
     edges,
-    exact_transform,
     for_each,
     norm,
     random,
     specials,
-    support_mask,
     transform_error,
-    weights,
 )
 
 from sn_compress import FFTCodec
-from sn_compress.ops.record import decode_records
 
 CODECS = codecs()
 IDS = [repr(codec)[9:-1] for codec in CODECS]
@@ -33,14 +29,6 @@ def absolute(codec: FFTCodec, n: int) -> float:
     """What denormals add to a norm: each of some 20 roundings on the way of each of the parts is
     good to half of TINY only."""
     return 20 * TINY * math.sqrt(sum(s.count * s.layout.block for s in codec.sections(n)))
-
-
-def records(codec: FFTCodec, payload):
-    """Sections with their rows of words."""
-    words = payload.body.view("<u4")
-    for s in codec.sections(payload.n):
-        end = s.words_at + s.count * s.layout.words
-        yield s, words[s.words_at : end].reshape(s.count, s.layout.words)
 
 
 def check_error(codec: FFTCodec, x: np.ndarray) -> None:
@@ -69,43 +57,12 @@ def check_error(codec: FFTCodec, x: np.ndarray) -> None:
     assert payload.error <= payload.energy * (1 + 2 * ENERGY + 2.0**-16)
 
 
-@for_each("n", SIZES)
+@for_each("n", (*SIZES[:-1], 2**16 + 1))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_error_is_what_the_payload_says(backend, codec, n):
-    if n > 2**20 and (backend, codec.theta) not in (("cpp", 0.98), ("numpy", 0.98), ("cpp", 0.7)):
-        n = 2**16 + 1  # the twins take seconds for a million
     check_error(codec, random(n))
-
-
-@for_each("n", (1, 33, 256, 4096, 5000))
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_error_of_special_vectors(backend, codec, n):
-    for x in specials(n).values():
+    for x in specials(n).values() if n in (1, 33, 1000, 4096) else ():
         check_error(codec, x)
-
-
-@for_each("n", (4096, 3 * 4096, 5000, 75_000))
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_error_is_what_was_dropped_plus_what_was_rounded(backend, codec, n):
-    """Against SciPy's transform in float64: Parseval, bin by bin."""
-    x = random(n, seed=n)
-    payload = codec.encode(x)
-    dropped = rounded = 0.0
-    for s, words in records(codec, payload):
-        padded = np.zeros(s.count * s.layout.block)
-        padded[: s.stop - s.start] = x[s.start : s.stop]
-        exact = exact_transform(codec, padded.reshape(s.count, -1))
-        sent = np.zeros(exact.shape, np.float32)
-        decode_records(words, sent, s.layout, 1.0)
-        squares = weights(s.layout.block, s.layout.parts) * (exact - sent) ** 2
-        kept = support_mask(words, s.layout)
-        assert not sent[~kept].any()
-        rounded += squares[kept].sum()
-        dropped += squares[~kept].sum()
-    said = math.sqrt(payload.error)
-    # Only the forward transform is in float32 here.
-    slack = transform_error(codec, n) * norm(x) + ENERGY * said
-    assert abs(math.sqrt(dropped + rounded) - said) <= slack
 
 
 @pytest.mark.parametrize("values", ["sign", "2bit"])
@@ -125,12 +82,11 @@ def test_what_the_inverse_ignores_is_no_error_and_not_remembered(backend, values
 
 
 def test_promised_ratio():
-    n = 1_000_000
-    x = random(n)
+    x = random(1_000_000)
     for theta, least in ((0.9, 25), (0.98, 110)):
         for block in (4096, None):
-            data = FFTCodec(theta=theta, bits=8, block=block).encode(x).to_bytes()
-            assert 4 * n / len(data) >= least
+            payload = FFTCodec(theta=theta, bits=8, block=block).encode(x)
+            assert x.nbytes / len(payload.to_bytes()) >= least
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
@@ -151,17 +107,14 @@ def test_exact_zeros_stay_zero(backend, codec):
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_non_finite_reaches_its_block_and_no_memory(backend, codec, bad):
     n = 2 * 4096 + 77
-    rng = np.random.default_rng(1)
     x, clean = random(n, 1), random(n, 1)
     section = codec.sections(n)[0]
-    block = section.layout.block
-    first = int(rng.integers(section.count)) * block
-    last = min(first + block, n)
-    x[rng.integers(first, last)] = bad
+    row, block = section.count // 2, section.layout.block
+    first, last = row * block, min(row * block + block, n)
+    x[(first + last) // 2] = bad
     clean[first:last] = 0
     state = codec.new_state(n)
     codec.encode(random(n, 2), state=state)  # so that there is something to remember
-    row = first // block
     if codec.window == "payload":  # or the range that all share would show the row's memory
         state[0][row] = 0
     before, clean_state = ([part.copy() for part in state] for _ in range(2))
@@ -186,15 +139,11 @@ def test_half_casts_first():
 
 
 @pytest.mark.parametrize("settings", [
-    {},
-    {"block": 2**17},
-    {"window": "payload"},
-    {"transform": "dct", "values": "2bit"},
-    {"transform": "hadamard", "values": "sign"},
-    {"transform": "identity", "values": "fp16"},
+    {}, {"block": 2**17}, {"window": "payload"}, {"transform": "dct", "values": "2bit"},
+    {"transform": "hadamard", "values": "sign"}, {"transform": "identity", "values": "fp16"},
     {"transform": "axes", "shape": (3, 7, 26_027), "axes": (0,)},
 ], ids=str)  # fmt: skip
-def test_threads_change_nothing(backend, settings):
+def test_threads_change_nothing(core, settings):
     n = math.prod(settings.get("shape", [2**20 + 5001]))
     x = random(n)
     one, four = (FFTCodec(theta=0.98, threads=t, **settings) for t in (1, 4))
@@ -218,20 +167,6 @@ def test_without_a_transform_each_zero_stays_zero(backend, values):
         assert not codec.decode(codec.encode(x))[::3].view(np.uint32).any()
 
 
-@pytest.mark.parametrize("transform", ["fft", "dct", "hadamard", "identity"])
-@pytest.mark.parametrize(("values", "bits"), [("range", 8), ("fp16", 16), ("sign", 1), ("2bit", 2)])
-def test_bytes_of_a_payload(transform, values, bits):
-    """Counted by hand: 3 blocks of 256 and a rest of 100 in one of 128."""
-    codec = FFTCodec(theta=0.75, block=256, transform=transform, values=values, positions="bitmap")
-    total = 0
-    for block, count in ((256, 3), (128, 1)):
-        bins, parts = (block // 2 + 1, 2) if transform == "fft" else (block, 1)
-        kept = bins - int(bins * 0.75)
-        head = 32 if values == "2bit" else 16
-        total += count * 4 * math.ceil((head + parts * kept * bits + bins) / 32)
-    assert codec.encode(random(868)).nbytes == 32 + math.ceil(total / 16) * 16
-
-
 @for_each("ranks", (1, 2, 3, 8))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_decode_mean_is_the_mean_of_the_decodes(backend, codec, ranks):
@@ -247,16 +182,10 @@ def test_decode_mean_is_the_mean_of_the_decodes(backend, codec, ranks):
     bound = (2.01 * transform_error(codec, n) + (ranks + 2) * U) * whole / ranks
     assert norm(mean - sum(decodes) / ranks) <= bound
     np.testing.assert_array_equal(codec.decode_mean(payloads).view(np.uint32), mean.view(np.uint32))
-    if ranks == 1:
-        np.testing.assert_array_equal(mean, codec.decode(payloads[0]))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_mean_of_four_equal_payloads_is_exact(backend, codec):
-    """A quarter of a value of at most 11 bits, added up four times, is never rounded."""
-    payload = codec.encode(random(9000))
-    mean = codec.decode_mean([payload] * 4)
-    np.testing.assert_array_equal(mean.view(np.uint32), codec.decode(payload).view(np.uint32))
+    # A quarter of a value of at most 11 bits, added up four times, is never rounded.
+    for count in (1, 4) if ranks == 1 else ():
+        equal = codec.decode_mean(payloads * count)
+        np.testing.assert_array_equal(equal.view(np.uint32), codec.decode(payloads[0]).view("u4"))
 
 
 SHAPE, AXES = (10, 6, 5, 3), (2, 3)
@@ -269,7 +198,7 @@ OVER_AXES = [
 
 
 @pytest.mark.parametrize("settings", OVER_AXES, ids=str)
-@pytest.mark.parametrize("axes", [(0,), (3, 1), (2, 3), (0, 1, 2, 3)])
+@for_each("axes", ((0,), (3, 1), (0, 1, 2, 3)))
 def test_axes_error_is_what_the_payload_says(backend, settings, axes):
     codec = FFTCodec(transform="axes", shape=SHAPE, axes=axes, **settings)
     for x in (random(900), *specials(900).values()):

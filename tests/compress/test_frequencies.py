@@ -65,72 +65,28 @@ def test_kernels_are_found_at_either_end_and_waves_are_those_of_scipy():
         assert np.abs(waves(sides).host - expected.reshape(count, count).T).max() <= 2.0**-23
 
 
-def naive_places(state, size):
-    """Directions that are sent, in plain Python."""
-    spread = np.asarray(state["spread"], np.float64)
-    worth = (np.maximum(spread, spread.max() / 32) * np.asarray(state["age"])).astype(np.float32)
-    return sorted(sorted(range(worth.size), key=lambda at: (-worth[at], at))[:size])
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_step_is_that_of_a_naive_one(shape):
+def test_what_is_sent_is_of_few_directions_and_is_what_the_memories_lose(shape):
     rng, ranks, size = np.random.default_rng(1), 3, 4
-    it, part = kernels_of(shape), part_of(shape, size=4)
-    group = Ranks([part], ranks)
+    group = Ranks([part_of(shape, size=size)], ranks)
     group.begin([chance(rng, 1, [shape])[0][0]])
-    each = np.asarray(group.states[0]["0.spread"]).size // it.count
     for _ in range(6):
-        state = {name[2:]: np.asarray(value) for name, value in group.states[0].items()}
         gradients = chance(rng, ranks, [shape])
-        held = [
-            memory[0].reshape(-1) + own[0]
-            for memory, own in zip(group.memories, gradients, strict=True)
-        ]
-        cubes = np.array([spectrum(own, shape) for own in held])
-        places = naive_places(state, size)
-        basis = state["basis"].reshape(-1, it.inputs).astype(np.float64)
-        results, sums = group.step(gradients)
-        assert np.flatnonzero(np.asarray(results[0].state["0.age"]) == 1).tolist() == places
-        digits, unit, _ = part._left.unpack(sums[0][HEAD:], state["left"], ranks)
-        digits, unit = digits.reshape(size, -1), unit[0]
-        out = np.zeros_like(cubes[0])
-        second, unit_q, _ = part._right.unpack(sums[1][HEAD:], state["right"], ranks)
-        second = second.reshape(size, -1)
-        for wave in {place // each for place in places}:
-            rows = [at for at, place in enumerate(places) if place // each == wave]
-            x = cubes[:, wave].mean(axis=0)
-            for at in rows:
-                p = x @ basis[places[at]]
-                scale = scale_of(state, places[at])
-                # Each rank rounds to the next digit; what is beyond the largest is cut off.
-                inside = np.abs(cubes[:, wave] @ basis[places[at]]).max() < scale * unit * 41
-                if inside:
-                    assert np.abs(p / scale / unit - digits[at]).max() <= 0.5 * ranks + 0.01
-            # Of these sums each direction is made orthogonal to those before it.
-            q, r = np.linalg.qr(digits[rows].T.astype(np.float64))
-            p = (q * np.sign(np.diag(r))).T
-            for at, row in zip(rows, p, strict=True):
-                scale = scale_of(state, places[at])
-                out[wave] += np.outer(row, second[at] * (unit_q[0] * scale))
+        pairs = zip(group.memories, gradients, strict=True)
+        held = [memory[0].reshape(-1) + own[0] for memory, own in pairs]
+        results, _ = group.step(gradients)
+        assert (np.asarray(results[0].state["0.age"]) == 1).sum() == size
         mean = np.asarray(results[0].mean[0], np.float64).reshape(-1)
-        expected = values_of(out, shape)
-        assert np.abs(mean - expected).max() <= 1e-5 * np.abs(expected).max()
-        # What was not sent is remembered.
-        left = np.mean([np.ravel(own.residuals[0]) for own in results.values()], axis=0)
-        assert np.abs(np.mean(held, axis=0) - mean - left).max() <= 1e-5 * np.abs(held).max()
-        for rank, own in results.items():
-            gone = (held[rank].astype(np.float64) ** 2).sum() - (
-                np.asarray(own.residuals[0], np.float64) ** 2
-            ).sum()
+        # Each direction is one of a frequency.
+        waves = [np.linalg.svd(wave, compute_uv=False) for wave in spectrum(mean, shape)]
+        assert 0 < (np.concatenate(waves) > 1e-5 * np.linalg.norm(mean)).sum() <= size
+        lefts = [np.ravel(own.residuals[0]).astype(np.float64) for own in results.values()]
+        error = np.mean(held, axis=0) - mean - np.mean(lefts, axis=0)
+        assert np.abs(error).max() <= 1e-5 * np.abs(held).max()
+        for before, left, own in zip(held, lefts, results.values(), strict=True):
+            gone = np.square(before.astype(np.float64)).sum() - np.square(left).sum()
             # Waves are rounded to 2**-22, and all numbers to float32.
-            assert abs(float(own.sent) - gone) <= 1e-5 * (held[rank] ** 2).sum()
-
-
-def scale_of(state, place):
-    """A quarter of an octave above the least that covers what a direction should bring."""
-    spread = np.maximum(state["spread"].astype(np.float64), state["spread"].max() / 32)
-    worth = np.float32(spread[place] * state["age"][place])
-    return 2 ** ((math.ceil(4 * math.log2(worth) - 1e-5) + 1) / 4)
+            assert abs(float(own.sent) - gone) <= 1e-5 * np.square(before).sum()
 
 
 def test_what_lies_in_one_frequency_is_sent_at_once_and_what_was_silent_is_not_forgotten():
@@ -144,9 +100,9 @@ def test_what_lies_in_one_frequency_is_sent_at_once_and_what_was_silent_is_not_f
     # 63 levels of a rank on each side of a scale at most 2**2.5 above the largest number.
     near = np.linalg.norm(np.asarray(results[0].mean[0]).reshape(-1) - loud)
     assert near < 0.25 * np.linalg.norm(loud)
-    for _ in range(120):
+    for _ in range(80):
         group.step([[loud]] * 2)
-    assert np.asarray(group.states[0]["0.age"]).max() < 120
+    assert np.asarray(group.states[0]["0.age"]).max() < 80
 
 
 def test_keras_sends_what_torch_does():
@@ -184,17 +140,14 @@ def test_beginning_finds_the_loudest_and_a_bad_mean_says_nothing():
 
 def test_the_words_are_few():
     """A byte for each number of a direction, and for both factors of a tensor one scale."""
+    for size in (0, 9 * 6 + 1):
+        with pytest.raises(CompressError, match="expected 1 to 54"):
+            part_of(TORCH, size=size)
     part = Frequencies([kernels_of((64, 32, 3, 3)), kernels_of((3, 3, 16, 16))], [5, 2])
     expected = [HEAD + 2 + (5 * 64 + 2 * 16) // 4, HEAD + 2 + (5 * 32 + 2 * 16) // 4]
     assert Bucket([part]).words(8) == expected
     size = Allocation((64, 32, 3, 3), 5, "frequencies")
     assert Bucket([size.part()]).words(8) == words_of(size.shape, 5, 8, "frequencies")
-
-
-def test_what_cannot_be_is_refused():
-    for size in (0, 9 * 6 + 1):
-        with pytest.raises(CompressError, match="expected 1 to 54"):
-            part_of(TORCH, size=size)
 
 
 def smooth(rng, shape):
@@ -259,23 +212,21 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
     resumed = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
     for own, other in zip(resumed, sessions, strict=True):
         own.load_state_dict(other.state_dict())
-    for turn in range(4):
+    for turn in range(3):
         gradients = drawn(rng, 2)
         both = [exchanged(each, gradients) for each in (sessions, resumed)]
-        assert [bits(it) for it in both[0]] == [bits(it) for it in both[1]]
         if turn == 1:  # taken back, the step is made again with the same bits
             for own in resumed:
                 own.undo()
-            again = exchanged(resumed, gradients)
-            assert [bits(it) for it in again] == [bits(it) for it in both[0]]
+            both.append(exchanged(resumed, gradients))
+        assert len({tuple(map(bits, each)) for each in both}) == 1
         for own in (*sessions, *resumed):
             own.commit()
     # Another number of ranks goes on with what these shared, and the mean of what they owe.
-    states = [own.state_dict() for own in sessions]
     mean = {n: np.mean([own.residual(n) for own in sessions], axis=0) for n in SESSION}
     three = [AllReduceExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
     for own in three:
-        own.load_with_residuals(states[0], mean)
+        own.load_with_residuals(sessions[0].state_dict(), mean)
     exchanged(three, drawn(rng, 3))
     for entry in ({"way": "frequency"}, {"size": 9 * 32 + 1}, {"way": "rows", "size": 3000}):
         state = sessions[0].state_dict()
@@ -289,17 +240,16 @@ def test_auto_compression_has_frequencies_and_low_rank_has_not():
     assert not LowRankCompression.settings.shared["frequencies"]
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_tensorflow_shares_every_bit(graph):
+def test_tensorflow_shares_every_bit():
     tf = pytest.importorskip("tensorflow")
     import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
 
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
+    means = [it.reshape(-1) for it in chance(rng, 1, [TORCH, KERAS])[0]]
     state = bucket.new_state(np.zeros(1, np.float32))
-    state = bucket.begin(
-        state, [chance(rng, 1, [shape])[0][0].reshape(shape) for shape in bucket.shapes]
-    )
+    matrices = [mean.reshape(shape) for mean, shape in zip(means, bucket.shapes, strict=True)]
+    state = bucket.begin(state, matrices)
     memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
 
     def stepped(state, memories, gradients, first, second):
@@ -309,15 +259,17 @@ def test_tensorflow_shares_every_bit(graph):
             rounds.send(second)
         return words, vars(end.value.value)
 
-    traced = tf.function(stepped, autograph=False) if graph else stepped
+    traced = tf.function(stepped, autograph=False)
     totals = [np.zeros(words, np.int32) for words in bucket.words(ranks)]
-    for _ in range(4):
+    for _ in range(3):
         gradients = chance(rng, 1, [TORCH, KERAS])[0]
         first = 2 * stepped(state, memories, gradients, *totals)[0][0]
         second = 2 * stepped(state, memories, gradients, first, totals[1])[0][1]
-        _, expected = stepped(state, memories, gradients, first, second)
         given = (state, memories, gradients, first, second)
-        _, found = traced(*tf.nest.map_structure(tf.constant, given))
+        (_, expected), (_, found) = (
+            stepped(*given),
+            traced(*tf.nest.map_structure(tf.constant, given)),
+        )
         for name, value in expected["state"].items():
             assert bits(found["state"][name]) == bits(value), name
         for one, other in zip(found["means"], expected["means"], strict=True):

@@ -17,9 +17,7 @@ def test_a_bucket_is_full_from_so_many_elements_on():
     assert buckets().members == [NAMES[:3], NAMES[3:6], NAMES[6:9], NAMES[9:]]
     assert buckets(full=1).members == [[name] for name in NAMES]
     assert buckets(full=10**9).members == [NAMES]
-
-
-def test_no_bucket_spans_devices():
+    # None spans devices.
     assert buckets(100, ["a"] * 4 + ["b"] * 6).members == [NAMES[:4], NAMES[4:]]
 
 

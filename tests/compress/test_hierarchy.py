@@ -37,12 +37,6 @@ def test_ranks_of_a_node_need_not_follow_each_other():
         layout.place(6)
 
 
-def test_a_thousand_ranks_in_nodes_of_eight():
-    layout = layout_of([rank // 8 for rank in range(1024)])
-    assert (len(layout.nodes), layout.size) == (128, 8)
-    assert layout.across()[3] == tuple(range(3, 1024, 8))
-
-
 def test_owners_share_the_elements_and_stay():
     rng = np.random.default_rng(0)
     sizes = {f"w{i}": int(n) for i, n in enumerate(rng.integers(1, 10_000, 200))}

@@ -1,4 +1,4 @@
-"""The extension's twins of a low-rank step: the array forms' bits, or one order of sums for all."""
+"""The extension's twins of a low-rank step: the array forms' bits, or one order of sums."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,9 @@ import torch
 from sn_compress import _native
 from sn_compress.arrays import full_fp32_matmul, host_view
 from sn_compress.ops import products
-from sn_compress.ops.fixed_point import FixedPointColumns, numbers
+from sn_compress.ops.fixed_point import FixedPointColumns
 from sn_compress.ops.orthonormal import Orthonormal
 
-SIDES = [(1, 1), (31, 32), (33, 63), (4, 1000), (1000, 5), (130, 257)]
-DIRECTIONS = [1, 2, 7, 16, 33]
 MAKES = {"numpy": np.asarray, "torch": torch.asarray}
 
 
@@ -31,33 +29,22 @@ def drawn(rng, *shape):
 
 
 def factors(rng, rows, columns, directions):
-    return (
-        drawn(rng, rows, columns),
-        drawn(rng, directions, rows),
-        drawn(rng, directions, columns),
-    )
+    sides = (rows, columns), (directions, rows), (directions, columns)
+    return tuple(drawn(rng, *each) for each in sides)
 
 
-def by_rows(matrix, right):
-    """In the order of the kernel: 16 sums, of columns modulo 16, then these in pairs."""
-    chunks = -(-matrix.shape[1] // 16)
-    padded = [np.zeros((len(it), 16 * chunks), np.float32) for it in (matrix, right)]
-    for to, it in zip(padded, (matrix, right), strict=True):
-        to[:, : it.shape[1]] = it
-    wide, factor = (it.reshape(len(it), chunks, 16) for it in padded)
-    sums = np.zeros((len(right), len(matrix), 16), np.float32)
-    for chunk in range(chunks):
-        sums += factor[:, None, chunk] * wide[None, :, chunk]
-    sums = (sums[..., :4] + sums[..., 8:12]) + (sums[..., 4:8] + sums[..., 12:])
-    return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
+@pytest.fixture
+def twins(core, monkeypatch):
+    """Calls what it is handed: first without the extension, then with it."""
 
+    def both(call):
+        with monkeypatch.context() as patch, np.errstate(all="ignore"):
+            patch.setattr(_native, "core", lambda: None)
+            expected = call()
+        with np.errstate(all="ignore"):
+            return call(), expected
 
-def one_by_one(left, right):
-    """left.T @ right, one direction after the other."""
-    total = np.zeros((left.shape[1], right.shape[1]), np.float32)
-    for a, b in zip(left, right, strict=True):
-        total += a[:, None] * b
-    return total
+    return both
 
 
 def each_kernel(core, matrix, left, right):
@@ -79,15 +66,17 @@ def each_kernel(core, matrix, left, right):
             yield p, q, mean, rest
 
 
-@pytest.mark.parametrize("directions", DIRECTIONS)
-@pytest.mark.parametrize(("rows", "columns"), SIDES)
+@pytest.mark.parametrize(("rows", "columns", "directions"), [
+    (1, 1, 1), (1, 1, 16), (31, 32, 2), (31, 32, 33), (33, 63, 7), (33, 63, 16), (4, 1000, 1),
+    (4, 1000, 33), (1000, 5, 7), (1000, 5, 2), (130, 257, 16), (130, 257, 33),
+])  # fmt: skip
 def test_products_have_the_same_bits_on_every_instruction_set(core, rows, columns, directions):
-    matrix, left, right = factors(np.random.default_rng(rows), rows, columns, directions)
-    mean = one_by_one(left, right)
-    q = one_by_one(left.T, matrix)
-    expected = by_rows(matrix, right), q, mean, matrix - mean
-    for found in each_kernel(core, matrix, left, right):
-        for one, other in zip(found, expected, strict=True):
+    """In one piece or in some."""
+    first, *others = each_kernel(
+        core, *factors(np.random.default_rng(rows), rows, columns, directions)
+    )
+    for found in others:
+        for one, other in zip(found, first, strict=True):
             # Zeros may differ in sign where all terms are zero.
             alike(one + 0, other + 0)
 
@@ -115,7 +104,7 @@ def test_a_product_of_other_sizes_is_refused(core):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_products_are_those_of_the_libraries_but_for_rounding(core, monkeypatch, threads):
+def test_products_are_those_of_the_libraries_but_for_rounding(core, twins, monkeypatch, threads):
     """And the same from arrays of NumPy and of torch, on any number of threads."""
     if products.kernel(core) is None:
         pytest.skip("this processor has no kernels that are used")
@@ -130,32 +119,28 @@ def test_products_are_those_of_the_libraries_but_for_rounding(core, monkeypatch,
         outs = [make(np.full_like(it, np.nan)) for it in matrices]
         means = products.outer(own[1], own[2], outs)
         assert all(mean is out for mean, out in zip(means, outs, strict=True))
-        alone = products.outer(own[1], own[2], None)
-        for mean, other in zip(means, alone, strict=True):
-            alike(mean, other)
+        for mean, alone in zip(means, products.outer(own[1], own[2], None), strict=True):
+            alike(mean, alone)
         left_over = products.subtract_outer(own[0], own[1], own[2])
         assert all(it is m for it, m in zip(left_over, own[0], strict=True))
         return [p, q, *means, *left_over]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_native, "core", lambda: None)
-        oracle = all_of(np.asarray)
     monkeypatch.setattr(products, "host_threads", lambda _: threads)
-    found = {name: all_of(make) for name, make in MAKES.items()}
-    for one, other in zip(found["numpy"], found["torch"], strict=True):
+    found, oracle = twins(lambda: all_of(np.asarray))
+    for one, other in zip(found, all_of(torch.asarray), strict=True):
         alike(one, other)
-    # Each of n products and n - 1 sums is rounded once, in both forms.
-    sizes = [(b, m.T, m.shape[1]) for m, b in zip(matrices, right, strict=True)]
-    sizes = [sizes, [(a, m, m.shape[0]) for m, a in zip(matrices, left, strict=True)]]
-    for at, each in enumerate(sizes):
-        bound = [2 * n * 2.0**-24 * (abs(f).astype(float) @ abs(m)) for f, m, n in each]
-        bound = np.concatenate([it.reshape(-1) for it in bound])
-        assert (abs(found["numpy"][at] - oracle[at]) <= bound).all()
-    for at, (a, b) in enumerate(zip(left, right, strict=True)):
-        bound = 2 * len(a) * 2.0**-24 * (abs(a).T.astype(float) @ abs(b))
-        assert (abs(found["numpy"][2 + at] - oracle[2 + at]) <= bound).all()
-        bound = bound + 2.0**-23 * abs(oracle[5 + at])
-        assert (abs(found["numpy"][5 + at] - oracle[5 + at]) <= bound).all()
+
+    def bound(one, other):
+        """Each of n products and n - 1 sums is rounded once, in both forms."""
+        return 2 * len(other) * 2.0**-24 * (abs(one).astype(float) @ abs(other))
+
+    pairs = list(zip(matrices, left, right, strict=True))
+    p = np.concatenate([bound(b, m.T).reshape(-1) for m, _, b in pairs])
+    q = np.concatenate([bound(a, m).reshape(-1) for m, a, _ in pairs])
+    means = [bound(a.T, b) for _, a, b in pairs]
+    rests = [mean + 2.0**-23 * abs(it) for mean, it in zip(means, oracle[5:], strict=True)]
+    for one, other, most in zip(found, oracle, [p, q, *means, *rests], strict=True):
+        assert (abs(one - other) <= most).all()
 
 
 def test_the_kernels_see_memory_of_the_host_only():
@@ -169,8 +154,10 @@ def test_the_kernels_see_memory_of_the_host_only():
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("decay", [0.0, 0.75, 1.0])
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 1000, 2**18 + 5])
+@pytest.mark.parametrize(
+    ("n", "decay"),
+    [(0, 1.0), (1, 0.75), (31, 0.0), (32, 1.0), (33, 0.75), (1000, 0.0), (2**18 + 5, 0.75)],
+)
 def test_what_is_remembered_and_its_norm(core, monkeypatch, n, decay, make):
     rng = np.random.default_rng(n)
     memory, gradient = drawn(rng, n), drawn(rng, n)
@@ -181,8 +168,7 @@ def test_what_is_remembered_and_its_norm(core, monkeypatch, n, decay, make):
     exact = float((np.asarray(vector).astype(np.float64) ** 2).sum())
     # 16 sums of a term each of 64 lanes, then float64; the norm is rounded once more.
     assert abs(float(energy) - exact) <= 20 * 2.0**-24 * exact
-    assert energy.shape == ()
-    assert energy.dtype == vector.dtype
+    assert (energy.shape, energy.dtype) == ((), vector.dtype)
     monkeypatch.setattr(products, "host_threads", lambda _: 3)
     alike(products.remembered(make(memory), make(gradient), decay)[1], energy)
 
@@ -199,26 +185,22 @@ def test_a_norm_that_is_no_number_is_told(core, n, value):
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 @pytest.mark.parametrize("kind", [np.int32, np.float64])
 @pytest.mark.parametrize("top", [1, 15, 2**15 - 1])
-def test_orthonormal_rows_are_those_of_the_array_form(core, monkeypatch, top, kind, make):
+def test_orthonormal_rows_are_those_of_the_array_form(twins, top, kind, make):
     rng = np.random.default_rng(top)
     shapes = [(3, 40), (5, 20), (1, 7), (2, 2), (3, 33), (1, 1), (2, 40), (33, 63), (20, 1000)]
     each = [rng.integers(-top, top + 1, shape) for shape in shapes]
     each[4][1] = 2 * each[4][0] // 2
     each[0][:] = 0
     flat = np.concatenate([it.reshape(-1) for it in each]).astype(kind)
-    instead = drawn(rng, flat.size)
-    made = Orthonormal(shapes)
-    for other in (None, instead):
-        given = None if other is None else make(other)
-        with monkeypatch.context() as patch:
-            patch.setattr(_native, "core", lambda: None)
-            expected = made(make(flat), given)
-        alike(np.asarray(made(make(flat), given)) + 0, np.asarray(expected) + 0)
+    orthonormal = Orthonormal(shapes)
+    for instead in (None, make(drawn(rng, flat.size))):
+        found, expected = twins(lambda instead=instead: orthonormal(make(flat), instead))
+        alike(np.asarray(found) + 0, np.asarray(expected) + 0)
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 @pytest.mark.parametrize(("ranks", "fine"), [(1, False), (2, True), (8, False), (2047, False)])
-def test_digits_are_those_of_the_array_form(core, monkeypatch, ranks, fine, make):
+def test_digits_are_those_of_the_array_form(twins, ranks, fine, make):
     rng = np.random.default_rng(ranks)
     columns = FixedPointColumns([(3, 31), (1, 1), (2, 1000), (5, 33), (1, 63)], fine=fine)
     flat = drawn(rng, columns.size)
@@ -229,37 +211,14 @@ def test_digits_are_those_of_the_array_form(core, monkeypatch, ranks, fine, make
     total = rng.integers(-(2**31), 2**31, columns.words(ranks)).astype(np.int32)
     total[: columns.count] >>= 1
 
-    def both():
-        with np.errstate(all="ignore"):
-            packed = columns.pack(make(flat.copy()), make(exponents), ranks)
+    def packed_and_read():
+        packed = columns.pack(make(flat.copy()), make(exponents), ranks)
         return [*packed, *columns.unpack(make(total), make(exponents), ranks)]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_native, "core", lambda: None)
-        expected = both()
-    for one, other in zip(both(), expected, strict=True):
+    for one, other in zip(*twins(packed_and_read), strict=True):
         assert type(one) is type(other)
         assert one.dtype == other.dtype
         alike(one, other)
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 1000])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_numbers_are_all_finite_or_all_zero(core, monkeypatch, n, make, compiled):
-    if not compiled:
-        monkeypatch.setattr(_native, "core", lambda: None)
-    flat = drawn(np.random.default_rng(n), n)
-    found, finite = numbers(make(flat))
-    alike(found, flat)
-    assert finite
-    for bad in (np.nan, np.inf, -np.inf):
-        for at in {0, n // 2, n - 1} if n else ():
-            other = flat.copy()
-            other[at] = bad
-            found, finite = numbers(make(other))
-            assert not finite
-            assert not np.asarray(found).any()
 
 
 def test_columns_of_other_sizes_or_scales_are_refused(core):

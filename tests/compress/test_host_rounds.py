@@ -10,7 +10,6 @@ from sn_compress import PayloadError, _native
 from sn_compress.allreduce.bucket import bucket_of
 from sn_compress.allreduce.methods.low_rank import LowRank, _Tables
 from sn_compress.allreduce.state import TensorState, exchange
-from sn_compress.ops.fixed_point import word_sum
 
 SHAPES = [(10, 128), (33, 300), (64, 31), (7, 5), (1, 1)]
 SIZES = [10, 8, 31, 1, 1]
@@ -90,7 +89,7 @@ def trained(ranks, *, steps=9, damage=None):
 
 @pytest.mark.parametrize(
     ("ranks", "steps", "damage"),
-    [(1, 7, None), (3, 7, None), (3, 8, (6, 0)), (3, 8, (6, 1)), (45, 3, None)],
+    [(1, 7, None), (3, 8, (6, 0)), (3, 8, (6, 1)), (45, 3, None)],
 )
 def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage, monkeypatch):
     """With 45 ranks digits take two bytes."""
@@ -128,23 +127,6 @@ def test_rows_that_are_multiplied_chunk_by_chunk_have_the_same_bits(monkeypatch)
             words = next(exchange(tensors, means, ranks=1, rank=0))
             found.append(words.tobytes())
     assert found[0] == found[1]
-
-
-def test_what_is_sent_is_what_the_memory_loses():
-    rng = np.random.default_rng(0)
-    one = TensorState.of(LowRank([(40, 60)], [4]), rng.standard_normal(2400).astype("f4"))
-    gradient = rng.standard_normal(2400).astype("f4")
-    steps = exchange([one], [gradient], ranks=1, rank=0)
-    words = steps.send(next(steps))
-    assert word_sum(words) == words[1]
-    try:
-        steps.send(words)
-    except StopIteration as end:
-        lost, energy, left = end.value[1].read()
-    assert not lost
-    np.testing.assert_allclose(energy, np.square(gradient, dtype="f8").sum(), rtol=1e-5)
-    np.testing.assert_allclose(left, np.square(one.memory, dtype="f8").sum(), rtol=1e-4)
-    assert left < 0.9 * energy
 
 
 def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike(monkeypatch):

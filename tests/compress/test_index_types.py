@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from rivals.codecs import CODECS, codec
+from samples import for_each
 
 from sn_compress import CompressError, FFTCodec, Payload
 from sn_compress.codecs import fft
@@ -20,13 +21,8 @@ N = ROWS * COLUMNS
 WIDE = {"topk": {"indices": "int64"}, "dgc": {"indices": "int64"}}
 # The positions of those that escape take eight bytes from 2**32 elements on.
 WIDE["bounded"] = {"bound": 1.0, "escapes": 0.0}
-SHAPED = {
-    "auto": {"shape": SHAPE},
-    "axes": {"shape": SHAPE, "axes": (1,)},
-    "lowrank": {"shape": SHAPE},
-    "powersgd": {"shape": SHAPE},
-    "demo": {"shape": SHAPE},
-}
+SHAPED = {name: {"shape": SHAPE} for name in ("auto", "axes", "lowrank", "powersgd", "demo")}
+SHAPED["axes"]["axes"] = (1,)
 FREE = sorted(CODECS.keys() - {"axes", "lowrank"})  # those that take any n
 BIG = (2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**33 + 5, 2**40, MAX_ELEMENTS)
 
@@ -105,7 +101,7 @@ def test_one_transform_over_too_many_is_refused_everywhere(frugal, transform):
     assert FFTCodec(transform=transform).payload_bytes(n) > 2**24
 
 
-@pytest.mark.parametrize("at", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40])
+@for_each("at", (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40))
 def test_positions_in_the_vector_are_64_bits_wide(at):
     run = indexed.Run(start=at, count=1, length=2**41, kept=1)
     assert indexed.locate(np.array([7]), [run]).tolist() == [at + 7]
@@ -117,8 +113,7 @@ def test_positions_in_the_vector_are_64_bits_wide(at):
     assert codes.bucket_lengths(at, None).tolist() == [at]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("positions", ["bitmap", "elias-fano"])
+@pytest.mark.parametrize(("positions", "parts"), [("bitmap", 1), ("elias-fano", 2)])
 def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions):
     """No rows, so no memory: the numbers are read, and compared with the sizes of the buffers."""
     bins = fft.MOST_BINS
