@@ -1,19 +1,17 @@
 """Copies beside the ops and copies that ops wait for: windows, what they cost, and budgets kept."""
 
-import math
 from dataclasses import replace
 
 import pytest
 from graphs import unet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import budget_of, random_graph, training_chain
+from random_graphs import budget_of, random_graph
 
 from sn_memory import BudgetError, Device, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT, lane_seconds, windows
 from sn_memory.graph.liveness import holes
 from sn_memory.plan.bound import smallest_peak
-from sn_memory.plan.search.candidates import all_moved, carried
 from sn_memory.plan.simulate import emit, simulate_moved
 
 OFFLOAD = ("keep", "offload")
@@ -103,20 +101,6 @@ def test_each_wait_costs_its_copy(device, waits, seconds):
     assert device or waits != BESIDE or replay.live_bytes.max() == 31
 
 
-def test_a_rebuild_fetches_what_it_starts_from():
-    # a0 is rebuilt before op "dconv1", from c0, whose own next use comes two ops later.
-    graph = training_chain(2)
-    shape = holes(Graph(graph.storages, graph.ops, device=link(1e3)))
-    moved = shape.main(graph.storage_index["c0"])
-    choice = shape.natural()
-    choice[shape.main(graph.storage_index["a0"])] = 0
-    schedule, spans = simulate_moved(shape, choice, {moved: BESIDE})
-    (host_copy,) = schedule.host_copies
-    assert schedule.at[host_copy.fetched] <= graph.op_index["dconv1"]
-    assert spans[moved][1] <= graph.op_index["dconv1"]
-    check_plan(shape.graph, emit(shape, schedule, planner="test"))
-
-
 def test_slow_lanes_do_not_lead_away_from_recomputation():
     graph = unet(1, granularity="call").graph()
     graph = Graph(graph.storages, graph.ops, device=Device("slow", 1e13, 7e11, 1e8, 1e8))
@@ -144,14 +128,3 @@ def test_any_plan_keeps_the_budget(seed, share, speed, recompute):
     found = check_plan(graph, plan)
     assert found.peak_bytes == plan.peak_bytes >= floor
     assert found.seconds == pytest.approx(plan.seconds)
-
-
-def test_all_moved_is_the_bound_where_all_may_leave():
-    for seed in range(100):
-        graph = random_graph(seed, plain=True)
-        storages = [replace(it, keep=False) for it in graph.storages]
-        shape = holes(Graph(storages, graph.ops, device=graph.device))
-        found = all_moved(shape)
-        assert found.schedule.peak_bytes == smallest_peak(shape, offload=True)[0]
-        assert math.isfinite(found.seconds)
-        assert carried(shape, found.choice, found.moved).seconds == found.seconds

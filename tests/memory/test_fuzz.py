@@ -15,12 +15,12 @@ COMMANDS = ("check: 0", "check: 2", "plan: 0", "plan: 1", "plan: 2", "pack: 2")
 @pytest.mark.parametrize(
     ("script", "target", "cases", "seen"),
     [
-        ("planner", "graphs", 600, ("read", "GraphError")),
-        ("planner", "plans", 300, ("accepted", "PlanError, checking", "PlanError, reading")),
+        ("planner", "graphs", 300, ("read", "GraphError")),
+        ("planner", "plans", 200, ("accepted", "PlanError, checking", "PlanError, reading")),
         ("planner", "planned", 60, ("planned", "BudgetError", "GraphError")),
         ("planner", "commands", 80, COMMANDS),
         ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
-        ("packer", "tables", 200, ("read, packed, proved", "PackError")),
+        ("packer", "tables", 120, ("read, packed, proved", "PackError")),
         ("placing", "traces", 3, ("a thousand traces",)),
     ],
 )

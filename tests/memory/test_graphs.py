@@ -15,7 +15,7 @@ from graphs import (
     unet,
     vgg16,
 )
-from graphs.layers import add, classify, concat, conv, flatten, linear, norm, relu
+from graphs.layers import concat, conv
 
 from sn_memory.graph.liveness import lifetimes, peak
 
@@ -95,51 +95,6 @@ def test_calls_and_backward_passes_cost_what_they_should(build):
     # Gradients of parameters are resident now: as much again as the parameters.
     assert after.base_bytes - before.base_bytes == 4 * fine.parameter_count
     assert peak(after).bytes - after.base_bytes < peak(before).bytes - before.base_bytes
-
-
-def test_by_call_each_backward_call_reads_what_it_needs():
-    net = Net("calls", 2, **CALLS)
-    a = norm(conv(net.input(2, 3, 8, 8), 4, 3, pad=1))
-    b = conv(relu(a), 4, 3, pad=1)
-    net.finish(classify(linear(flatten(b), 5)))
-    ops = {op.name: op for op in net.ops}
-    assert ops["bn1.stats"].outputs == ("bn1.stats",)
-    assert ops["bn1"].inputs == ("conv1", "bn1.stats", "bn1.weight", "bn1.bias")
-    weight, data = ops["conv2.back.weight"], ops["conv2.back.input"]
-    assert (weight.outputs, weight.writes) == ((), ("conv2.weight.grad",))
-    assert "bn1" in weight.inputs
-    assert "bn1" not in data.inputs
-    # ReLU works over its input, and its backward over the gradient.
-    assert ops["relu1"].writes == ("bn1",)
-    assert ops["relu1.back"].writes == data.outputs
-    # The image needs no gradient.
-    assert "conv1.back.input" not in ops
-
-
-@pytest.mark.parametrize("settings", [{}, CALLS], ids=["by op", "by call"])
-def test_a_join_shares_its_gradient_until_somebody_changes_it(settings):
-    net = Net("join", 1, **settings)
-    x = linear(net.input(1, 4), 4)
-    other = linear(x, 4) if settings else x
-    net.finish(classify(linear(add(relu(x), relu(other)), 4)))
-    back = [op for op in net.ops if op.kind == "relu_backward"]
-    if settings:
-        # The sum's gradient belongs to both; who comes last may have it.
-        assert [len(op.outputs) for op in back] == [1, 0]
-        return
-    ops = {op.name: op for op in net.ops}
-    shared = ops["linear2.back"].outputs[0]
-    assert all(shared in op.inputs for op in back)
-    # x was read twice: the second gradient is added to the first, in place.
-    assert (ops["sum1"].outputs, ops["sum1"].writes) == ((), ops["relu2.back"].outputs)
-
-
-def test_concat_hands_each_part_its_slice():
-    net = Net("concat", 1)
-    x = conv(net.input(1, 3, 4, 4), 2, 1)
-    net.finish(classify(linear(flatten(concat([x, conv(x, 6, 1)])), 2)))
-    split = next(op for op in net.ops if op.kind == "split")
-    assert [net.storages[name].bytes for name in split.outputs] == [4 * 2 * 16, 4 * 6 * 16]
 
 
 def test_settings_save_memory_or_buy_time():
