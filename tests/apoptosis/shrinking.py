@@ -37,7 +37,8 @@ class Gated(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def chain(activation):
+def chain(activation=None):
+    activation = activation or nn.ReLU()
     return nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 7), activation, nn.Linear(7, 3))
 
 
@@ -56,10 +57,9 @@ def depthwise():
     )  # fmt: skip
 
 
-def duplicate(model, names, one, other):
+def duplicate(model, names, one=1, other=3):
     """Make row `other` of these tensors row `one`; by a name with ".", else of a whole module."""
-    state = model.state_dict()
-    for name, value in state.items():
+    for name, value in model.state_dict().items():
         if name.startswith(tuple(names)) and value.dim():
             value[other] = value[one]
 
@@ -72,15 +72,17 @@ def train(model, optimizer, inputs, steps=1):
         optimizer.step()
 
 
-def apoptosis(model, optimizer, **settings):
+def apoptosis(model, optimizer=None, **settings):
+    """One that looks at each step; without an optimizer, weights stay as they are."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1, "overhead": None}
     return Apoptosis(model, optimizer, **{**defaults, "schedule": "aggressive", **settings})
 
 
 def check_duplicates(model, inputs):
+    """Neurons 1 and 3 become one, and nothing that the model puts out changes; the event."""
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    shrink = apoptosis(model, optimizer)
+    shrink = apoptosis(model)
     before = model(inputs).detach()
     event = shrink.step()
     (merged,) = [one for one in event.merged if one.before - one.after == 1]
@@ -91,3 +93,32 @@ def check_duplicates(model, inputs):
     after.square().sum().backward()
     assert all(parameter.is_contiguous() for parameter in model.parameters())
     return event
+
+
+def check_it_stays(model, inputs, shrink, says=""):
+    """Nothing merges, for a reason with these words, and nothing of the model changes."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    model(inputs)
+    event = shrink.step()
+    assert not event
+    assert any(says in reason for reason in event.refused.values()), event.refused
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    return event
+
+
+SLOW = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.0),
+}
+
+
+def trained(model, kind, inputs, steps):
+    """The optimizer of a model and its last event, after as many steps of rate 0 as it looks at."""
+    optimizer = SLOW[kind](model.parameters())
+    shrink = apoptosis(model, optimizer, every=steps)
+    for _ in range(steps):
+        train(model, optimizer, inputs)
+        event = shrink.step()
+    return optimizer, event

@@ -31,12 +31,12 @@ def chain(activation="relu"):
     )  # fmt: skip
 
 
-def convolutions():
+def convolutions(dropout=0.5):
     return keras.Sequential(
         [keras.Input((8, 8, 2)), layers.Conv2D(6, 3, padding="same", name="one"),
          layers.BatchNormalization(name="norm"), layers.ReLU(), layers.MaxPooling2D(),
-         layers.Conv2D(5, 3, activation="tanh", name="two"), layers.Dropout(0.5), layers.Flatten(),
-         layers.Dense(4, "softmax", name="soft"), layers.Dense(3, name="three")]
+         layers.Conv2D(5, 3, activation="tanh", name="two"), layers.Dropout(dropout),
+         layers.Flatten(), layers.Dense(4, "softmax", name="soft"), layers.Dense(3, name="three")]
     )  # fmt: skip
 
 
@@ -75,7 +75,17 @@ def train(model, optimizer, inputs):
         loss = tf.reduce_mean(tf.square(model(inputs, training=True)))
     gradients = tape.gradient(loss, [held.value for held in model.trainable_variables])
     optimizer.apply(gradients, model.trainable_variables)
-    return float(loss)
+    return loss
+
+
+def trained(model, optimizer, inputs, steps, **settings):
+    """The last event after as many steps as an apoptosis looks at."""
+    shrink = apoptosis(model, optimizer, every=steps, **settings)
+    for _ in range(steps):
+        shrink.observe(inputs)
+        train(model, optimizer, inputs)
+        event = shrink.step()
+    return event
 
 
 CASES = {
@@ -114,34 +124,23 @@ def test_duplicates_change_nothing_in(case):
         assert "activation of soft" in event.refused["soft/kernel"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam"],
-)
-def test_the_next_step_is_that_of_the_small_net(kind):
+def optimizer_of(kind, rate):
     settings = {"momentum": 0.9} if kind == "SGD" else {}
-    make = getattr(keras.optimizers, kind)
-    model, inputs = convolutions(), images()
+    return getattr(keras.optimizers, kind)(learning_rate=rate, **settings)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam"])
+def test_the_next_step_is_that_of_the_small_net(kind):
+    model, inputs = convolutions(dropout=0.0), images()
     duplicate(model, ["one", "norm"])
-    optimizer = make(learning_rate=1e-4, **settings)
-    shrink = apoptosis(model, optimizer, tolerance=0.05, every=4)
-    for _ in range(4):
-        shrink.observe(inputs)
-        train(model, optimizer, inputs)
-        event = shrink.step()
-    assert event
+    optimizer, fresh = optimizer_of(kind, 1e-4), optimizer_of(kind, 1e-4)
+    assert trained(model, optimizer, inputs, 4, tolerance=0.05)
     small = keras.Sequential.from_config(model.get_config())
-    for ours, theirs in zip(model.variables, small.variables, strict=True):
-        theirs.assign(ours)
-    fresh = make(learning_rate=1e-4, **settings)
     fresh.build(small.trainable_variables)
-    for ours, theirs in zip(optimizer.variables, fresh.variables, strict=True):
-        assert ours.shape == theirs.shape
-        theirs.assign(ours)
-    keras.utils.set_random_seed(1)
-    for layer in model.layers + small.layers:  # dropout of both draws the same
-        if isinstance(layer, layers.Dropout):
-            layer.rate = 0.0
+    for of_model, of_small in ((model, small), (optimizer, fresh)):
+        for ours, theirs in zip(of_model.variables, of_small.variables, strict=True):
+            assert ours.shape == theirs.shape
+            theirs.assign(ours)
     train(model, optimizer, inputs)
     train(small, fresh, inputs)
     for ours, theirs in zip(model.variables, small.variables, strict=True):
@@ -163,21 +162,14 @@ def test_memory_of_duplicates_is_what_the_small_net_has(kind):
     big.variables[2].assign(read)
     less = read[:3].copy()
     less[1] += read[3]
-    for held, value in zip(small.variables, (kernel[:, :3], bias[:3], less, last), strict=True):
-        held.assign(value)
-    settings = {"momentum": 0.9} if kind == "SGD" else {}
-    make = getattr(keras.optimizers, kind)
+    small.set_weights([kernel[:, :3], bias[:3], less, last])
     # Keras's momentum holds the rate: so small that weights stay where they are, but not zero.
-    first, second = (make(learning_rate=1e-6, **settings) for _ in range(2))
-    shrink = apoptosis(big, first, every=2)
+    first, second = optimizer_of(kind, 1e-6), optimizer_of(kind, 1e-6)
     for _ in range(2):
-        shrink.observe(rows())
-        train(big, first, rows())
         train(small, second, rows())
-        event = shrink.step()
-    (merged,) = event.merged
-    order = [i for i in range(4) if i != merged.pairs[0][0]]
-    order = [1 if i == 3 else i for i in order]  # where 3 survived, it stands for 1
+    (merged,) = trained(big, first, rows(), 2).merged
+    # Where 3 survived, it stands for 1.
+    order = [1 if i == 3 else i for i in range(4) if i != merged.pairs[0][0]]
     for ours, theirs in zip(first.variables, second.variables, strict=True):
         theirs = theirs.numpy()
         if theirs.shape == (5, 3) or (theirs.shape == (3,) and "one" in ours.path):
@@ -188,24 +180,16 @@ def test_memory_of_duplicates_is_what_the_small_net_has(kind):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-9)
 
 
+def tanh(kind):
+    return kind(8, 1, activation="tanh")
+
+
 READERS = {
     "rows": ((5,), lambda: [layers.Dense(8, "tanh"), layers.Dense(3)]),
-    "same": (
-        (8, 8, 2),
-        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Conv2D(3, 3, 2, "same")],
-    ),
-    "dilated": (
-        (8, 8, 2),
-        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Conv2D(3, 3, dilation_rate=2)],
-    ),
-    "causal": (
-        (9, 2),
-        lambda: [layers.Conv1D(8, 1, activation="tanh"), layers.Conv1D(3, 3, padding="causal")],
-    ),
-    "flattened": (
-        (4, 4, 2),
-        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Flatten(), layers.Dense(3)],
-    ),
+    "same": ((8, 8, 2), lambda: [tanh(layers.Conv2D), layers.Conv2D(3, 3, 2, "same")]),
+    "dilated": ((8, 8, 2), lambda: [tanh(layers.Conv2D), layers.Conv2D(3, 3, dilation_rate=2)]),
+    "causal": ((9, 2), lambda: [tanh(layers.Conv1D), layers.Conv1D(3, 3, padding="causal")]),
+    "flattened": ((4, 4, 2), lambda: [tanh(layers.Conv2D), layers.Flatten(), layers.Dense(3)]),
 }
 
 
@@ -232,15 +216,7 @@ def test_a_recorded_step_is_made_anew_and_an_old_one_is_loud():
     optimizer.build(model.trainable_variables)
 
     def recorded():
-        @tf.function
-        def step(x):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(model(x, training=True)))
-            held = [one.value for one in model.trainable_variables]
-            optimizer.apply(tape.gradient(loss, held), model.trainable_variables)
-            return loss
-
-        return step
+        return tf.function(lambda x: train(model, optimizer, x))
 
     old = step = recorded()
     shrink = apoptosis(model, optimizer, every=3, tolerance=0.01)

@@ -16,10 +16,12 @@ from shrinking import (  # noqa: E402
     apoptosis,
     chain,
     check_duplicates,
+    check_it_stays,
     convolutions,
     depthwise,
     duplicate,
     train,
+    trained,
 )
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
@@ -32,46 +34,42 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTIVATIONS = [
     nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Tanh, nn.Softplus, nn.Sigmoid, nn.GELU, nn.SiLU,
 ]  # fmt: skip
+# A model, what is duplicated in it, and the shape of its inputs.
 CASES = {
-    "conv and batch norm": (lambda: convolutions(), ["0", "1"], IMAGES),
-    "conv before flatten": (lambda: convolutions(), ["4"], IMAGES),
+    # Linear layers in a row are of low rank as a whole: enough inputs to tell neurons apart.
+    **{kind.__name__: (lambda it=kind: chain(it()), ["0"], (64, 5)) for kind in ACTIVATIONS},
+    "conv and batch norm": (convolutions, ["0", "1"], IMAGES),
+    "conv before flatten": (convolutions, ["4"], IMAGES),
     "conv with bias": (lambda: convolutions(True, False), ["0"], IMAGES),
     "depthwise": (depthwise, ["0", "2"], IMAGES),
     "residual": (Residual, ["stem", "norm", "first", "second"], IMAGES),
     "gated": (Gated, ["gate", "up"], (16, 4)),
+    "a transformer's layer, whose heads stay": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
+        ["linear1"],
+        (16, 6, 8),
+    ),
 }
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda kind: kind.__name__)
-def test_duplicates_change_nothing_in_a_chain(activation):
-    model = chain(activation())
-    # Linear layers in a row are of low rank as a whole: enough inputs to tell neurons apart.
-    duplicate(model, ["0"], 1, 3)
-    check_duplicates(model, torch.randn(64, 5))
-    assert (model[0].out_features, model[2].in_features) == (7, 7)
-    assert model[2].weight.shape == (7, 7)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_duplicates_change_nothing_in(case):
-    make, names, shape = CASES[case]
-    model = make()
-    duplicate(model, names, 1, 3)
-    check_duplicates(model, torch.randn(shape))
+    build, names, shape = CASES[case]
+    model = build()
+    duplicate(model, names)
+    event = check_duplicates(model, torch.randn(shape))
     for module in model.modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.shape == (module.out_features, module.in_features)
         if isinstance(module, nn.BatchNorm2d):
             assert module.num_features == len(module.running_mean) == len(module.weight)
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             assert module.groups == module.in_channels == len(module.weight)
-
-
-def test_a_transformer_layer_keeps_its_heads():
-    model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
-    duplicate(model, ["linear1"], 1, 3)
-    event = check_duplicates(model, torch.randn(16, 6, 8))
-    assert event.merged[0].group == "linear1.weight"
-    assert model.linear2.in_features == 11
-    assert model.self_attn.out_proj.out_features == 8
+    if shape == (64, 5):
+        assert (model[0].out_features, model[2].in_features) == (7, 7)
+    if shape == (16, 6, 8):
+        assert event.merged[0].group == "linear1.weight"
+        assert (model.linear2.in_features, model.self_attn.out_proj.out_features) == (11, 8)
 
 
 READERS = {
@@ -90,9 +88,9 @@ READERS = {
 
 @pytest.mark.parametrize("kind", READERS)
 def test_what_is_said_to_change_changes_on_rows_that_were_not_fitted(kind):
-    shape, make = READERS[kind]
-    model, inputs = nn.Sequential(*make()), torch.randn(shape)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0), tolerance=0.6)
+    shape, layers = READERS[kind]
+    model, inputs = nn.Sequential(*layers()), torch.randn(shape)
+    shrink = apoptosis(model, tolerance=0.6)
     before = model(inputs).detach()
     (merged,) = shrink.step().merged
     after = model(inputs).detach()
@@ -102,9 +100,14 @@ def test_what_is_said_to_change_changes_on_rows_that_were_not_fitted(kind):
     assert 0 < change <= 0.6
 
 
+def chain_of_duplicates():
+    model = chain()
+    duplicate(model, ["0"])
+    return model, torch.randn(64, 5)
+
+
 def test_the_tolerance_falls_as_the_learning_rate_does():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
+    model, inputs = chain_of_duplicates()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shrink = apoptosis(model, optimizer, tolerance=0.9)
     model(inputs)
@@ -132,7 +135,7 @@ class Shared(nn.Module):
 
 def test_what_is_shared_stays_shared():
     model = Shared()
-    duplicate(model, ["one"], 1, 3)
+    duplicate(model, ["one"])
     event = check_duplicates(model, torch.randn(64, 5))
     assert event.merged[0].group == "one.weight"
     assert model.left.weight is model.right.weight
@@ -141,10 +144,9 @@ def test_what_is_shared_stays_shared():
 
 def test_a_residual_stream_shrinks_only_if_all_its_makers_agree():
     model = Residual()
-    duplicate(model, ["stem", "norm", "first"], 1, 3)
-    inputs = torch.randn(IMAGES)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    model(inputs)
+    duplicate(model, ["stem", "norm", "first"])
+    shrink = apoptosis(model)
+    model(torch.randn(IMAGES))
     assert not shrink.step(), "second makes the channels differ"
     assert model.stem.out_channels == 6
 
@@ -161,7 +163,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_next_step_is_that_of_the_small_net(kind):
     model, inputs = convolutions(), torch.randn(IMAGES)
-    duplicate(model, ["0", "1"], 1, 3)
+    duplicate(model, ["0", "1"])
     optimizer = OPTIMIZERS[kind](model.parameters())
     shrink = apoptosis(model, optimizer, tolerance=0.05, every=4)
     train(model, optimizer, inputs, 4)
@@ -175,11 +177,8 @@ def test_the_next_step_is_that_of_the_small_net(kind):
     assert len(optimizer.state) == len(list(model.parameters()))
     for parameter in model.parameters():
         for value in optimizer.state[parameter].values():
-            assert (
-                not isinstance(value, torch.Tensor)
-                or value.dim() == 0
-                or (value.shape == parameter.shape)
-            )
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert value.shape == parameter.shape
     train(model, optimizer, inputs)
     train(small, fresh, inputs)
     for ours, theirs in zip(model.parameters(), small.parameters(), strict=True):
@@ -189,44 +188,31 @@ def test_the_next_step_is_that_of_the_small_net(kind):
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_memory_of_duplicates_is_what_the_small_net_has(kind):
     # The small net with a_1 + a_3 has, by the chain rule, the gradient g_1 + g_3 for its neuron.
-    big = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    duplicate(big, ["0"], 1, 3)
+    big, small = (nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 3)) for n in (4, 3))
+    duplicate(big, ["0"])
     with torch.no_grad():
         big[2].weight[:, 3] = 0.5 * big[2].weight[:, 1]  # then squares add up exactly, too
-    small = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3))
-    with torch.no_grad():
-        small[0].weight.copy_(big[0].weight[:3])
-        small[0].bias.copy_(big[0].bias[:3])
-        small[2].weight.copy_(big[2].weight[:, :3])
+        for ours, theirs in zip(small.parameters(), big.parameters(), strict=True):
+            ours.copy_(theirs[tuple(slice(size) for size in ours.shape)])
         small[2].weight[:, 1] += big[2].weight[:, 3]
-        small[2].bias.copy_(big[2].bias)
-    make = {
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.0),
-    }[kind]
-    first, second = make(big.parameters()), make(small.parameters())
     inputs = torch.randn(32, 5)
-    shrink = apoptosis(big, first, every=2)
-    for _ in range(2):
-        train(big, first, inputs)
-        train(small, second, inputs)
-        event = shrink.step()
+    second, _ = trained(small, kind, inputs, 1)
+    train(small, second, inputs)
+    first, event = trained(big, kind, inputs, 2)
     (merged,) = event.merged
-    order = [i for i in range(4) if i != merged.pairs[0][0]]
-    order = [1 if i == 3 else i for i in order]  # where 3 survived, it stands for 1
-    for index, dim in ((0, 0), (1, 0), (2, 1), (3, None)):
-        ours = first.state[list(big.parameters())[index]]
-        theirs = second.state[list(small.parameters())[index]]
-        for key, value in ours.items():
-            expected = theirs[key]
+    # Where 3 survived, it stands for 1.
+    order = torch.tensor([1 if i == 3 else i for i in range(4) if i != merged.pairs[0][0]])
+    for dim, ours, theirs in zip((0, 0, 1, None), big.parameters(), small.parameters(),
+                                 strict=True):  # fmt: skip
+        for key, value in first.state[ours].items():
+            expected = second.state[theirs][key]
             if dim is not None and value.dim():
-                expected = expected.index_select(dim, torch.tensor(order))
+                expected = expected.index_select(dim, order)
             torch.testing.assert_close(value, expected, rtol=2e-5, atol=1e-7)
 
 
 def test_a_loss_still_held_does_not_break_the_next_backward():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
+    model, inputs = chain_of_duplicates()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     shrink = apoptosis(model, optimizer)
     held = model(inputs).sum()
@@ -267,23 +253,31 @@ class Branching(Literal):
      (Branching, "")],
 )  # fmt: skip
 def test_what_is_not_understood_is_left_with_a_reason(kind, says):
-    model, inputs = kind(), torch.randn(32, 5)
-    duplicate(model, ["one"], 1, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    parameters = list(model.parameters())
+    model = kind()
+    duplicate(model, ["one"])
     shrink = apoptosis(model, torch.optim.Adam(model.parameters()))
-    model(inputs)
-    event = shrink.step()
-    assert not event
-    assert any(says in reason for reason in event.refused.values()), event.refused
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    check_it_stays(model, torch.randn(32, 5), shrink, says)
     assert model.one.out_features == 8
 
 
+def test_activations_that_are_not_finite_merge_nothing():
+    model, inputs = chain_of_duplicates()
+    inputs[3, 2] = torch.nan
+    event = check_it_stays(model, inputs, apoptosis(model))
+    assert "not finite" in event.refused["0.weight"]
+
+
+def test_state_of_another_shape_is_a_reason():
+    model, inputs = chain_of_duplicates()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-4)
+    shrink = apoptosis(model, optimizer)
+    train(model, optimizer, inputs)
+    event = check_it_stays(model, inputs, shrink)
+    assert "not shaped like it" in event.refused["0.weight"]
+
+
 def test_training_shrinks_and_says_by_how_much():
-    random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(128, 6, generator=random)
+    inputs = torch.randn(128, 6)
     wanted = inputs[:, :1] * inputs[:, 1:2]
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -304,10 +298,9 @@ def test_training_shrinks_and_says_by_how_much():
 
 
 def test_an_export_is_rebuilt_in_a_fresh_process(tmp_path):
-    model = convolutions()
-    duplicate(model, ["0", "1"], 1, 3)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    inputs = torch.randn(IMAGES)
+    model, inputs = convolutions(), torch.randn(IMAGES)
+    duplicate(model, ["0", "1"])
+    shrink = apoptosis(model)
     model(inputs)
     assert shrink.step()
     shrink.export(tmp_path / "small.pt")
@@ -326,15 +319,14 @@ assert model[0].out_channels == 5 and torch.equal(model(inputs), expected)
 
 
 def test_a_checkpoint_goes_on_where_it_was(tmp_path):
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
+    model, inputs = chain_of_duplicates()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     shrink = apoptosis(model, optimizer, schedule="adaptive", every=2)
     for _ in range(7):
         train(model, optimizer, inputs)
         shrink.step()
     shrink.export(tmp_path / "model.pt")
-    again = rebuild(chain(nn.ReLU()), tmp_path / "model.pt")
+    again = rebuild(chain(), tmp_path / "model.pt")
     resumed = apoptosis(again, torch.optim.Adam(again.parameters()), schedule="adaptive", every=2)
     resumed.load_state_dict(shrink.state_dict())
     assert (resumed.steps, resumed.schedule) == (shrink.steps, shrink.schedule)
@@ -348,25 +340,23 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
      ({"schedule": "slow"}, "adaptive")],
 )  # fmt: skip
 def test_settings_are_checked(settings, says):
-    model = chain(nn.ReLU())
     with pytest.raises(ValueError, match=says):
-        apoptosis(model, torch.optim.SGD(model.parameters()), **settings)
+        apoptosis(chain(), **settings)
 
 
 def test_wrapped_models_and_optimizers_are_refused():
-    model = chain(nn.ReLU())
-    optimizer = torch.optim.SGD(model.parameters())
+    model = chain()
     with pytest.raises(ValueError, match="wrap it again"):
-        apoptosis(torch.compile(model, backend="eager"), optimizer)
+        apoptosis(torch.compile(model, backend="eager"))
+    optimizer = torch.optim.SGD(model.parameters())
     optimizer._allreduce_delay = {}  # by which Horovod's is known
     with pytest.raises(ValueError, match="wrapped by Horovod"):
         apoptosis(model, optimizer)
 
 
 def test_compiled_code_follows():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, inputs = chain_of_duplicates()
+    shrink = apoptosis(model)
     compiled = torch.compile(model, backend="eager")
     before = compiled(inputs).detach()
     assert "no batch was seen" in shrink.step().refused["the model"]
@@ -378,59 +368,25 @@ def test_compiled_code_follows():
     assert model[0].weight.grad.shape == (7, 5)
 
 
-def test_what_an_estimate_runs_on_is_no_batch():
-    """Tensors without values: a sum of them over the ranks ended the processes."""
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    estimate(model, inputs)
-    assert "no batch was seen" in shrink.step().refused["the model"]
-    shrink.observe(inputs)
-    estimate(model, inputs)
-    assert shrink.step()
-
-
-def test_activations_that_are_not_finite_merge_nothing():
-    model = chain(nn.ReLU())
-    duplicate(model, ["0"], 1, 3)
-    inputs = torch.randn(64, 5)
-    inputs[3, 2] = torch.nan
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    model(inputs)
-    event = shrink.step()
-    assert not event
-    assert "not finite" in event.refused["0.weight"]
-
-
-def test_state_of_another_shape_is_a_reason():
-    model = chain(nn.ReLU())
-    duplicate(model, ["0"], 1, 3)
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-4)
-    shrink = apoptosis(model, optimizer)
-    train(model, optimizer, torch.randn(64, 5))
-    event = shrink.step()
-    assert not event
-    assert "not shaped like it" in event.refused["0.weight"]
-
-
-def test_watching_ends_and_copies_are_not_watched():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+def test_watching_ends_and_copies_and_estimates_are_not_watched():
+    model, inputs = chain_of_duplicates()
+    shrink = apoptosis(model)
     copy.deepcopy(model)(inputs)
     model.eval()(inputs)
+    # Tensors without values: a sum of them over the ranks ended the processes.
+    estimate(model.train(), inputs)
     assert "no batch was seen" in shrink.step().refused["the model"]
     shrink.close()
-    model.train()(inputs)
+    model(inputs)
     assert "no batch was seen" in shrink.step().refused["the model"]
     shrink.observe(inputs)
+    estimate(model, inputs)
     assert shrink.step()
 
 
 def test_a_ragged_last_batch_does_not_decide():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    duplicate(model, ["0"], 1, 3)
+    model, inputs = chain_of_duplicates()
+    shrink = apoptosis(model)
     model(inputs)
     model(inputs[:1])  # on one row, all neurons are multiples of each other
     (merged,) = shrink.step().merged
@@ -438,9 +394,8 @@ def test_a_ragged_last_batch_does_not_decide():
 
 
 def test_gradients_that_are_carried_are_cut_as_momentum_is():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, inputs = chain_of_duplicates()
+    shrink = apoptosis(model)
     carried = {name: torch.randn_like(value) for name, value in model.named_parameters()}
     del carried["4.bias"]
     shrink.carry = lambda: carried
@@ -458,8 +413,7 @@ def test_gradients_that_are_carried_are_cut_as_momentum_is():
 
 
 def test_a_checkpoint_gives_a_model_its_shapes_back():
-    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
-    duplicate(model, ["0"], 1, 3)
+    model, inputs = chain_of_duplicates()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     shrink = apoptosis(model, optimizer)
     train(model, optimizer, inputs)

@@ -1,10 +1,17 @@
-"""Random small graphs that use everything the format can say, and the brute force for liveness."""
+"""Random small graphs that use everything the format can say, and chains as training has them."""
 
 import numpy as np
 
 from sn_memory import Device, Graph, Op, Storage, Workspace
+from sn_memory.graph.liveness import peak
 
 DEVICE = Device(to_host_bytes_per_s=40.0, to_device_bytes_per_s=40.0, transfer_latency_s=0.1)
+FLAGS = ("random", "replayable", "effect", "collective", "once", "fixed")
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    """Bytes that leave what ops make this share of what it takes at the peak."""
+    return graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * share)
 
 
 def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph:
@@ -12,14 +19,13 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, most_ops + 1))
     storages = [Storage("x", int(rng.integers(0, 20)), "input"), Storage("w", 7, "parameter")]
-    alive, ops, released = ["x", "w"], [], set()
+    alive, ops = ["x", "w"], []
     for number in range(count):
         # Recent storages are likelier inputs, as in a network; old ones make the holes.
         weights = np.linspace(1, 3, len(alive))
         size = min(len(alive), int(rng.integers(0, 4)))
-        inputs = [
-            str(it) for it in rng.choice(alive, size, replace=False, p=weights / weights.sum())
-        ]
+        drawn = rng.choice(alive, size, replace=False, p=weights / weights.sum())
+        inputs = [str(it) for it in drawn]
         outputs, writes, releases, flags, spaces = [], [], [], {}, ()
         for _ in range(int(rng.choice([0, 1, 1, 1, 2]))):
             name = f"s{len(storages)}"
@@ -32,93 +38,43 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
             if rng.random() < 0.15:
                 writes = [inputs.pop()] if inputs else ["w"]
             if rng.random() < 0.05 and inputs:
-                released_now = inputs[0]
-                record = next(it for it in storages if it.name == released_now)
+                record = next(it for it in storages if it.name == inputs[0])
                 if not record.resident and not record.keep:
-                    releases = [released_now]
-                    alive.remove(released_now)
-                    released.add(released_now)
-            for flag in ("random", "replayable", "effect", "collective", "once", "fixed"):
-                if rng.random() < 0.06:
-                    flags[flag] = True
+                    releases = [inputs[0]]
+                    alive.remove(inputs[0])
+            flags = {flag: True for flag in FLAGS if rng.random() < 0.06}
             if rng.random() < 0.2:
                 spaces = (
                     Workspace(int(rng.integers(0, 30)), float(rng.integers(1, 5))),
                     Workspace(0, float(rng.integers(5, 9))),
                 )
         alive += outputs
-        ops.append(
-            Op(
-                f"op{number}",
-                tuple(inputs),
-                tuple(outputs),
-                tuple(writes),
-                tuple(releases),
-                seconds=None if spaces else float(rng.integers(1, 10)),
-                workspaces=spaces,
-                **flags,
-            )
-        )
+        seconds = None if spaces else float(rng.integers(1, 10))
+        names = (tuple(it) for it in (inputs, outputs, writes, releases))
+        ops.append(Op(f"op{number}", *names, seconds=seconds, workspaces=spaces, **flags))
     return Graph(storages, ops, name=f"random {seed}", device=DEVICE)
 
 
-def brute_force_live(graph: Graph) -> list[int]:
-    """Live bytes per op, by asking of every storage at every op whether it is needed later."""
-    last = len(graph.ops) - 1
-    curve = []
-    for at, op in enumerate(graph.ops):
-        total = op.workspaces[0].bytes if op.workspaces else 0
-        for storage in graph.storages:
-            uses = [
-                number
-                for number, other in enumerate(graph.ops)
-                if storage.name in (*other.inputs, *other.outputs, *other.writes, *other.releases)
-            ]
-            if storage.resident or uses[0] <= at <= (last if storage.keep else uses[-1]):
-                total += storage.bytes
-        curve.append(total)
-    return curve
-
-
-def training_chain(layers: int, *, seed: int = 0, act: int = 100, skip: bool = False) -> Graph:
+def training_chain(layers: int, *, seed: int = 0, act: int = 100) -> Graph:
     """Layers of an expensive and a cheap op, loss, and their backward ops in reverse."""
     rng = np.random.default_rng(seed)
     storages = [Storage("x", 10, "input"), Storage("w", 40, "parameter")]
     forward, backward = [], []
-    before = "x"
-    gradient = {}
-    for layer in range(layers):
+    for at in range(layers):
         size = int(act * rng.uniform(0.5, 1.5))
-        storages += [Storage(f"c{layer}", size), Storage(f"a{layer}", size)]
-        storages += [
-            Storage(f"dc{layer}", size, "gradient"),
-            Storage(f"da{layer}", size, "gradient"),
+        storages += [Storage(f"c{at}", size), Storage(f"a{at}", size)]
+        storages += [Storage(f"dc{at}", size, "gradient"), Storage(f"da{at}", size, "gradient")]
+        below, gradient = (f"a{at - 1}", f"da{at - 1}") if at else ("x", "dx")
+        forward += [
+            Op(f"conv{at}", (below, "w"), (f"c{at}",), kind="conv", seconds=10.0),
+            Op(f"act{at}", (f"c{at}",), (f"a{at}",), kind="act", seconds=1.0),
         ]
-        forward.append(Op(f"conv{layer}", (before, "w"), (f"c{layer}",), kind="conv", seconds=10.0))
-        forward.append(Op(f"act{layer}", (f"c{layer}",), (f"a{layer}",), kind="act", seconds=1.0))
-        gradient[layer] = before
-        before = f"a{layer}"
+        backward += [
+            Op(f"dconv{at}", (below, f"dc{at}", "w"), (gradient,), phase="backward", seconds=20.0),
+            Op(f"dact{at}", (f"c{at}", f"da{at}"), (f"dc{at}",), phase="backward", seconds=1.0),
+        ]
+    last = layers - 1
     storages += [Storage("loss", 1, keep=True), Storage("dx", 10, "gradient", keep=True)]
-    forward.append(Op("loss", (before,), ("loss",), seconds=1.0))
-    backward.append(Op("dloss", (before,), (f"da{layers - 1}",), phase="backward", seconds=1.0))
-    for layer in reversed(range(layers)):
-        backward.append(
-            Op(
-                f"dact{layer}",
-                (f"c{layer}", f"da{layer}"),
-                (f"dc{layer}",),
-                phase="backward",
-                seconds=1.0,
-            )
-        )
-        below = f"da{layer - 1}" if layer else "dx"
-        backward.append(
-            Op(
-                f"dconv{layer}",
-                (gradient[layer], f"dc{layer}", "w"),
-                (below,),
-                phase="backward",
-                seconds=20.0,
-            )
-        )
-    return Graph(storages, [*forward, *backward], name=f"chain {layers}")
+    forward.append(Op("loss", (f"a{last}",), ("loss",), seconds=1.0))
+    backward.append(Op("dloss", (f"a{last}",), (f"da{last}",), phase="backward", seconds=1.0))
+    return Graph(storages, [*forward, *reversed(backward)], name=f"chain {layers}")

@@ -18,32 +18,21 @@ from sn_memory.activations import (
     gradient_sd,
     paper_sd,
     suggest_batch,
-    treatment,
 )
 from sn_memory.activations.saved import Cost, Timed, packing_of, rates_of
-
-
-def relu(rng, *shape):
-    return np.maximum(rng.standard_normal(shape), 0)
 
 
 def test_deviation_of_a_linear_layers_gradient():
     """Uniform errors on non-zeros; the mean square of 64 x 48 x 40 entries is within 10 %."""
     rng = np.random.default_rng(0)
-    x, dy = relu(rng, 256, 64), rng.laplace(size=(256, 48))
+    x, dy = np.maximum(rng.standard_normal((256, 64)), 0), rng.laplace(size=(256, 48))
+    energy, nonzero = float(np.square(dy).sum()), (x != 0).mean()
     for tolerance in (0.01, 0.5):
-        errors = [
-            dy.T @ (rng.uniform(-tolerance, tolerance, x.shape) * (x != 0)) for _ in range(40)
-        ]
-        nonzero = (x != 0).mean()
-        sd = gradient_sd(tolerance**2 / 3 * nonzero, float(np.square(dy).sum()), outputs=48)
-        assert np.std(errors) == pytest.approx(sd, rel=0.1)
-        assert error_tolerance(sd, float(np.square(dy).sum()), 48, nonzero) == pytest.approx(
-            tolerance
-        )
-
-
-def test_a_gradient_of_zero_bears_any_error():
+        drawn = (rng.uniform(-tolerance, tolerance, x.shape) * (x != 0) for _ in range(40))
+        sd = gradient_sd(tolerance**2 / 3 * nonzero, energy, outputs=48)
+        assert np.std([dy.T @ errors for errors in drawn]) == pytest.approx(sd, rel=0.1)
+        assert error_tolerance(sd, energy, 48, nonzero) == pytest.approx(tolerance)
+    # A gradient of zero bears any error.
     assert error_tolerance(0.1, 0.0, 8) == math.inf
     assert gradient_sd(0.5, 0.0, 8) == 0
 
@@ -128,45 +117,48 @@ def told(bits):
     return pytest.warns(AccuracyWarning, match=f"leaves {bits} bits for what GELU")
 
 
-def test_what_is_not_linear_gives_way_first():
-    for budget, width in ((13_500, 8), (9_000, 4), (6_000, 2)):
-        controller = Controller(budget_bytes=budget, least_nonlinear_bits=2)
-        seen(controller, "linear")
-        controller.observe("norm", n=10_000, bits=8, variance=1e-6, kind="nonlinear")
-        with warnings.catch_warnings() if width == 8 else told(width):
-            controller.refresh()
-        controller.refresh()  # said once
-        assert controller.bits("norm", kind="nonlinear") == width, budget
-        assert controller.bits("linear") >= 2
-        assert controller.total_bytes <= budget
-    controller = Controller(budget_bytes=3000, least_nonlinear_bits=2)
+def norm_and_linear(budget):
+    controller = Controller(budget_bytes=budget, least_nonlinear_bits=2)
     seen(controller, "linear")
     controller.observe("norm", n=10_000, bits=8, variance=1e-6, kind="nonlinear")
-    with pytest.raises(BudgetError, match="fewest bits") as caught:
-        controller.refresh()
-    assert caught.value.peak_bytes > caught.value.budget_bytes == 3000
-
-
-def transformer(budget, **settings):
-    """A controller that has seen two blocks: a norm, attention, a norm, two dense layers."""
-    controller = Controller(budget_bytes=budget, **settings)
-    for block in ("a", "b"):
-        for op, n in (("norm1/layer_norm/0", 10_000), ("attention/sdpa/0", 30_000)):
-            controller.observe(f"{block}.{op}", n=n, bits=8, variance=1e-6, kind="nonlinear")
-        seen(controller, f"{block}.dense1/linear/0", n=10_000, variance=1e-6)
-        seen(controller, f"{block}.dense2/linear/0", n=40_000, variance=1e-6)
-        controller.observe_other(f"{block}.relu/relu/0", nbytes=5000)
     return controller
 
 
-def test_a_budget_is_refused_rather_than_norms_spoilt():
-    controller = transformer(60_000)
-    with pytest.raises(BudgetError, match=r"least_nonlinear_bits, 8 now.*plan\(model, sample"):
+@pytest.mark.parametrize(("budget", "width"), [(13_500, 8), (9_000, 4), (6_000, 2)])
+def test_what_is_not_linear_gives_way_first(budget, width):
+    controller = norm_and_linear(budget)
+    with warnings.catch_warnings() if width == 8 else told(width):
         controller.refresh()
-    asked = transformer(60_000, least_nonlinear_bits=2)
+    controller.refresh()  # said once
+    assert controller.bits("norm", kind="nonlinear") == width
+    assert controller.bits("linear") >= 2
+    assert controller.total_bytes <= budget
+
+
+def test_a_budget_below_the_fewest_bits_is_refused():
+    with pytest.raises(BudgetError, match="fewest bits") as caught:
+        norm_and_linear(3000).refresh()
+    assert caught.value.peak_bytes > caught.value.budget_bytes == 3000
+
+
+def test_a_budget_is_refused_rather_than_norms_spoilt():
+    def transformer(**settings):
+        """Two blocks of a norm, attention, two dense layers and an activation."""
+        controller = Controller(budget_bytes=60_000, **settings)
+        for block in ("a", "b"):
+            for op, n in (("norm/layer_norm/0", 10_000), ("attention/sdpa/0", 30_000)):
+                controller.observe(f"{block}.{op}", n=n, bits=8, variance=1e-6, kind="nonlinear")
+            seen(controller, f"{block}.dense1/linear/0", n=10_000, variance=1e-6)
+            seen(controller, f"{block}.dense2/linear/0", n=40_000, variance=1e-6)
+            controller.observe_other(f"{block}.relu/relu/0", nbytes=5000)
+        return controller
+
+    with pytest.raises(BudgetError, match=r"least_nonlinear_bits, 8 now.*plan\(model, sample"):
+        transformer().refresh()
+    spoilt = transformer(least_nonlinear_bits=2)
     with told(2):
-        asked.refresh()
-    assert asked.total_bytes <= 60_000
+        spoilt.refresh()
+    assert spoilt.total_bytes <= 60_000
 
 
 def test_overflows_widen_and_then_give_up():
@@ -215,53 +207,30 @@ def test_wrong_settings_are_named(settings, message):
         Controller(**settings)
 
 
-def test_what_ops_need():
-    assert {
-        op: treatment(op) for op in ("linear", "relu_", "dropout", "max_pool2d", "softmax")
-    } == {
-        "linear": "linear",
-        "relu_": "sign",
-        "dropout": "mask",
-        "max_pool2d": "shape",
-        "softmax": "nonlinear",
-    }
-
-
 def test_suggested_batches_fit_and_one_more_does_not():
     fixed, plain, compressed, working = 10**6, 50_000, 4_000, 6_000
-    found = suggest_batch(
-        10**7, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
-        transient_sample_bytes=working, multiple=8,
-    )  # fmt: skip
-    for batch, each in ((found.batch, compressed), (found.plain_batch, plain)):
+    sizes = {"fixed_bytes": fixed, "sample_bytes": plain, "compressed_sample_bytes": compressed}
+    found = suggest_batch(10**7, **sizes, transient_sample_bytes=working, multiple=8)
+    for batch, size in ((found.batch, compressed), (found.plain_batch, plain)):
         assert batch % 8 == 0
-        assert fixed + batch * (each + working) <= 10**7
-        assert fixed + (batch + 8) * (each + working) > 10**7
+        assert fixed + batch * (size + working) <= 10**7
+        assert fixed + (batch + 8) * (size + working) > 10**7
     assert found.speedup is None
-    timed = suggest_batch(
-        10**7, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
-        step_s=(0.1, 0.001), compressed_step_s=(0.1, 0.002),
-    )  # fmt: skip
+    timed = suggest_batch(10**7, **sizes, step_s=(0.1, 0.001), compressed_step_s=(0.1, 0.002))
     assert timed.samples_per_s == pytest.approx(2250 / (0.1 + 0.002 * 2250))
     assert timed.plain_samples_per_s == pytest.approx(180 / (0.1 + 0.001 * 180))
     assert timed.speedup < 1  # the compressed step is too slow here, and that is said
     with pytest.raises(ValueError, match="has no room for 8 samples"):
-        suggest_batch(
-            fixed + 1, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
-            multiple=8,
-        )  # fmt: skip
+        suggest_batch(fixed + 1, **sizes, multiple=8)
     with pytest.raises(ValueError, match="expected sizes above zero"):
-        suggest_batch(10, fixed_bytes=1, sample_bytes=0, compressed_sample_bytes=1)
+        suggest_batch(10, **(sizes | {"sample_bytes": 0}))
 
 
 def test_what_runs_again_holds_no_more_and_costs_no_more_than_a_byte_is_worth():
-    rates = rates_of(
-        [
-            Timed(frozenset({"", "a"}), "OnHost", True, 400, 400, 100, 3.0),
-            Timed(frozenset({"", "b"}), "OnHost", True, 400, 400, 100, 1.0),
-            Timed(frozenset({"", "b"}), "Mask", False, 100, 0, 4, 0.1),
-        ]
-    )
+    first = Timed(frozenset({"", "a"}), "OnHost", True, 400, 400, 100, 3.0)
+    second = Timed(frozenset({"", "b"}), "OnHost", True, 400, 400, 100, 1.0)
+    mask = Timed(frozenset({"", "b"}), "Mask", False, 100, 0, 4, 0.1)
+    rates = rates_of([first, second, mask])
     assert rates == pytest.approx({"OnHost": 0.005, "": 0.005, "Mask": 0.001})
     packed = packing_of([Timed(frozenset({"a"}), "OnHost", True, 400, 400, 100, 3.0)], rates)
     assert packed == Cost(2.0, 400, 100)

@@ -3,15 +3,8 @@
 import pytest
 
 from sn_memory import Device
-from sn_memory.cost.devices import (
-    BYTES_SHARE,
-    CONTEXT_BYTES,
-    DEVICES,
-    LINK_SHARE,
-    MATRIX_SHARE,
-    named,
-    speeds,
-)
+from sn_memory.cost import devices
+from sn_memory.cost.devices import CONTEXT_BYTES, DEVICES, named, speeds
 
 # From the vendors' pages: bytes/s, dense bf16 flop/s where there are units for it, GB as sold.
 STATED = {
@@ -30,21 +23,21 @@ STATED = {
 def test_the_table_is_what_vendors_state():
     assert list(DEVICES) == list(STATED)
     for name, (bytes_per_s, bf16, sold) in STATED.items():
-        it = DEVICES[name]
-        assert it.bytes_per_s == bytes_per_s
-        assert dict(it.flops_per_s).get("bf16") == (None if bf16 is None else pytest.approx(bf16))
+        device = DEVICES[name]
+        assert device.bytes_per_s == bytes_per_s
+        assert dict(device.flops_per_s).get("bf16") == (bf16 and pytest.approx(bf16))
         # Reported in GiB, and less than what is sold: error correction and the driver take some.
-        assert 0.9 * sold * 1e9 < it.total_bytes < sold * 1.075e9
-        assert it.usable_bytes == it.total_bytes - CONTEXT_BYTES
-        assert it.source
-        assert "sparsity" not in it.source
+        assert 0.9 * sold * 1e9 < device.total_bytes < sold * 1.075e9
+        assert device.usable_bytes == device.total_bytes - CONTEXT_BYTES
+        assert device.source
+        assert "sparsity" not in device.source
 
 
 def test_speeds_are_shares_of_peaks():
     found, peaks = speeds("H100"), DEVICES["h100"]
-    assert found.bytes_per_s == BYTES_SHARE * peaks.bytes_per_s
-    assert dict(found.flops_per_s_by_dtype)["bf16"] == MATRIX_SHARE * 989.5e12
-    assert found.to_host_bytes_per_s == found.to_device_bytes_per_s == LINK_SHARE * 64e9
+    assert found.bytes_per_s == devices.BYTES_SHARE * peaks.bytes_per_s
+    assert dict(found.flops_per_s_by_dtype)["bf16"] == devices.MATRIX_SHARE * 989.5e12
+    assert found.to_host_bytes_per_s == found.to_device_bytes_per_s == devices.LINK_SHARE * 64e9
     assert found.launch_s > 0
     assert found.can_offload
 
@@ -54,17 +47,13 @@ def test_names_are_read_generously(asked):
     assert named(asked) is DEVICES["a100-80"]
 
 
-def test_what_is_no_name():
+def test_what_is_no_name_of_the_table():
     with pytest.raises(ValueError, match=r"expected one of v100, .*Did you mean 'h100'\?"):
         named("h10")
     with pytest.raises(ValueError, match=r"got device 'cuda', .*leave device out"):
         named("cuda")
     with pytest.raises(TypeError, match="got a int as device"):
         speeds(3)
-
-
-def test_what_is_no_name_of_the_table():
     own = Device("mine", 1.0, 1.0)
     assert speeds(own) is own
-    assert speeds(None) is None
-    assert speeds("CPU") is None
+    assert speeds(None) is speeds("CPU") is None

@@ -1,4 +1,4 @@
-"""Graphs from records and files: what comes in comes out again; what makes no sense is named."""
+"""Graphs from records and files, what of them makes no sense, and what is alive when."""
 
 import json
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 from random_graphs import random_graph
 
 from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
+from sn_memory.graph.liveness import lifetimes, live_bytes, peak
 
 GRAPH = {
     "format": "sn_memory.graph.v1",
@@ -15,36 +16,24 @@ GRAPH = {
 }
 
 
-def test_json_round_host_copy():
+def test_graphs_are_read_as_they_were_written(tmp_path):
     for seed in range(100):
         graph = random_graph(seed)
         assert Graph.from_json(graph.to_json()) == graph
-
-
-def test_json_round_host_copy_of_everything(tmp_path):
+    op = Op("f", ("v",), ("y",), ("x",), ("y",), flops=3.0, workspaces=(Workspace(1, 2.0, "a"),),
+            dtype="bf16")  # fmt: skip
+    by_dtype = (("bf16", 2e12), ("fp32", 1e12))
     graph = Graph(
         [Storage("x", 5, "state"), Storage("y", 6, held=True)],
-        [
-            Op(
-                "f",
-                ("v",),
-                ("y",),
-                ("x",),
-                ("y",),
-                flops=3.0,
-                workspaces=(Workspace(1, 2.0, "a"),),
-                dtype="bf16",
-            )
-        ],
+        [op],
         name="all",
-        device=Device("d", 1e12, 1e9, 1e9, 2e9, 1e-5, 100, 1e-6, (("bf16", 2e12), ("fp32", 1e12))),
+        device=Device("d", 1e12, 1e9, 1e9, 2e9, 1e-5, 100, 1e-6, by_dtype),
         allocator="torch",
         aliases={"v": "x"},
     )
     path = tmp_path / "graph.json"
     graph.to_json(path)
-    assert Graph.from_json(path) == graph
-    assert Graph.from_json(str(path)) == graph
+    assert Graph.from_json(path) == Graph.from_json(str(path)) == graph
 
 
 def change(path, value):
@@ -101,14 +90,9 @@ def test_text_that_is_not_json_names_the_line():
 
 
 def test_use_after_release_is_refused():
-    ops = [
-        Op("f", ("x",), ("h",)),
-        Op("g", ("h",), ("y",), releases=("h",)),
-        Op("k", ("h",), ("z",)),
-    ]
-    storages = [Storage("x", 1, "input"), Storage("h", 1), Storage("y", 1), Storage("z", 1)]
+    ops = [Op("f", ("x",), ("h",)), Op("g", ("h",), releases=("h",)), Op("k", ("h",))]
     with pytest.raises(GraphError, match="'g' released"):
-        Graph(storages, ops)
+        Graph([Storage("x", 1, "input"), Storage("h", 1)], ops)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +112,82 @@ def test_allocators_round(allocator, size, expected):
     assert graph.base_bytes == expected
 
 
-def test_seconds_come_from_measurement_then_roofline_then_flops():
-    def graph(device, **op):
-        return Graph(
-            [Storage("x", 100, "input"), Storage("y", 100)],
-            [Op("f", ("x",), ("y",), **op)],
-            device=device,
-        )
+FAST = Device(flops_per_s=100.0, bytes_per_s=10.0)
+BY_DTYPE = replace(FAST, launch_s=0.5, flops_per_s_by_dtype=(("bf16", 200.0),))
 
-    fast = Device(flops_per_s=100.0, bytes_per_s=10.0)
-    by_dtype = replace(fast, launch_s=0.5, flops_per_s_by_dtype=(("bf16", 200.0),))
-    for made, seconds, source in (
-        (graph(fast, seconds=3.0, flops=1e9), 3.0, "measured"),
-        (graph(fast, flops=5000.0), 50.0, "roofline"),
-        (graph(fast, flops=5.0), 20.0, "roofline"),
-        (graph(fast, flops=5.0, traffic_bytes=1), 0.1, "roofline"),
-        (graph(None, flops=1e12), 1.0, "flops"),
-        (graph(Device(flops_per_s=10.0), flops=50.0), 5.0, "flops"),
-        (graph(fast, workspaces=(Workspace(1, 7.0), Workspace(0, 9.0))), 7.0, "measured"),
-        (graph(by_dtype, flops=5000.0, dtype="bf16"), 25.0, "roofline"),
-        (graph(by_dtype, flops=5000.0, dtype="fp32"), 50.0, "roofline"),
-        (graph(by_dtype, flops=5.0, traffic_bytes=1, dtype="bf16"), 0.5, "roofline"),
-    ):
-        assert made.arrays.seconds[0][0] == pytest.approx(seconds)
-        assert made.seconds_sources == {source: 1}
+
+@pytest.mark.parametrize(
+    ("device", "op", "seconds", "source"),
+    [
+        (FAST, {"seconds": 3.0, "flops": 1e9}, 3.0, "measured"),
+        (FAST, {"flops": 5000.0}, 50.0, "roofline"),
+        (FAST, {"flops": 5.0}, 20.0, "roofline"),
+        (FAST, {"flops": 5.0, "traffic_bytes": 1}, 0.1, "roofline"),
+        (None, {"flops": 1e12}, 1.0, "flops"),
+        (Device(flops_per_s=10.0), {"flops": 50.0}, 5.0, "flops"),
+        (FAST, {"workspaces": (Workspace(1, 7.0), Workspace(0, 9.0))}, 7.0, "measured"),
+        (BY_DTYPE, {"flops": 5000.0, "dtype": "bf16"}, 25.0, "roofline"),
+        (BY_DTYPE, {"flops": 5000.0, "dtype": "fp32"}, 50.0, "roofline"),
+        (BY_DTYPE, {"flops": 5.0, "traffic_bytes": 1, "dtype": "bf16"}, 0.5, "roofline"),
+    ],
+)
+def test_seconds_come_from_measurement_then_roofline_then_flops(device, op, seconds, source):
+    storages = [Storage("x", 100, "input"), Storage("y", 100)]
+    graph = Graph(storages, [Op("f", ("x",), ("y",), **op)], device=device)
+    assert graph.arrays.seconds[0][0] == pytest.approx(seconds)
+    assert graph.seconds_sources == {source: 1}
+
+
+# Liveness
+
+
+def test_lifetimes_of_a_picture():
+    #          f1  f2  f3      x is resident, y is kept, f2 has a workspace
+    #   h1     ##  ##  ##      h1 skips over f2 to f3
+    #   h2         ##  ##
+    #   y              ##
+    storages = [Storage("x", 1, "input"), Storage("h1", 10), Storage("h2", 20)]
+    graph = Graph(
+        [*storages, Storage("y", 40, keep=True)],
+        [
+            Op("f1", ("x",), ("h1",)),
+            Op("f2", ("h1",), ("h2",), workspaces=(Workspace(100),)),
+            Op("f3", ("h1", "h2"), ("y",)),
+        ],
+    )
+    spans = lifetimes(graph)
+    assert spans.start.tolist() == [0, 0, 1, 2]
+    assert spans.end.tolist() == [3, 3, 3, 3]
+    assert live_bytes(graph).tolist() == [11, 131, 71]
+    assert peak(graph).owners == (("workspace", 100), ("h2", 20), ("h1", 10), ("resident", 1))
+
+
+def asked_everywhere(graph):
+    """Live bytes per op, by asking of every storage at every op whether it is needed later."""
+    last, curve = len(graph.ops) - 1, []
+    names = [{*op.inputs, *op.outputs, *op.writes, *op.releases} for op in graph.ops]
+    for at, op in enumerate(graph.ops):
+        total = op.workspaces[0].bytes if op.workspaces else 0
+        for storage in graph.storages:
+            uses = [number for number, used in enumerate(names) if storage.name in used]
+            if storage.resident or uses[0] <= at <= (last if storage.keep else uses[-1]):
+                total += storage.bytes
+        curve.append(total)
+    return curve
+
+
+def test_one_pass_gives_what_asking_everywhere_gives():
+    for seed in range(1000):
+        graph = random_graph(seed, most_ops=9)
+        assert live_bytes(graph).tolist() == asked_everywhere(graph), f"seed {seed}"
+        top = peak(graph)
+        assert sum(size for _, size in top.owners) == top.bytes == live_bytes(graph).max()
+
+
+def test_a_hundred_thousand_ops_in_seconds():
+    count = 100_000
+    storages = [Storage("x", 1, "input"), *(Storage(f"h{n}", 1) for n in range(count))]
+    ops = [Op(f"f{n}", (f"h{n - 1}" if n else "x",), (f"h{n}",)) for n in range(count)]
+    graph = Graph(storages, ops)
+    assert peak(graph).bytes == 3
+    assert Graph.from_json(graph.to_json()).arrays.bytes.sum() == count + 1

@@ -2,7 +2,6 @@
 
 import resource
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -13,80 +12,70 @@ from sn_memory.base.host import Limit, limits
 from sn_memory.run import reserved
 
 NONE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-MIB = 1 << 20
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def free(root: Path) -> dict[str, int]:
-    return {it.name.replace(str(root), ""): it.free_bytes for it in limits(root)}
-
-
-@pytest.fixture(autouse=True)
-def no_rlimits(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: NONE)
-
-
-def test_nothing_is_known_where_nothing_can_be_read(tmp_path):
-    assert limits(tmp_path) == []
-
-
-def test_free_memory(tmp_path):
-    tree(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    7 kB\nHugePages_Total: 0\n"})
-    assert free(tmp_path) == {"free memory (MemAvailable)": 7 << 10}
-
-
-def test_limits_of_the_process_less_what_it_takes_of_each(tmp_path, monkeypatch):
-    tree(tmp_path, {"proc/self/status": "Name:\tx\nVmSize:\t 50 kB\nVmData:\t 20 kB\n"})
-    most = {resource.RLIMIT_DATA: (30 << 10, -1), resource.RLIMIT_AS: (40 << 10, -1)}
-    monkeypatch.setattr(resource, "getrlimit", most.get)
-    assert free(tmp_path) == {"RLIMIT_DATA": 10 << 10, "RLIMIT_AS": 0}
-
-
-def test_cgroups_of_version_2_and_those_above(tmp_path):
-    top = "sys/fs/cgroup"
-    tree(
-        tmp_path,
+MIB, KIB = 1 << 20, 1 << 10
+TOP = "sys/fs/cgroup"
+VERSION_1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n3:cpu,cpuacct:/\n",
+    f"{TOP}/memory/memory.limit_in_bytes": "1000",
+    f"{TOP}/memory/memory.usage_in_bytes": "400",
+    f"{TOP}/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
+}
+# Files, limits of the process, what is free by which limit.
+CASES = {
+    "nothing can be read": ({}, {}, {}),
+    "free memory": (
+        {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    7 kB\nHugePages_Total: 0\n"},
+        {},
+        {"free memory (MemAvailable)": 7 * KIB},
+    ),
+    "limits of the process, less what it takes of them": (
+        {"proc/self/status": "Name:\tx\nVmSize:\t 50 kB\nVmData:\t 20 kB\n"},
+        {resource.RLIMIT_DATA: (30 * KIB, -1), resource.RLIMIT_AS: (40 * KIB, -1)},
+        {"RLIMIT_DATA": 10 * KIB, "RLIMIT_AS": 0},
+    ),
+    "cgroups of version 2 and those above": (
         {
             "proc/self/cgroup": "0::/a/b\n",
-            f"{top}/a/memory.max": "1000\n",
-            f"{top}/a/memory.current": "300\n",
-            f"{top}/a/memory.stat": "anon 5\ninactive_file 100\nactive_file 7\n",
-            f"{top}/a/b/memory.max": "max\n",
-            f"{top}/a/b/memory.high": "900\n",
-            f"{top}/a/b/memory.current": "200\n",
+            f"{TOP}/a/memory.max": "1000\n",
+            f"{TOP}/a/memory.current": "300\n",
+            f"{TOP}/a/memory.stat": "anon 5\ninactive_file 100\nactive_file 7\n",
+            f"{TOP}/a/b/memory.max": "max\n",
+            f"{TOP}/a/b/memory.high": "900\n",
+            f"{TOP}/a/b/memory.current": "200\n",
         },
-    )
-    assert free(tmp_path) == {
-        f"memory.max of /{top}/a": 800,
-        f"memory.high of /{top}/a/b": 700,
-    }
+        {},
+        {f"memory.max of /{TOP}/a": 800, f"memory.high of /{TOP}/a/b": 700},
+    ),
+    "cgroups of version 1 in a container whose path is the host's": (
+        VERSION_1,
+        {},
+        {f"memory.limit_in_bytes of /{TOP}/memory": 650},
+    ),
+    "version 1 without a limit": (
+        VERSION_1 | {f"{TOP}/memory/memory.limit_in_bytes": "9223372036854771712"},
+        {},
+        {},
+    ),
+}
 
 
-def test_cgroups_of_version_1_in_a_container_whose_path_is_the_hosts(tmp_path):
-    top = "sys/fs/cgroup/memory"
-    tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n3:cpu,cpuacct:/\n",
-            f"{top}/memory.limit_in_bytes": "1000",
-            f"{top}/memory.usage_in_bytes": "400",
-            f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
-        },
-    )
-    assert free(tmp_path) == {f"memory.limit_in_bytes of /{top}": 650}
-    tree(tmp_path, {f"{top}/memory.limit_in_bytes": "9223372036854771712"})
-    assert free(tmp_path) == {}
+@pytest.mark.parametrize("case", CASES)
+def test_limits_are_read(tmp_path, monkeypatch, case):
+    files, most, free = CASES[case]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: most.get(kind, NONE))
+    found = {it.name.replace(str(tmp_path), ""): it.free_bytes for it in limits(tmp_path)}
+    assert found == free
 
 
 def test_a_budget_is_what_the_smallest_limit_leaves_and_what_is_there(monkeypatch):
     monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("RLIMIT_DATA", 3200 * MIB))
     assert reserved.host_budget(7) == 3100 * MIB - reserved.process_bytes(None) + 7
+    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("memory.max of /a", 5))
+    with pytest.raises(PlanError, match=r"the smallest limit, memory.max of /a, leaves 5 B"):
+        reserved.host_budget(0)
 
 
 def test_where_no_limit_is_known_the_error_names_those_that_were_read(monkeypatch):
@@ -96,22 +85,16 @@ def test_where_no_limit_is_known_the_error_names_those_that_were_read(monkeypatc
         reserved.host_budget(0)
 
 
-def test_a_limit_that_leaves_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(reserved, "smallest_limit", lambda: Limit("memory.max of /a", 5))
-    with pytest.raises(PlanError, match=r"the smallest limit, memory.max of /a, leaves 5 B"):
-        reserved.host_budget(0)
-
-
 @pytest.fixture
 def libc(monkeypatch):
-    """A glibc that says what it is told."""
+    """What a glibc that only takes notes was called with."""
     calls = []
 
     class Library:
         gnu_get_libc_version = None
 
-        def mallopt(self, *given):
-            calls.append(given)
+        def mallopt(self, *arguments):
+            calls.append(arguments)
             return 1
 
         def malloc_trim(self, _):

@@ -4,6 +4,7 @@ import ctypes
 import random
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 
@@ -25,11 +26,19 @@ pytestmark = pytest.mark.skipif(
 MIB = 1 << 20
 
 
+@contextmanager
+def opened(*arguments, **settings):
+    now = PlacingAllocator(*arguments, **settings)
+    try:
+        yield now
+    finally:
+        now.close()
+
+
 @pytest.fixture
 def memory():
-    now = PlacingAllocator("host")
-    yield now
-    now.close()
+    with opened("host") as now:
+        yield now
 
 
 def run(memory, pool, sizes, *, step=1, stream=0, other=0):
@@ -154,8 +163,7 @@ def test_bad_pointers_are_refused_and_counted(memory):
 
 
 def test_out_of_memory_gives_cached_blocks_back_first():
-    memory = PlacingAllocator("host", limit_bytes=40 * MIB)
-    try:
+    with opened("host", limit_bytes=40 * MIB) as memory:
         first = memory.allocate(30 * MIB)
         memory.release(first)
         memory.release(memory.allocate(36 * MIB))
@@ -168,8 +176,6 @@ def test_out_of_memory_gives_cached_blocks_back_first():
             memory.begin(pool, 1)
         memory.release(held)
         assert run(memory, pool, [20 * MIB])
-    finally:
-        memory.close()
 
 
 def test_opening_says_why_it_did_not(memory):
@@ -216,8 +222,7 @@ def test_calls_of_a_runtime_go_to_the_device_and_back(tmp_path):
     subprocess.run(command, input=RUNTIME, text=True, check=True)
     mock = ctypes.CDLL(str(library))
     mock.calls.restype = ctypes.c_char_p
-    memory = PlacingAllocator(str(library))
-    try:
+    with opened(str(library)) as memory:
         address = memory.allocate(3 * MIB, device=1)
         memory.cross(address, stream=64)
         memory.release(address)  # another stream has used it
@@ -229,8 +234,6 @@ def test_calls_of_a_runtime_go_to_the_device_and_back(tmp_path):
         mock.cudaGetDevice(ctypes.byref(device))
         assert device.value == 0
         assert memory.statistics(0).peak_reserved_bytes == 0
-    finally:
-        memory.close()
 
 
 def test_classes_on_paper_are_those_of_the_library(memory):
@@ -246,15 +249,10 @@ def test_classes_on_paper_are_those_of_the_library(memory):
 
 
 def test_a_plan_for_it_counts_the_height_of_the_step_and_classes_of_the_rest():
-    graph = Graph(
-        [
-            Storage("x", 3 * MIB, "input"),
-            Storage("w", 20 * MIB, "parameter"),
-            Storage("h", 5 * MIB),
-            Storage("y", 4 * MIB, keep=True),
-        ],
-        [Op("f", ("x", "w"), ("h",), seconds=1.0), Op("g", ("h",), ("y",), seconds=1.0)],
-    )
+    storages = [Storage("x", 3 * MIB, "input"), Storage("w", 20 * MIB, "parameter")]
+    storages += [Storage("h", 5 * MIB), Storage("y", 4 * MIB, keep=True)]
+    ops = [Op("f", ("x", "w"), ("h",), seconds=1.0), Op("g", ("h",), ("y",), seconds=1.0)]
+    graph = Graph(storages, ops)
     plan = policy("liveness")(graph, budget_bytes=None)
     now = reserved(graph, plan, PlacingSettings())
     assert (now.peak_bytes, now.pool_bytes) == (26 * MIB + 10 * MIB, 0)

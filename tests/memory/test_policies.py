@@ -1,15 +1,16 @@
 """The planners of the literature: plans that replay, and the figures and shapes of their papers.
 
-The first tests are for those that benchmarks compare with as well (test_rival_planners.py).
+Those that only benchmarks compare with are among them.
 """
 
 from dataclasses import replace
 
 import pytest
-from graphs import alexnet, resnet, transformer
+from graphs import alexnet, resnet, transformer, unet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_graphs import chain, training_graph
+from layer_graphs import LANES, chain, training_graph
+from random_graphs import budget_of
 from rivals.planners import PLANNERS
 
 from sn_memory import Graph, Op, Storage, check_plan
@@ -26,12 +27,15 @@ def regulated(graph: Graph) -> Graph:
     return Graph(storages, graph.ops, device=graph.device)
 
 
+def without_lanes(graph: Graph) -> Graph:
+    return Graph(graph.storages, graph.ops)
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9), share=st.floats(0, 1))
 def test_every_plan_is_accepted_by_the_checker(seed, share):
     graph = training_graph(seed)
-    top = peak(graph).bytes
-    budget = graph.base_bytes + int(share * (top - graph.base_bytes))
+    budget = budget_of(graph, share)
     for name, planner in PLANNERS.items():
         for asked in (None, budget):
             plan = planner(graph, budget_bytes=asked)
@@ -41,16 +45,15 @@ def test_every_plan_is_accepted_by_the_checker(seed, share):
             assert plan.planner == name
             if asked is not None and plan.peak_bytes <= asked and name != "liveness":
                 assert plan.budget_bytes == asked
-            made = [s.name for s in graph.storages if not s.resident]
-            assert [decision.storage for decision in plan.decisions] == made
+            stored = [s.name for s in graph.storages if not s.resident]
+            assert [decision.storage for decision in plan.decisions] == stored
             assert all(decision.reason for decision in plan.decisions)
 
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_decisions_say_what_the_steps_do(planner):
     graph = resnet(2).graph()
-    budget = graph.base_bytes + (peak(graph).bytes - graph.base_bytes) * 2 // 3
-    plan = planner(graph, budget_bytes=budget)
+    plan = planner(graph, budget_bytes=budget_of(graph, 2 / 3))
     moved = {action.target for action in plan.actions if action.kind == "offload"}
     assert set(plan.decided("offload")) == moved
     runs = [action.target for action in plan.actions if action.kind == "run"]
@@ -58,15 +61,11 @@ def test_decisions_say_what_the_steps_do(planner):
     makers = {name: op.name for op in graph.ops for name in op.outputs}
     for technique in ("recompute", "recompute_each"):
         assert {makers[name] for name in plan.decided(technique)} <= again
-
-
-def test_an_inference_graph_has_nothing_to_drop():
+    # An inference graph has nothing to drop.
     graph = chain(5)
     graph = Graph(graph.storages, [replace(op, phase="forward") for op in graph.ops])
-    for planner in PLANNERS.values():
-        plan = planner(graph, budget_bytes=None)
-        assert plan.seconds == baseline_seconds(graph)
-        assert plan.peak_bytes == peak(graph).bytes
+    plan = planner(graph, budget_bytes=None)
+    assert (plan.seconds, plan.peak_bytes) == (baseline_seconds(graph), peak(graph).bytes)
 
 
 # SuperNeurons.
@@ -95,36 +94,28 @@ def test_superneurons_reaches_its_l_peak_on_alexnet():
     assert check_plan(graph, plan).peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: alexnet(8), lambda: resnet(2), lambda: transformer(1, 3)]
-)
-def test_superneurons_keeps_checkpoints_and_drops_the_rest(build):
-    graph = build().graph()
+@pytest.mark.parametrize("net", [alexnet(8), resnet(2), transformer(1, 3)])
+def test_superneurons_keeps_checkpoints_and_drops_the_rest(net):
+    graph = net.graph()
     origin = origins(holes(graph))
-    makers = {name: op for op in graph.ops for name in op.outputs}
-    plan = policy("superneurons_speed")(Graph(graph.storages, graph.ops), budget_bytes=None)
+    kinds = {name: op.kind for op in graph.ops for name in op.outputs}
+    plan = policy("superneurons_speed")(without_lanes(graph), budget_bytes=None)
     assert plan.decided("recompute_each") == ()
     for name in plan.decided("recompute"):
-        kind = makers[name].kind
-        assert kind not in ("conv", "linear", "join", "concat")
+        assert kinds[name] not in ("conv", "linear", "join", "concat")
         assert origin.forward[graph.storage_index[name]]
 
 
 def test_the_cost_aware_rule_goes_from_one_to_the_other():
     # Five cheap layers behind a convolution. Rebuilt at once they need five tensors and two
     # gradients of 10; the largest single op is worth `wide`.
-    def graph(wide: int) -> Graph:
-        made = chain(7, size=10)
-        ops = list(made.ops)
-        for at in (0, 6):
-            ops[at] = replace(ops[at], kind="conv")
-        storages = [*made.storages, Storage("wide", wide, "temporary")]
-        ops.append(Op("wide", (), ("wide",), phase="backward", seconds=1.0))
-        return Graph(storages, ops)
-
     def reruns(wide: int, name: str) -> int:
-        g = graph(wide)
-        return check_plan(g, policy(name)(g, budget_bytes=None)).reruns
+        plain = chain(7, size=10)
+        ops = [replace(op, kind="conv" if at in (0, 6) else op.kind)
+               for at, op in enumerate(plain.ops)]  # fmt: skip
+        ops.append(Op("wide", (), ("wide",), phase="backward", seconds=1.0))
+        graph = Graph([*plain.storages, Storage("wide", wide, "temporary")], ops)
+        return check_plan(graph, policy(name)(graph, budget_bytes=None)).reruns
 
     assert reruns(1000, "superneurons") == reruns(1000, "superneurons_speed") == 5
     assert reruns(0, "superneurons") == reruns(0, "superneurons_memory") == 5 * 6 // 2
@@ -132,7 +123,7 @@ def test_the_cost_aware_rule_goes_from_one_to_the_other():
 
 def test_the_tensor_cache_moves_nothing_while_all_fits_and_more_as_the_budget_falls():
     graph = resnet(8).graph()
-    free = policy("superneurons")(Graph(graph.storages, graph.ops), budget_bytes=None)
+    free = policy("superneurons")(without_lanes(graph), budget_bytes=None)
     roomy = policy("superneurons")(graph, budget_bytes=free.peak_bytes)
     assert roomy.decided("offload") == ()
     tight = policy("superneurons")(graph, budget_bytes=free.peak_bytes * 2 // 3)
@@ -144,8 +135,7 @@ def test_the_tensor_cache_moves_nothing_while_all_fits_and_more_as_the_budget_fa
 def test_superneurons_takes_the_fastest_algorithm_that_fits():
     graph = alexnet(4, workspaces=True).graph()
     huge, plain = (policy("superneurons")(graph, budget_bytes=size) for size in (1 << 40, None))
-    ways = [action.way for action in huge.actions if action.kind == "run"]
-    assert max(ways) > 0
+    assert max(action.way for action in huge.actions if action.kind == "run") > 0
     assert huge.seconds < plain.seconds
     used = peak(graph).bytes
     tight = policy("superneurons")(graph, budget_bytes=used)
@@ -157,21 +147,14 @@ def test_superneurons_takes_the_fastest_algorithm_that_fits():
 
 
 def test_sqrt_n_memory_grows_with_the_root():
-    peaks, reruns = {}, {}
     for layers in (64, 256, 1024):
         graph = chain(layers)
         plan = policy("sqrt_n")(graph, budget_bytes=None)
-        peaks[layers] = plan.peak_bytes
-        reruns[layers] = check_plan(graph, plan).reruns
         # One more forward pass at most, the last segment aside.
-        assert layers - 2 * layers**0.5 - 2 <= reruns[layers] <= layers
-    # sqrt(n) checkpoints and one segment of sqrt(n), two gradients beside.
-    for layers, size in peaks.items():
-        assert size <= 10 * (2 * layers**0.5 + 5)
-    assert peak(chain(1024)).bytes >= 10 * 1024
-
-
-# What the rules stand on.
+        assert layers - 2 * layers**0.5 - 2 <= check_plan(graph, plan).reruns <= layers
+        # sqrt(n) checkpoints and one segment of sqrt(n), two gradients beside.
+        assert plan.peak_bytes <= 10 * (2 * layers**0.5 + 5)
+        assert peak(graph).bytes >= 10 * layers
 
 
 def test_sqrt_n_cuts_by_bytes_where_layers_differ_and_the_budget_asks_for_it():
@@ -185,16 +168,14 @@ def test_sqrt_n_cuts_by_bytes_where_layers_differ_and_the_budget_asks_for_it():
     assert check_plan(graph, by_bytes).peak_bytes <= budget
 
 
+# What the rules stand on.
+
+
 def test_kinds_in_many_words():
     def graph(kind: str, flops: float = 0.0) -> Graph:
-        return Graph(
-            [Storage("x", 8, "input"), Storage("p", 8), Storage("q", 8), Storage("y", 8)],
-            [
-                Op("p", ("x",), ("p",)),
-                Op("q", ("x",), ("q",)),
-                Op("op", ("p", "q"), ("y",), kind=kind, flops=flops),
-            ],
-        )
+        storages = [Storage("x", 8, "input"), *(Storage(name, 8) for name in "pqy")]
+        ops = [Op(name, ("x",), (name,)) for name in "pq"]
+        return Graph(storages, [*ops, Op("op", ("p", "q"), ("y",), kind=kind, flops=flops)])
 
     for kind in ("conv", "Conv2D", "aten.convolution.default", "conv_transpose2d"):
         assert is_conv(graph(kind), 2)
@@ -209,23 +190,44 @@ def test_kinds_in_many_words():
     assert not is_checkpoint(graph("", 100.0), 2)
 
 
-def test_origins_of_what_is_changed_in_place():
-    graph = Graph(
-        [Storage(name, 1) for name in "abcd"] + [Storage("w", 1, "parameter")],
-        [
-            Op("a", ("w",), ("a",)),
-            Op("a+", (), (), ("a",)),
-            Op("b", ("a",), ("b",)),
-            Op("c", ("b",), ("c",)),
-            Op("c+", (), (), ("c",)),
-            Op("d", ("b", "c"), ("d",), phase="backward"),
-            Op("update", ("d",), (), ("w",), phase="update"),
-            Op("late", ("a", "c"), (), phase="update"),
-        ],
+# Rivals of the benchmarks.
+
+
+def test_rivals_keep_their_budgets_and_pay_more_for_less():
+    graph = chain(60)
+    for name in ("greedy", "dtr"):
+        seconds = []
+        for share in (0.4, 0.5, 0.7, 1.0):
+            budget = int(share * peak(graph).bytes)
+            plan = PLANNERS[name](graph, budget_bytes=budget)
+            assert plan.peak_bytes <= plan.budget_bytes == budget
+            seconds.append(plan.seconds)
+        assert seconds == sorted(seconds, reverse=True)
+        assert seconds[0] > seconds[-1] == baseline_seconds(graph)
+    # Less than one op needs: the plan says what is needed instead.
+    none = PLANNERS["dtr"](graph, budget_bytes=graph.base_bytes + 5)
+    assert (none.budget_bytes, none.peak_bytes) == (None, peak(graph).bytes)
+
+
+def test_without_transfer_speeds_nothing_leaves():
+    graph = chain(6, kind="conv")
+    for name in ("offload_conv", "superneurons"):
+        plan = PLANNERS[name](graph, budget_bytes=None)
+        assert plan.decided("offload") == ()
+        assert plan.seconds == baseline_seconds(graph)
+    assert PLANNERS["offload_conv"](chain(6, kind="conv", device=LANES), budget_bytes=None).decided(
+        "offload"
     )
-    origin = origins(holes(graph))
-    index = graph.storage_index
-    assert origin.shape.chain[index["a"]] == (0, 1)
-    # The weight changes at op 6: until then a can be made again, and all that comes from it.
-    assert not origin.droppable[index["a"]]  # it is used at op 7
-    assert origin.droppable[index["b"]]  # a stays, and b can always be made from it
+
+
+@pytest.mark.parametrize(("net", "share", "most"), [(unet(8), 0.5, 1.18), (resnet(16), 0.4, 1.15)])
+def test_dtr_is_as_fast_as_counting_only_the_programs_own_accesses(net, share, most):
+    """Seconds over those without a budget, by h with the staleness of the authors' simulator.
+
+    Where rebuilds counted as accesses, and inputs were locked one by one, it was 1.272 and 1.302.
+    """
+    graph = net.graph()
+    budget = budget_of(graph, share)
+    plan = PLANNERS["dtr"](graph, budget_bytes=budget)
+    assert check_plan(graph, plan).peak_bytes <= budget
+    assert plan.seconds <= most * plan.baseline_seconds

@@ -1,4 +1,4 @@
-"""Packings: the published files, brute force, oracles in Python, errors, the file form."""
+"""Packings: the published files, brute force, oracles in Python, errors, files; plans' buffers."""
 
 import itertools
 import time
@@ -10,42 +10,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_search_oracle import Lists, PythonSearch
+from random_graphs import random_graph
 
 from sn_cli.main import main
-from sn_memory import CapacityError, PackError, pack
+from sn_memory import (
+    Action,
+    CapacityError,
+    Graph,
+    Op,
+    PackError,
+    Plan,
+    PlanError,
+    Storage,
+    Workspace,
+    check_plan,
+    pack,
+)
 from sn_memory.check import check_packing
+from sn_memory.plan import policies
+from sn_memory.plan.buffers import live_bytes, peak_action, plan_buffers
 from sn_memory.pool.pack import RULES, UNIT, Rule, Searcher, Verdict, arrange, first_fit, order_by
 from sn_memory.pool.problem import read_csv, read_problem, write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))
+FILES = [ROOT / f"tests/data/minimalloc/{name}.1048576.csv" for name in "ABCDEF"]
 CAPACITY = 1_048_576
 
 
 @st.composite
-def buffers(draw, most=7, aligned=True, times=6, sizes=6):
+def buffers(draw, most=6, aligned=True, times=6, sizes=6, least=0):
     rows = []
     for _ in range(draw(st.integers(1, most))):
         lower = draw(st.integers(0, times - 1))
-        upper = draw(st.integers(lower + 1, times))
-        row = (lower, upper, draw(st.integers(0, sizes)))
+        row = (lower, draw(st.integers(lower + 1, times)), draw(st.integers(least, sizes)))
         rows.append((*row, draw(st.sampled_from([1, 1, 2, 3]))) if aligned else row)
     return rows
 
 
-def brute_force_height(rows):
+def least_height(rows):
     """The least height: all orders, each buffer at the lowest place free for it.
 
     A packing where nothing can be pushed down is what first fit makes of its buffers sorted by
     offset, so some order gives the least height.
     """
-    best = None
+    heights = []
     for order in itertools.permutations(range(len(rows))):
         placed = {}
         for i in order:
             lower, upper, size, align = (*rows[i], 1)[:4]
-            offset = 0
-            moved = True
+            offset, moved = 0, True
             while moved:
                 moved = False
                 for k, at in placed.items():
@@ -54,12 +67,8 @@ def brute_force_height(rows):
                         offset = -(-(at + rows[k][2]) // align) * align
                         moved = True
             placed[i] = offset
-        height = max(at + rows[k][2] for k, at in placed.items())
-        best = height if best is None else min(best, height)
-    return best
-
-
-assert [path.name for path in FILES] == [f"{name}.1048576.csv" for name in "ABCDEF"]
+        heights.append(max(at + rows[k][2] for k, at in placed.items()))
+    return min(heights)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name[0])
@@ -77,18 +86,11 @@ def test_file_c_reaches_its_lower_bound():
 
 
 @settings(max_examples=120, deadline=None)
-@given(buffers(most=6))
-def test_height_equals_brute_force(rows):
+@given(buffers(), st.integers(0, 20))
+def test_heights_and_proofs_are_those_of_brute_force(rows, capacity):
+    least = least_height(rows)
     packing = arrange(rows, time_limit_s=30)
-    assert check_packing(rows, packing.offsets) == packing.height
-    assert packing.height == brute_force_height(rows)
-    assert packing.lower_bound <= packing.height
-
-
-@settings(max_examples=80, deadline=None)
-@given(buffers(most=6), st.integers(0, 20))
-def test_capacity_is_met_or_refused_with_a_proof(rows, capacity):
-    least = brute_force_height(rows)
+    assert check_packing(rows, packing.offsets) == packing.height == least >= packing.lower_bound
     if capacity >= least:
         assert check_packing(rows, pack(rows, capacity, time_limit_s=30), capacity) <= capacity
         return
@@ -122,45 +124,45 @@ def test_random_instances_stay_close_to_the_lower_bound():
     assert np.mean(ratios) < 1.01
 
 
-@settings(max_examples=150, deadline=None)
-@given(buffers(most=25, times=20, sizes=30))
-def test_first_fit_equals_its_oracle(rows):
-    problem = read_problem([row for row in rows if row[2]] or [(0, 1, 1)])
-    for rule in RULES:
+def same_as_the_oracle(rows, rules):
+    problem = read_problem(rows)
+    for rule in rules:
         order = order_by(problem, rule)
-        assert (
-            first_fit(problem, order).tolist()
-            == first_fit_oracle.first_fit(problem, order).tolist()
-        )
+        expected = first_fit_oracle.first_fit(problem, order)
+        assert first_fit(problem, order).tolist() == expected.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(buffers(most=25, times=20, sizes=30, least=1))
+def test_first_fit_equals_its_oracle(rows):
+    same_as_the_oracle(rows, RULES)
 
 
 def test_first_fit_equals_its_oracle_over_many_blocks():
     rng = np.random.default_rng(1)
     lower = rng.integers(0, 500, 3000)
     rows = np.stack([lower, lower + rng.integers(1, 300, 3000), rng.integers(1, 99, 3000)], 1)
-    problem = read_problem(rows)
-    order = order_by(problem, "size")
-    expected = first_fit_oracle.first_fit(problem, order)
-    assert first_fit(problem, order).tolist() == expected.tolist()
+    same_as_the_oracle(rows, ["size"])
+
+
+def searches(problem, capacity, rule, rank):
+    """The search and its oracle."""
+    start = (capacity, rule, rank, np.full(problem.sections, UNIT, np.int64))
+    return Searcher(problem).start(*start), PythonSearch(Lists(problem), *start)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    buffers(most=20, times=12, sizes=12),
+    buffers(most=20, times=12, sizes=12, least=1),
     st.sampled_from(list(Rule)),
     st.integers(0, 6),
     st.randoms(use_true_random=False),
 )
 def test_search_takes_the_decisions_of_its_oracle(rows, rule, spare, random):
-    rows = [row for row in rows if row[2]] or [(0, 1, 1)]
-    problem = read_problem(rows)
-    rank = list(range(len(rows)))
+    problem, rank = read_problem(rows), list(range(len(rows)))
     random.shuffle(rank)
-    rank = np.array(rank, np.int64)
-    weights = np.full(problem.sections, UNIT, np.int64)
     capacity = problem.lower_bound + spare
-    search = Searcher(problem).start(capacity, rule, rank, weights)
-    oracle = PythonSearch(Lists(problem), capacity, rule, rank, weights)
+    search, oracle = searches(problem, capacity, rule, np.array(rank, np.int64))
     for _ in range(30):
         verdict = search.run(7)
         assert oracle.run(7) is verdict
@@ -170,17 +172,6 @@ def test_search_takes_the_decisions_of_its_oracle(rows, rule, spare, random):
     if verdict is Verdict.FOUND:
         assert search.offsets().tolist() == oracle.offsets().tolist()
         assert check_packing(rows, search.offsets().tolist(), capacity) <= capacity
-
-
-def test_search_equals_its_oracle_on_a_published_file():
-    problem = read_problem(read_csv(FILES[1]).buffers)
-    rank = np.arange(len(problem))
-    weights = np.full(problem.sections, UNIT, np.int64)
-    search = Searcher(problem).start(CAPACITY, Rule.WEIGHTED, rank, weights)
-    oracle = PythonSearch(Lists(problem), CAPACITY, Rule.WEIGHTED, rank, weights)
-    assert search.run(120) is oracle.run(120)
-    assert search.weights().tolist() == oracle.weights().tolist()
-    assert search.offsets().tolist() == oracle.offsets().tolist()
 
 
 def test_greedy_takes_a_hundred_thousand_buffers():
@@ -196,22 +187,21 @@ def test_greedy_takes_a_hundred_thousand_buffers():
     assert check_packing(rows.tolist(), packing.offsets) <= 1.2 * packing.lower_bound
 
 
-def test_no_buffers_empty_buffers_and_one():
-    assert pack([]) == []
-    assert pack([], capacity=0) == []
-    assert pack([(0, 5, 0), (1, 2, 0)], capacity=0) == [0, 0]
-    assert pack([(3, 4, 7)], capacity=7) == [0]
-    # Lives that only touch may share bytes.
-    assert pack([(0, 1, 4), (1, 2, 4)], capacity=4) == [0, 0]
-
-
-def test_offsets_keep_alignment():
-    rows = [(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)]
-    offsets = pack(rows)
-    # Five bytes at 0, three on top of them, one at 8: the order given would need 21.
-    assert check_packing(rows, offsets) == 9
-    assert offsets[1] % 16 == 0
-    assert offsets[2] % 8 == 0
+@pytest.mark.parametrize(
+    ("rows", "capacity", "offsets"),
+    [
+        ([], None, []),
+        ([], 0, []),
+        ([(0, 5, 0), (1, 2, 0)], 0, [0, 0]),
+        ([(3, 4, 7)], 7, [0]),
+        # Lives that only touch may share bytes.
+        ([(0, 1, 4), (1, 2, 4)], 4, [0, 0]),
+        # Five bytes at 0, three on top of them, one at 8: the order of the rows would need 21.
+        ([(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)], 9, [5, 0, 8]),
+    ],
+)
+def test_small_packings_by_hand(rows, capacity, offsets):
+    assert pack(rows, capacity) == offsets
 
 
 def test_time_limit_is_told_from_a_proof():
@@ -228,27 +218,23 @@ def test_time_limit_is_told_from_a_proof():
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "settings_", "message"),
     [
-        ([(0, 1, 1), (2, 2, 1)], r"buffers\[1\]: got \(2, 2, 1\), expected a lifetime"),
-        ([(0, 1, -1)], r"buffers\[0\].*a size of 0 or more"),
-        ([(0, 1, 1, 0)], "an alignment of 1 or more"),
-        ([(0, 1)], "expected rows of whole numbers"),
-        ([1, 2, 3], r"buffers\[0\]: got 1"),
-        ([(0, 1, 1), (0, 1)], r"buffers\[1\]"),
-        ([(0, 1, 1.5)], "expected rows of whole numbers"),
-        ([(0, 1, 2**62), (0, 1, 2**62)], "more than 2"),
+        ([(0, 1, 1), (2, 2, 1)], {}, r"buffers\[1\]: got \(2, 2, 1\), expected a lifetime"),
+        ([(0, 1, -1)], {}, r"buffers\[0\].*a size of 0 or more"),
+        ([(0, 1, 1, 0)], {}, "an alignment of 1 or more"),
+        ([(0, 1)], {}, "expected rows of whole numbers"),
+        ([1, 2, 3], {}, r"buffers\[0\]: got 1"),
+        ([(0, 1, 1), (0, 1)], {}, r"buffers\[1\]"),
+        ([(0, 1, 1.5)], {}, "expected rows of whole numbers"),
+        ([(0, 1, 2**62), (0, 1, 2**62)], {}, "more than 2"),
+        ([(0, 1, 1)], {"capacity": -1}, "0 or more"),
+        ([(0, 1, 1)], {"time_limit_s": -1.0}, "0 or more"),
     ],
 )
-def test_senseless_buffers_are_named(rows, message):
+def test_senseless_buffers_and_settings_are_named(rows, settings_, message):
     with pytest.raises(PackError, match=message):
-        pack(rows)
-
-
-@pytest.mark.parametrize("settings_", [{"capacity": -1}, {"time_limit_s": -1.0}])
-def test_settings_out_of_range(settings_):
-    with pytest.raises(PackError, match="0 or more"):
-        pack([(0, 1, 1)], **settings_)
+        pack(rows, **settings_)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +265,8 @@ def test_checker_equals_all_pairs(rows, data):
         with pytest.raises(PackError, match="overlap"):
             check_packing(rows, offsets)
     else:
-        assert check_packing(rows, offsets) == max(
-            x + row[2] for row, x in zip(rows, offsets, strict=True)
-        )
+        tops = [x + row[2] for row, x in zip(rows, offsets, strict=True)]
+        assert check_packing(rows, offsets) == max(tops)
 
 
 def test_files_are_read_and_written(tmp_path):
@@ -321,3 +306,56 @@ def test_command_packs_a_file(tmp_path, capsys):
     assert check_packing(rows, [int(row[4]) for row in table[1:]], CAPACITY) == CAPACITY
     assert main(["memory", *asked, "--capacity", "1000000"]) == 1
     assert "sn: 170 buffers do not fit" in capsys.readouterr().err
+
+
+# The allocations of a plan: their sum is what the checker counts, and they can be packed.
+
+GRAPH = Graph(
+    [
+        Storage("w", 7, "parameter"),
+        Storage("a", 100),
+        Storage("b", 50),
+        Storage("y", 5, keep=True),
+    ],
+    [
+        Op("f", ("w",), ("a", "b"), seconds=1.0, workspaces=(Workspace(30),)),
+        Op("g", ("a", "b"), ("y",), seconds=1.0),
+    ],
+)
+
+
+def by_hand(*actions):
+    return Plan(tuple(Action(*it.split()) for it in actions), (), "by hand", 187, 3.0, 2.0)
+
+
+def test_each_stay_is_a_buffer_of_its_own():
+    # a is there still when f runs again, so f makes a second one; b comes back.
+    plan = by_hand("run f", "offload a", "free a", "prefetch a", "free b", "run f", "run g")
+    found = plan_buffers(GRAPH, plan)
+    assert list(zip(found.names, found.buffers, strict=True)) == [
+        ("w", (0, 7, 7)),
+        ("a", (0, 2, 100)),
+        ("b", (0, 4, 50)),
+        ("workspace of f", (0, 1, 30)),
+        ("a", (3, 7, 100)),
+        ("a (second copy)", (5, 6, 100)),
+        ("b", (5, 7, 50)),
+        ("workspace of f", (5, 6, 30)),
+        ("y", (6, 7, 5)),
+    ]
+    with pytest.raises(PlanError, match="action 2: frees 'b'"):
+        plan_buffers(GRAPH, by_hand("run f", "free b", "free b"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(policies.names()))
+def test_live_sum_is_the_checked_peak_whatever_the_plan(seed, name):
+    graph = random_graph(seed)
+    plan = policies.policy(name)(graph, budget_bytes=None)
+    found = plan_buffers(graph, plan)
+    assert read_problem(found.buffers).lower_bound == plan.peak_bytes
+    offsets = pack(found.buffers, time_limit_s=0.5)
+    assert check_packing(found.buffers, offsets) >= plan.peak_bytes
+    replay = check_plan(graph, plan)
+    assert live_bytes(graph, plan.actions) == replay.live_bytes.tolist()
+    assert peak_action(graph, plan) == replay.peak_action

@@ -10,7 +10,9 @@ from sn_memory.run.reserved import LEAST_BYTES, reserved, within_reserved
 from sn_memory.run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, plan_at_once
 
 MIB = 1 << 20
-EXPANDABLE = AllocatorSettings(expandable=True)
+RECOMPUTE = ("keep", "recompute")
+DEFAULT, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable=True)
+GROWTH = BFCSettings(growth=True)
 
 
 def chain(layers, mib):
@@ -35,7 +37,7 @@ def whole(graph):
 def searching(graph, asked):
     def search(live_bytes, seconds):
         asked.append((live_bytes, seconds))
-        return plan_graph(graph, live_bytes, techniques=("keep", "recompute"), time_limit_s=5)
+        return plan_graph(graph, live_bytes, techniques=RECOMPUTE, time_limit_s=5)
 
     return search
 
@@ -75,15 +77,16 @@ def test_a_short_search_that_finds_nothing_refuses_nobody():
         return plan
 
     budget = int(0.8 * reserved(graph, whole(graph)).peak_bytes)
-    plan = within_reserved(graph, budget, search, AllocatorSettings())
+    plan = within_reserved(graph, budget, search, DEFAULT)
     assert plan.reserved_peak_bytes <= budget
     assert [seconds for _, seconds in asked][:3:2] == [None, None]
 
 
 @pytest.mark.parametrize(
-    "settings", [AllocatorSettings(), EXPANDABLE, BFCSettings(), BFCSettings(growth=True)]
-)
-@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+    ("settings", "share"),
+    [(DEFAULT, 0.6), (DEFAULT, 0.8), (EXPANDABLE, 0.7), (BFCSettings(), 0.8), (GROWTH, 0.6),
+     (GROWTH, 0.7)],
+)  # fmt: skip
 def test_a_plan_is_made_lower_until_what_is_reserved_keeps_the_budget(settings, share):
     graph, asked = chain(24, 30), []
     budget = int(share * whole(graph).peak_bytes)
@@ -101,12 +104,11 @@ def test_a_plan_is_made_lower_until_what_is_reserved_keeps_the_budget(settings, 
 
 def test_where_no_plan_is_low_enough_the_error_names_what_would_help():
     graph = chain(16, 12)
-    least = plan_graph(graph, "40%", techniques=("keep", "recompute"), time_limit_s=2)
+    least = plan_graph(graph, "40%", techniques=RECOMPUTE, time_limit_s=2)
     settings = AllocatorSettings(max_split_bytes=20 * MIB)
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(BudgetError, match="torch's allocator reserves") as caught:
         within_reserved(graph, least.peak_bytes, searching(graph, []), settings)
     error = caught.value
-    assert "torch's allocator reserves" in str(error)
     assert "PYTORCH_ALLOC_CONF" in str(error)
     assert error.peak_bytes == reserved(graph, error.plan, settings).peak_bytes
     assert error.peak_bytes > error.budget_bytes == least.peak_bytes
@@ -114,13 +116,12 @@ def test_where_no_plan_is_low_enough_the_error_names_what_would_help():
 
 def test_with_memory_growth_the_error_names_a_limit():
     graph = chain(16, 12)
-    settings = BFCSettings(growth=True)
     with pytest.raises(BudgetError) as caught:
-        plan_graph(graph, "1%", techniques=("keep", "recompute"), time_limit_s=2)
+        plan_graph(graph, "1%", techniques=RECOMPUTE, time_limit_s=2)
     budget = caught.value.peak_bytes + 4 * MIB
-    assert settings.most(budget) < caught.value.peak_bytes
+    assert GROWTH.most(budget) < caught.value.peak_bytes
     with pytest.raises(BudgetError, match="TensorFlow's allocator reserves") as caught:
-        within_reserved(graph, budget, searching(graph, []), settings)
+        within_reserved(graph, budget, searching(graph, []), GROWTH)
     assert "set a memory_limit without memory growth, which reserves" in str(caught.value)
     assert "PYTORCH" not in str(caught.value)
 
@@ -129,41 +130,39 @@ def test_small_budgets_are_kept_by_live_bytes_and_it_is_noted():
     graph, asked = chain(6, 1), []
     budget = int(0.9 * whole(graph).peak_bytes)
     assert budget < LEAST_BYTES
-    found = within_reserved(graph, budget, searching(graph, asked), AllocatorSettings())
+    found = within_reserved(graph, budget, searching(graph, asked), DEFAULT)
     assert len(asked) == 1
     assert found.reserved_peak_bytes > budget
     assert "more than the budget" in found.notes[0]
 
 
 def test_an_allocator_without_rules_is_noted():
-    graph = chain(6, 12)
-    settings = AllocatorSettings.of("backend:cudaMallocAsync")
+    graph, settings = chain(6, 12), AllocatorSettings.of("backend:cudaMallocAsync")
     found = within_reserved(graph, 1 << 40, searching(graph, []), settings)
     assert found.reserved_peak_bytes is None
     assert "cudaMallocAsync" in found.notes[0]
 
 
 def test_plans_at_once_keep_a_budget_of_reserved_bytes():
-    graph, asked, settings = chain(24, 30), [], AllocatorSettings()
-    needs = whole(graph).peak_bytes
-    assert reserved(graph, whole(graph), settings).peak_bytes > needs
+    graph = chain(24, 30)
+    plain = whole(graph)
+    needs, most = plain.peak_bytes, reserved(graph, plain, DEFAULT).peak_bytes
+    assert most > needs
 
     def search(graph):
-        return within_reserved(graph, needs, searching(graph, asked), settings)
+        return within_reserved(graph, needs, searching(graph, []), DEFAULT)
 
     assert plan_at_once(graph, search, needs, []).how == NOTHING_AGAIN
-    found = plan_at_once(graph, search, needs, [], settings)
+    found = plan_at_once(graph, search, needs, [], DEFAULT)
     assert found.how == AT_ONCE
     assert found.plan.reserved_peak_bytes <= needs
-    again = plan_at_once(
-        graph, search, needs, [("it", found.plan), ("all", whole(graph))], settings
-    )
+    others = [("it", found.plan), ("all", plain)]
+    again = plan_at_once(graph, search, needs, others, DEFAULT)
     assert again.how == f"{CARRIED_OVER} it"
     assert again.plan.reserved_peak_bytes == found.plan.reserved_peak_bytes
     assert again.plan.pool_bytes == found.plan.pool_bytes > 0
     # Where there is room for what is reserved, all is kept.
-    most = reserved(graph, whole(graph), settings).peak_bytes
-    assert plan_at_once(graph, search, most, [], settings).plan.reserved_peak_bytes == most
+    assert plan_at_once(graph, search, most, [], DEFAULT).plan.reserved_peak_bytes == most
 
 
 def test_the_gradient_of_an_output_is_not_of_the_pool():
@@ -185,7 +184,7 @@ def test_the_gradient_of_an_output_is_not_of_the_pool():
     # `dy` finds no place where `h` was, `dx` does.
     assert plan.peak_bytes == 112 * MIB
     assert reserved(graph, plan).peak_bytes == (16 + 32 + 96) * MIB
-    kept = within_reserved(graph, 144 * MIB, lambda live, seconds: plan, AllocatorSettings())
+    kept = within_reserved(graph, 144 * MIB, lambda live, seconds: plan, DEFAULT)
     assert any("32 MiB of it are gradients of outputs" in note for note in kept.notes)
     with pytest.raises(BudgetError):
-        within_reserved(graph, 143 * MIB, lambda live, seconds: plan, AllocatorSettings())
+        within_reserved(graph, 143 * MIB, lambda live, seconds: plan, DEFAULT)

@@ -36,20 +36,15 @@ def chain(layers=3, sizes=None, link=LINK):
     storages += [Storage(f"a{i}", 50) for i in range(layers)]
     storages += [Storage(f"g{i}", 50, "gradient") for i in range(layers)]
     storages += [Storage(f"w{i}", it, "gradient", keep=True) for i, it in enumerate(sizes)]
-    ops = [
-        Op(f"f{i}", (f"a{i - 1}" if i else "x", f"p{i}"), (f"a{i}",), seconds=1.0)
-        for i in range(layers)
-    ]
-    ops.append(
-        Op("loss", (f"a{layers - 1}",), (f"g{layers - 1}",), phase="backward", seconds=0.0,
-           effect=True, fixed=True)
-    )  # fmt: skip
+    before = ["x", *(f"a{i}" for i in range(layers))]
+    ops = [Op(f"f{i}", (before[i], f"p{i}"), (f"a{i}",), seconds=1.0) for i in range(layers)]
+    back, last = {"phase": "backward", "seconds": 1.0}, layers - 1
+    loss = {"phase": "backward", "seconds": 0.0, "effect": True, "fixed": True}
+    ops.append(Op("loss", (f"a{last}",), (f"g{last}",), **loss))
     for i in reversed(range(layers)):
-        ops.append(Op(f"w{i}", (f"a{i - 1}" if i else "x", f"g{i}"), (f"w{i}",), phase="backward",
-                      seconds=1.0))  # fmt: skip
+        ops.append(Op(f"w{i}", (before[i], f"g{i}"), (f"w{i}",), **back))
         if i:
-            ops.append(Op(f"b{i}", (f"g{i}", f"p{i}"), (f"g{i - 1}",), phase="backward",
-                          seconds=1.0))  # fmt: skip
+            ops.append(Op(f"b{i}", (f"g{i}", f"p{i}"), (f"g{i - 1}",), **back))
     graph = Graph(storages, ops, name="chain", device=link)
     units = [Unit(f"p{i}", f"w{i}", 2 * it, it, 0.2, counts_bytes=4) for i, it in enumerate(sizes)]
     return graph, units
@@ -65,17 +60,20 @@ def every_choice(graph, units, budget_bytes, update):
     """The fewest seconds of all places that parameters may have; None where none keeps it."""
     best = None
     for places in itertools.product(PLACES, repeat=len(units)):
-        given = {unit.parameter: it for unit, it in zip(units, places, strict=True)}
+        chosen = {unit.parameter: it for unit, it in zip(units, places, strict=True)}
         try:
-            found = planned_with(graph, units, given, budget_bytes, planner, update=update)
+            found = planned_with(graph, units, chosen, budget_bytes, planner, update=update)
         except BudgetError:
             continue
         best = min(filter(None, (best, found.lanes.seconds)))
     return best
 
 
-@pytest.mark.parametrize("update", [pytest.param("backward", marks=pytest.mark.slow), "step"])
-@pytest.mark.parametrize("sizes", [[100, 100, 100], [40, 160, 80]])
+@pytest.mark.parametrize(
+    ("sizes", "update"),
+    [([100, 100, 100], "step"), ([40, 160, 80], "step"),
+     pytest.param([40, 160, 80], "backward", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_against_every_choice(sizes, update):
     """Within a tenth of the best of all 27 choices, wherever one keeps the budget."""
     graph, units = chain(3, sizes)
@@ -119,10 +117,9 @@ def test_all_stays_where_it_fits():
 
 
 def test_states_go_first_and_large_ones():
-    graph, units = chain(3, [40, 160, 80])
-    states, whole = moves_of(graph, units)[:3], moves_of(graph, units)[3:]
-    assert states == [("p1", "state"), ("p2", "state"), ("p0", "state")]
-    assert [name for name, _ in whole] == ["p1", "p2", "p0"]
+    assert moves_of(*chain(3, [40, 160, 80])) == [
+        (name, what) for what in ("state", "host") for name in ("p1", "p2", "p0")
+    ]
 
 
 def test_what_may_not_move_stays():
@@ -134,19 +131,27 @@ def test_what_may_not_move_stays():
         with_state(graph, units, {"p1": "host"})
 
 
-def test_nothing_runs_again_with_a_parameter_that_was_updated():
-    """On the device or fetched anew: it has another value."""
+@pytest.mark.parametrize(
+    ("place", "updater", "last", "late"),
+    [
+        # On the device or fetched anew: it has another value.
+        *((place, None, f"{UPDATE}p2", "f2") for place in PLACES),
+        ("host", None, f"{UPDATE}p2", "fetch p2"),
+        ("host", "host", "host update p2", "fetch p2"),
+        # On the device it is the old one until it is brought.
+        ("state", "host", "bring updated p2", "f2"),
+    ],
+)
+def test_nothing_runs_again_with_a_parameter_that_was_updated(place, updater, last, late):
     graph, units = chain()
-    for place in PLACES:
-        whole = with_state(graph, units, {"p2": place})
-        plan = planner(whole, 10**6)
-        at = next(i for i, it in enumerate(plan.actions) if it.target == f"{UPDATE}p2")
-        for late in ("f2", "fetch p2") if place == "host" else ("f2",):
-            actions = [it for it in plan.actions if it.kind == "run"]
-            at = actions.index(Action("run", f"{UPDATE}p2"))
-            actions.insert(at + 1, Action("run", late))
-            with pytest.raises(PlanError, match="in-place writes"):
-                carry_out(whole, replace(plan, actions=tuple(actions)))
+    units = [replace(it, host_update_s=0.1) for it in units] if updater else units
+    updaters = {"p2": updater} if updater else {}
+    whole = with_state(graph, units, {"p2": place}, updaters=updaters)
+    plan = planner(whole, 10**6)
+    actions = [it for it in plan.actions if it.kind == "run"]
+    actions.insert(actions.index(Action("run", last)) + 1, Action("run", late))
+    with pytest.raises(PlanError, match="in-place writes"):
+        carry_out(whole, replace(plan, actions=tuple(actions)))
 
 
 def test_a_gradient_is_gone_when_its_parameter_is_updated():
@@ -160,12 +165,17 @@ def test_a_gradient_is_gone_when_its_parameter_is_updated():
     )
 
 
-def test_the_step_of_the_optimizer_counts():
+def test_the_step_of_the_optimizer_counts_and_the_host_leaves_room_in_it():
     graph, units = chain(3, [40, 160, 80])
     places = dict.fromkeys(("p0", "p1", "p2"), "host")
     whole = with_state(graph, units, places, update="step")
-    # The largest: parameter, gradient, two of state, one of scratch memory; input, counts.
-    assert step_peak(whole, units, places) == 5 * 160 + 10 + 12
+    peaks = {
+        by: step_peak(whole, units, places, dict.fromkeys(places, by))
+        for by in ("device", "host", "in place")
+    }
+    # The largest: parameter, gradient, two of state, one of scratch memory; input, counts. By the
+    # host nothing of it is on the device; in place its scratch memory is, and where state is made.
+    assert peaks == {"device": 5 * 160 + 22, "host": 22, "in place": 3 * 160 + 22}
     with pytest.raises(BudgetError, match="optimizer's step needs"):
         planned_with(graph, units, places, 5 * 160, planner, update="step")
 
@@ -193,46 +203,37 @@ def test_copies_start_ahead_within_the_budget():
         assert after.copies_s == pytest.approx(before.copies_s)
 
 
-def one_layer():
+def one_layer(**unit):
     """An op of 2 s that makes a gradient, of 1 s on the way, of a parameter."""
     link = Device("link", to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0)
-    storages = [
-        Storage("x", 0, "input"),
-        Storage("p", 100, "parameter"),
-        Storage("w", 100, "gradient", True),
-    ]
-    return Graph(
-        storages, [Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)], device=link
-    )
+    storages = [Storage("x", 0, "input"), Storage("p", 100, "parameter")]
+    storages.append(Storage("w", 100, "gradient", True))
+    op = Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)
+    return Graph(storages, [op], device=link), Unit("p", "w", 200, 0, 0.5, **unit)
+
+
+def lanes_of(whole, names):
+    return lane_seconds(whole, [Action("run", it) for it in names])
 
 
 def test_lanes_by_hand():
     """One layer: fetch 1 s, op 2 s, fetch of state 2 s beside it, update, store 3 s."""
-    graph = one_layer()
-    unit = Unit("p", "w", 200, 0, 0.5)
+    graph, unit = one_layer()
     whole = with_state(graph, [unit], {"p": "host"})
-    names = ["fetch p", "fetch state of p", "f", "update p", "store p"]
-    actions = [Action("run", it) for it in names]
-    found = lane_seconds(whole, actions)
+    found = lanes_of(whole, ["fetch p", "fetch state of p", "f", "update p", "store p"])
     # p at 1, f from 1 to 3, the state at 3, update to 3.5, store to 6.5.
     assert found.seconds == 6.5
     assert (found.ops_s, found.copies_s) == (2.5, 6.0)
     assert found.hidden == pytest.approx(1 - 4 / 6)
 
 
-def of_host(units, seconds):
-    """The units, with what the host takes for the update of each."""
-    return [replace(it, host_update_s=seconds) for it in units]
-
-
 def test_an_update_by_the_host_by_hand():
     """One layer whose parameter stays: op 2 s, gradient 1 s, the host 0.7 s, parameter 1 s."""
-    graph = one_layer()
-    (unit,) = of_host([Unit("p", "w", 200, 0, 0.5)], 0.7)
+    graph, unit = one_layer(host_update_s=0.7)
     whole = with_state(graph, [unit], {"p": "state"}, updaters={"p": "host"})
     names = ["f", "store gradient of p", "host update p", "bring updated p"]
     assert [it.name for it in whole.ops] == names
-    found = lane_seconds(whole, [Action("run", it) for it in names])
+    found = lanes_of(whole, names)
     assert found.seconds == pytest.approx(4.7)
     assert (found.ops_s, found.copies_s, found.host_s) == (2.0, 2.0, 0.7)
     # No state comes to the device, and what is on the host is fetched, and not brought.
@@ -243,7 +244,7 @@ def test_an_update_by_the_host_by_hand():
     placed = with_state(graph, [unit], {"p": "host"}, updaters={"p": "in place"})
     assert [it.name for it in placed.ops] == ["fetch p", "f", "update p"]
     assert placed.ops[2].inputs == ("w",)
-    assert lane_seconds(placed, [Action("run", it.name) for it in placed.ops]).seconds == 3.7
+    assert lanes_of(placed, [it.name for it in placed.ops]).seconds == 3.7
 
 
 def test_nobody_updates_what_is_not_trained():
@@ -256,46 +257,17 @@ def test_nobody_updates_what_is_not_trained():
     assert found.updaters == {"p0": "host", "p2": "host"}
 
 
-def test_nothing_runs_again_after_an_update_by_the_host():
-    graph, units = chain()
-    for place, late in (("host", "fetch p2"), ("state", "f2")):
-        whole = with_state(graph, of_host(units, 0.1), {"p2": place}, updaters={"p2": "host"})
-        plan = planner(whole, 10**6)
-        actions = [it for it in plan.actions if it.kind == "run"]
-        # On the device it is the old one until it is brought.
-        last = "host update p2" if place == "host" else "bring updated p2"
-        actions.insert(actions.index(Action("run", last)) + 1, Action("run", late))
-        with pytest.raises(PlanError, match="in-place writes"):
-            carry_out(whole, replace(plan, actions=tuple(actions)))
-
-
-def test_the_host_leaves_room_in_the_step_of_the_optimizer():
-    graph, units = chain(3, [40, 160, 80])
-    places = dict.fromkeys(("p0", "p1", "p2"), "host")
-    whole = with_state(graph, units, places, update="step")
-    peaks = {
-        by: step_peak(whole, units, places, dict.fromkeys(places, by))
-        for by in ("device", "host", "in place")
-    }
-    # Nothing of it is on the device. In place its scratch memory is, and where state is made.
-    assert peaks == {"device": 5 * 160 + 22, "host": 22, "in place": 3 * 160 + 22}
-
-
 @pytest.mark.parametrize(
-    ("places", "words"),
-    [({"q": "host"}, "no unit"), ({"p0": "disk"}, "expected device, state, host")],
+    ("link", "places", "settings", "words"),
+    [
+        (LINK, {"q": "host"}, {}, "no unit"),
+        (LINK, {"p0": "disk"}, {}, "expected device, state, host"),
+        (Device("none"), {"p0": "host"}, {}, "speeds"),
+        (LINK, {}, {"update": "later"}, "later"),
+        (LINK, {}, {"updaters": {"p0": "nobody"}}, "expected device, host, in place"),
+    ],
 )
-def test_what_makes_no_sense(places, words):
-    graph, units = chain()
+def test_what_makes_no_sense(link, places, settings, words):
+    graph, units = chain(link=link)
     with pytest.raises(GraphError, match=words):
-        with_state(graph, units, places)
-
-
-def test_a_device_without_speeds():
-    graph, units = chain(link=Device("none"))
-    with pytest.raises(GraphError, match="speeds"):
-        with_state(graph, units, {"p0": "host"})
-    with pytest.raises(GraphError, match="later"):
-        with_state(graph, units, {}, update="later")
-    with pytest.raises(GraphError, match="expected device, host, in place"):
-        with_state(graph, units, {}, updaters={"p0": "nobody"})
+        with_state(graph, units, places, **settings)

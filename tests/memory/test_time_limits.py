@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from graphs import resnet
 from pool_search_oracle import Lists, PythonSearch
-from random_graphs import training_chain
+from random_graphs import budget_of, training_chain
 
 from sn_memory import BudgetError, plan_graph
 from sn_memory.base import errors, progress
-from sn_memory.graph.liveness import holes, peak
+from sn_memory.graph.liveness import holes
 from sn_memory.plan.search.candidates import fit
 from sn_memory.plan.simulate import compiled
 from sn_memory.pool.pack import UNIT, Rule, Searcher, Verdict, arrange
@@ -37,27 +37,23 @@ CREEPING = (
 @pytest.mark.parametrize("capacity", [None, 566833903944])
 def test_bounds_that_creep_do_not_hang(capacity):
     """In a process of its own, which can be ended whoever has the interpreter lock."""
-    code = (
-        "import time\n"
-        "from sn_memory import CapacityError\n"
-        "from sn_memory.pool.pack import arrange\n"
-        "from sn_memory.check import check_packing\n"
-        f"rows = {CREEPING}\n"
-        "try:\n"
-        f"    packing = arrange(rows, {capacity}, time_limit_s=0.3)\n"
-        "    check_packing(rows, packing.offsets)\n"
-        "except CapacityError as error:\n"
-        "    assert not error.proved\n"
-        "print(time.process_time())"
-    )
+    code = f"""
+import time
+from sn_memory import CapacityError
+from sn_memory.pool.pack import arrange
+from sn_memory.check import check_packing
+rows = {CREEPING}
+try:
+    packing = arrange(rows, {capacity}, time_limit_s=0.3)
+    check_packing(rows, packing.offsets)
+except CapacityError as error:
+    assert not error.proved
+print(time.process_time())
+"""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
     assert float(done.stdout) < 5
 
 
@@ -65,12 +61,11 @@ def creeping(backend):
     rows = [row for row in CREEPING if row[2]]
     problem = read_problem(rows)
     problem = problem.only(problem.components()[0])
-    rank = np.arange(len(rows))
     weights = np.full(problem.sections, UNIT, np.int64)
-    capacity = problem.lower_bound
-    if backend is PythonSearch:
-        return PythonSearch(Lists(problem), capacity, Rule.LOWEST, rank, weights)
-    return backend(problem).start(capacity, Rule.LOWEST, rank, weights)
+    start = (problem.lower_bound, Rule.LOWEST, np.arange(len(rows)), weights)
+    return (
+        backend(problem).start(*start) if backend is Searcher else backend(Lists(problem), *start)
+    )
 
 
 def test_a_search_cut_in_a_decision_goes_on_as_its_oracle():
@@ -83,81 +78,69 @@ def test_a_search_cut_in_a_decision_goes_on_as_its_oracle():
     whole = creeping(PythonSearch)
     assert whole.run(10**9, oracle.work) is Verdict.UNFINISHED
     assert whole.least == oracle.least
+    # It notes each value once: some 50 of 10 buffers and their sections; byte by byte there would
+    # be thousands.
+    assert len(whole.trail) < 100
 
 
-def test_a_search_notes_each_value_once():
-    search = creeping(PythonSearch)
-    search.run(10**9, 100_000)
-    # Some 50 values of 10 buffers and their sections; byte by byte there would be thousands.
-    assert len(search.trail) < 100
+def at_once(*calls):
+    """What the calls raise, each in a thread of its own."""
+    raised = []
 
-
-class Ticks:
-    """Counts, in another thread, while a call runs."""
-
-    def __enter__(self):
-        self.count, self.over = 0, threading.Event()
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-        return self
-
-    def run(self):
-        while not self.over.wait(0.01):
-            self.count += 1
-
-    def __exit__(self, *_):
-        self.seen = self.count
-        self.over.set()
-        self.thread.join()
-
-
-def test_other_threads_run_while_the_packer_searches():
-    search = creeping(Searcher)
-    with Ticks() as ticks:
-        search.run(10**9, 20_000_000)  # half a second
-    assert ticks.seen > 3
-    problem = search._handle
-    with pytest.raises(RuntimeError, match="another thread"):
-        both_at_once(lambda: errors.core().run(problem, 10**9, 100_000_000))
-
-
-def both_at_once(call):
-    errors = []
-
-    def one():
+    def one(call):
         try:
             call()
         except RuntimeError as error:
-            errors.append(error)
+            raised.append(str(error))
 
-    threads = [threading.Thread(target=one) for _ in range(2)]
+    threads = [threading.Thread(target=one, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    raise errors[0]
+    return raised
 
 
-NO_LANES = (0.0, np.zeros(0), np.zeros(0), -1)
+def ticks_during(call):
+    """How often another thread comes to its turn."""
+    over, ticks = threading.Event(), []
+
+    def tick():
+        while not over.wait(0.01):
+            ticks.append(1)
+
+    def called():
+        call()
+        over.set()
+
+    assert not at_once(tick, called)
+    return len(ticks)
+
+
+def test_other_threads_run_while_the_packer_searches():
+    search = creeping(Searcher)
+    assert ticks_during(lambda: search.run(10**9, 20_000_000)) > 3  # half a second
+    run = partial(errors.core().run, search._handle, 10**9, 100_000_000)
+    (refused,) = at_once(run, run)
+    assert "another thread" in refused
+
+
+def annealing(work, tries):
+    shape = holes(resnet(2, 50).graph(), lean=True)
+    no_lanes = (0.0, np.zeros(0), np.zeros(0), -1)
+    compiled(shape).anneal(
+        shape.natural(), [False] * shape.count, budget_of(shape.graph, 0.5), work, no_lanes,
+        (0.003, 1e-5), tries=tries, seed=0, recompute=True, wait=False,
+    )  # fmt: skip
 
 
 def test_other_threads_run_while_the_planner_anneals():
-    shape = holes(resnet(2, 50).graph(), lean=True)
-    base = shape.graph.base_bytes
-    budget = base + (peak(shape.graph).bytes - base) // 2
-    with Ticks() as ticks:
-        # `bool` is no Python code: asked, it gives no other thread a turn.
-        compiled(shape).anneal(
-            shape.natural(), [False] * shape.count, budget, bool, NO_LANES,
-            (0.003, 1e-5), tries=20_000, seed=0, recompute=True, wait=False,
-        )  # fmt: skip
-    assert ticks.seen > 3
+    # `bool` is no Python code: asked, it gives no other thread a turn.
+    assert ticks_during(lambda: annealing(bool, 20_000)) > 3
 
 
 def test_counted_work_in_cpp_can_be_interrupted():
     """It asks no clock, but lets Ctrl-C in."""
-    shape = holes(resnet(2, 50).graph(), lean=True)
-    budget = (peak(shape.graph).bytes + shape.graph.base_bytes) // 2
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -166,10 +149,7 @@ def test_counted_work_in_cpp_can_be_interrupted():
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            compiled(shape).anneal(
-                shape.natural(), [False] * shape.count, budget, 2**60, NO_LANES,
-                (0.003, 1e-5), tries=2**40, seed=0, recompute=True, wait=False,
-            )  # fmt: skip
+            annealing(2**60, 2**40)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -177,8 +157,7 @@ def test_counted_work_in_cpp_can_be_interrupted():
 
 def test_fitting_ends_within_a_round():
     shape = holes(resnet(2, 50).graph())
-    base = shape.graph.base_bytes
-    budget = base + (peak(shape.graph).bytes - base) // 3
+    budget = budget_of(shape.graph, 1 / 3)
 
     def units(deadline):
         with progress.counting(True):
@@ -204,26 +183,24 @@ def in_time(call, limit_s, allowance_s=ALLOWANCE_S):
     return False
 
 
-def shares(graph, *parts):
-    return [graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * it) for it in parts]
-
-
-@pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "recompute", "offload")])
-def test_the_wall_clock_ends_all_stages_together(techniques):
+@pytest.mark.parametrize(
+    ("techniques", "share"),
+    [(("keep", "recompute"), 0.05), (("keep", "recompute", "offload"), 0.4)],
+)
+def test_the_wall_clock_ends_all_stages_together(techniques, share):
     """Alone, each stage would take longer: the search, the other planners, and saying no."""
     graph = resnet(8, 152).graph()
     plan_graph(training_chain(3), "80%")  # imports what solves linear programs
-    for budget in shares(graph, 0.4, 0.05):
-        settings = {"techniques": techniques, "time_limit_s": 1.5}
-        assert in_time(partial(plan_graph, graph, budget, **settings), 1.5)
+    settings = {"techniques": techniques, "time_limit_s": 1.5}
+    assert in_time(partial(plan_graph, graph, budget_of(graph, share), **settings), 1.5)
 
 
 def test_sleep_counts():
     """A thread that gets no processor time still answers in time."""
     graph = resnet(4, 50).graph()
-    (budget,) = shares(graph, 0.4)
     settings = {"time_limit_s": 1.0, "progress": lambda _: time.sleep(0.2)}
-    assert in_time(partial(plan_graph, graph, budget, **settings), 1.0, 0.2 + ALLOWANCE_S)
+    call = partial(plan_graph, graph, budget_of(graph, 0.4), **settings)
+    assert in_time(call, 1.0, 0.2 + ALLOWANCE_S)
 
 
 def burnt(done):
@@ -236,11 +213,11 @@ def burnt(done):
 def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share):
     """The limit is hit: with more time there is another answer."""
     graph = resnet(4, 50).graph()
-    (budget,) = shares(graph, share)
 
     def planned(limit):
+        settings = {"time_limit_s": limit, "deterministic": True}
         try:
-            return plan_graph(graph, budget, time_limit_s=limit, deterministic=True)
+            return plan_graph(graph, budget_of(graph, share), **settings)
         except BudgetError as error:
             return error.plan
 
@@ -262,7 +239,7 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
 def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
     """A clock ten million times too fast ends the search at once."""
     graph = resnet(4, 50).graph()
-    (budget,) = shares(graph, 0.4)
+    budget = budget_of(graph, 0.4)
     real, began = time.perf_counter, time.perf_counter()
     monkeypatch.setattr(progress.time, "perf_counter", lambda: 10_000_000 * real())
     with pytest.raises(BudgetError, match="found in 600 s, when the search was stopped"):
@@ -270,15 +247,11 @@ def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
     assert real() - began < 3
 
 
-def test_the_packer_counts_as_the_planner_does():
-    packing = arrange([(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)], time_limit_s=5)
-    assert packing.seconds < 1
+def test_the_packer_counts_as_the_planner_does(monkeypatch):
+    assert arrange([(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)], time_limit_s=5).seconds < 1
     before = time.perf_counter()
     assert in_time(partial(arrange, CREEPING, time_limit_s=0.5), 0.5)
     assert time.perf_counter() - before >= 0.5
-
-
-def test_the_packer_finds_the_same_in_counted_work(monkeypatch):
     draw = random.Random(0)
     rows = []
     for _ in range(300):

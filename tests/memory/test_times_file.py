@@ -15,6 +15,10 @@ from sn_memory.cost.op_times import TimesFile, is_seconds
 NAME = "times.json"
 
 
+def times():
+    return TimesFile(NAME, is_seconds)
+
+
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -23,12 +27,15 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_what_is_added_is_read_and_nothing_else_is_left(folder):
-    TimesFile(NAME, is_seconds).add({"a": 1.5})
-    TimesFile(NAME, is_seconds).add({"b": 0})
-    assert TimesFile(NAME, is_seconds).read() == {"a": 1.5, "b": 0}
+    first, second = times(), times()
+    first.read(), second.read()
+    first.add({"a": 1.5})
+    second.add({"b": 0})  # what others added since is kept
+    assert first.read() == times().read() == {"a": 1.5, "b": 0}
     assert os.listdir(folder) == [NAME]
 
 
+NO_TIMES = {"b": float("nan"), "c": -1.0, "d": float("inf"), "e": "x", "f": [], "g": True}
 DAMAGED = {
     "cut off": b'{"a": 1.0, "b"',
     "no text": b"\xff\xfe\x00",
@@ -36,9 +43,7 @@ DAMAGED = {
     "a list": b"[1, 2]",
     "a number": b"7",
     "nested": b"[" * 100_000,
-    "values that are no times": json.dumps(
-        {"a": 1.0, "b": float("nan"), "c": -1.0, "d": float("inf"), "e": "x", "f": [], "g": True}
-    ).encode(),
+    "values that are no times": json.dumps({"a": 1.0, **NO_TIMES}).encode(),
     "too large for a float": b'{"a": 1.0, "b": 1e999}',
 }
 
@@ -46,14 +51,13 @@ DAMAGED = {
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_damage_is_ignored_with_one_line(folder, caplog, content):
     (folder / NAME).write_bytes(content)
-    file = TimesFile(NAME, is_seconds)
-    kept = {"a": 1.0} if content.endswith(b"}") else {}
+    file, kept = times(), {"a": 1.0} if content.endswith(b"}") else {}
     with caplog.at_level(logging.INFO):
         assert file.read() == kept
         file.add({"new": 2.0})
     assert len(caplog.records) == 1
     assert str(folder / NAME) in caplog.text
-    assert TimesFile(NAME, is_seconds).read() == {**kept, "new": 2.0}
+    assert times().read() == {**kept, "new": 2.0}
 
 
 def a_folder(path):
@@ -77,7 +81,7 @@ def not_ours(path):
 @pytest.mark.parametrize("home", [a_folder, below_a_file, not_ours])
 def test_a_place_that_will_not_do_is_ignored_with_one_line(monkeypatch, tmp_path, caplog, home):
     monkeypatch.setenv("XDG_CACHE_HOME", str(home(tmp_path)))
-    file = TimesFile(NAME, is_seconds)
+    file = times()
     with caplog.at_level(logging.INFO):
         assert file.read() == {}
         file.add({"a": 1.0})
@@ -90,17 +94,9 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(op_times.Path, "home", none)
-    file = TimesFile(NAME, is_seconds)
+    file = times()
     file.add({"a": 1.0})
     assert file.read() == {}
-
-
-def test_what_others_added_since_is_kept(folder):
-    first, second = TimesFile(NAME, is_seconds), TimesFile(NAME, is_seconds)
-    first.read(), second.read()
-    first.add({"a": 1.0})
-    second.add({"b": 2.0})
-    assert first.read() == {"a": 1.0, "b": 2.0}
 
 
 WRITER = """
@@ -115,7 +111,7 @@ for count in range(40):
 def test_writers_at_once_lose_nothing(folder):
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(it)]) for it in range(4)]
     assert [it.wait(timeout=60) for it in writers] == [0] * 4
-    assert len(TimesFile(NAME, is_seconds).read()) == 160
+    assert len(times().read()) == 160
 
 
 def test_a_lock_that_is_never_given_back_is_not_waited_for(folder, monkeypatch, caplog):
@@ -123,20 +119,14 @@ def test_a_lock_that_is_never_given_back_is_not_waited_for(folder, monkeypatch, 
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
-        TimesFile(NAME, is_seconds).add({"a": 1.0})
+        times().add({"a": 1.0})
     finally:
         os.close(handle)
     assert "locked" in caplog.text
     assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.5, 1e6])
-def test_seconds(value):
-    assert is_seconds(value)
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, "1", -1e-9, float("nan"), float("inf"), 10**400, 1e300, [1.0]]
-)
-def test_no_seconds(value):
-    assert not is_seconds(value)
+def test_seconds_are_finite_numbers_of_zero_or_more():
+    assert all(map(is_seconds, (0, 1, 0.5, 1e6)))
+    wrong = (None, True, "1", -1e-9, float("nan"), float("inf"), 10**400, 1e300, [1.0])
+    assert not any(map(is_seconds, wrong))

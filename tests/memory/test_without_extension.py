@@ -15,19 +15,16 @@ GRAPH = (
     "ops = [Op('f', ('x',), ('h',), seconds=1.0), Op('g', ('h',), ('y',), seconds=1.0)]\n"
     "graph = Graph(storages, ops)\n"
 )
+TORCH = (
+    "import torch, sn_memory.torch\n"
+    "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())\n"
+    "sn_memory.torch.plan(model, torch.zeros(2, 4), '100%', {})\n"
+)
 CALLS = {
     "plan_graph": GRAPH + "from sn_memory import plan_graph\nplan_graph(graph, '90%')\n",
     "pack": "from sn_memory import pack\npack([(0, 2, 4), (1, 3, 4)])\n",
-    "torch": (
-        "import torch, sn_memory.torch\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())\n"
-        "sn_memory.torch.plan(model, torch.zeros(2, 4), '100%', profile=False)\n"
-    ),
-    "torch by modules": (
-        "import torch, sn_memory.torch\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())\n"
-        "sn_memory.torch.plan(model, torch.zeros(2, 4), '100%', backend='modules')\n"
-    ),
+    "torch": TORCH.format("profile=False"),
+    "torch by modules": TORCH.format("backend='modules'"),
 }
 
 
@@ -60,12 +57,11 @@ def test_the_command_line_says_it_without_a_traceback():
 
 
 def test_what_plans_nothing_works():
-    code = (
-        GRAPH
-        + "from sn_memory.graph.liveness import peak\n"
-        + "from sn_memory.check import check_packing\n"
-        + "assert Graph.from_json(graph.to_json()) == graph\n"
-        + "print(peak(graph).bytes, check_packing([(0, 2, 4), (1, 3, 4)], [0, 4]))\n"
+    done = run(
+        f"{GRAPH}"
+        "from sn_memory.graph.liveness import peak\n"
+        "from sn_memory.check import check_packing\n"
+        "assert Graph.from_json(graph.to_json()) == graph\n"
+        "print(peak(graph).bytes, check_packing([(0, 2, 4), (1, 3, 4)], [0, 4]))\n"
     )
-    done = run(code)
     assert done.stdout.split() == ["24", "8"], done.stderr
