@@ -1,6 +1,11 @@
 """What tests do with a model and its planned twin: data, gradients, and whether they are equal."""
 
+import warnings
+from contextlib import contextmanager
+
 import torch
+
+from sn_memory.torch import PlanWarning
 
 
 def rows(count=64, seed=0, width=32):
@@ -34,3 +39,13 @@ def off(found, expected):
         for a, b in zip(found, expected, strict=True)
     ]
     return float(torch.stack(parts).max()) if parts else 0.0
+
+
+@contextmanager
+def plan_warnings():
+    """Collect the texts of the plan's warnings inside, all of them."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        yield texts
+    texts += [str(it.message) for it in caught if issubclass(it.category, PlanWarning)]

@@ -9,7 +9,7 @@ import torch
 from small_models import same_gradients
 from torch import nn
 
-from sn_memory.torch import TraceError, estimate, plan, trace, verify
+from sn_memory.torch import estimate, plan, verify
 from sn_memory.torch.model.step import run_step
 
 BATCH, LENGTH, WIDTH = 8, 16, 32
@@ -24,7 +24,6 @@ def turned(x, by):
 class Rotary(nn.Module):
     def __init__(self, ends=turned):
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         angles = torch.arange(LENGTH)[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
         self.register_buffer("by", torch.polar(torch.ones_like(angles), angles))
@@ -74,8 +73,6 @@ def test_planned_by_its_ops_and_bit_equal(ends):
 def test_what_is_written_while_a_conjugate_of_it_is_in_use_is_refused(ends):
     """Replayed, the other of the two would not change with it; by modules it is as it was."""
     model, x = Rotary(ends), torch.randn(BATCH, LENGTH, WIDTH)
-    with pytest.raises(TraceError, match="conjugate"):
-        trace(model, x, profile=False)
     with pytest.warns(UserWarning, match="conjugate"):
         planned = plan(model, x, "100%", profile=False)
     assert planned.sn_memory.backend == "modules"

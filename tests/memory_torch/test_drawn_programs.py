@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,33 +50,18 @@ def test_a_seed_is_one_program(script):
 
 
 @programs
-@pytest.mark.parametrize(
-    ("change", "seen"),
-    [
-        (lambda it: it, None),
-        (lambda it: it * (1 + 1e-7), "differs"),
-        (lambda it: it.double(), "differs"),
-        (lambda it: None, "differs"),
-    ],
-)
-def test_what_differs_is_seen(script, change, seen):
+def test_what_differs_and_errors_are_seen(script):
     program = script.Program(("GELU",), (1,), "tensor", "plain_steps", "graph", 100, ())
     expected, broken = script.carried_out(program, script.model_of(program))
     assert broken is None
     got, _ = script.carried_out(program, script.model_of(program))
+    assert script.compared(program, (expected, None), (got, None), []) == "equal"
     at = [name for name, _ in got.seen].index("1: gradient of layers.0.0.weight")
-    got.seen[at] = got.seen[at][0], change(got.seen[at][1])
-    if seen is None:
-        assert script.compared(program, (expected, None), (got, None), []) == "equal"
-        return
-    with pytest.raises(AssertionError, match=seen):
-        script.compared(program, (expected, None), (got, None), [])
-
-
-@programs
-def test_errors_are_seen(script):
-    program = script.Program(("GELU",), (1,), "tensor", "plain_steps", "graph", 100, ())
-    expected, _ = script.carried_out(program, script.model_of(program))
+    name, gradient = got.seen[at]
+    for changed in (gradient * (1 + 1e-7), gradient.double(), None):
+        got.seen[at] = name, changed
+        with pytest.raises(AssertionError, match="differs"):
+            script.compared(program, (expected, None), (got, None), [])
     none = script.Log(torch.nn.Linear(1, 1))
     found = script.compared(program, (expected, None), (none, ReplayError("reason")), [])
     assert found.startswith("ReplayError")
@@ -85,70 +71,27 @@ def test_errors_are_seen(script):
         script.compared(program, (expected, RuntimeError("plain's")), (expected, None), [])
 
 
-@programs
-def test_a_program_is_cut_to_what_it_needs(script, monkeypatch):
-    def outcome(program):
-        if "GELU" in program.layers:
-            raise AssertionError("loss differs: by 1")
-        return "equal"
-
-    monkeypatch.setattr(script, "outcome", outcome)
-    names = ("LayerNorm", "GELU", "Block")
-    whole = script.Program(names, (1, 2, 3), "pair", "retained", "graph", 60, (1, 2))
-    least = script.cut(whole, "differs")
-    assert (least.layers, least.numbers, least.frozen) == (("GELU",), (2,), ())
-    assert (least.form, least.loop, least.percent) == ("tensor", "plain_steps", 100)
-
-
 @ranks
-@pytest.mark.parametrize(
-    ("second", "seen"),
-    [
-        ({}, None),
+def test_ranks_that_differ_or_do_not_follow_plain_are_seen(script, monkeypatch):
+    first = {"outcome": "alike", "digests": ["a"], "plain": ["c"], "finite": True}
+    first |= {"plain_finite": True, "apart": 0.0, "norms": 1.0}
+    answers = [first, first]
+    peer = SimpleNamespace(run=lambda program: answers, stop=lambda: None)
+    monkeypatch.setattr(script.Peer, "get", classmethod(lambda cls: peer))
+    program = script.drawn(0)
+    assert script.outcome(program).startswith("alike")
+    for second, seen in (
         ({"digests": ["b"]}, "weights of the ranks differ"),
         ({"outcome": "CompressError: it"}, "ranks end apart"),
-    ],
-)
-def test_ranks_that_differ_are_seen(script, monkeypatch, second, seen):
-    first = {
-        "outcome": "alike",
-        "digests": ["a"],
-        "plain": ["c"],
-        "finite": True,
-        "plain_finite": True,
-        "apart": 0.0,
-        "norms": 1.0,
-    }
-
-    class Peer:
-        def run(self, program):
-            return first, first | second
-
-        def stop(self):
-            pass
-
-    monkeypatch.setattr(script.Peer, "get", classmethod(lambda cls: Peer()))
-    program = script.drawn(0)
-    if seen is None:
-        assert script.outcome(program).startswith("alike")
-        return
-    with pytest.raises(AssertionError, match=seen):
-        script.outcome(program)
-
-
-@ranks
-def test_a_mild_compression_must_follow_plain(script, monkeypatch):
-    program = replace(script.drawn(0), compression="fft, mild")
+    ):
+        answers[1] = first | second
+        with pytest.raises(AssertionError, match=seen):
+            script.outcome(program)
+    # A mild compression must follow plain.
+    program = replace(program, compression="fft, mild")
     most = script.bound(program, 1.0)
-    first = {"outcome": "alike", "digests": [], "plain": [], "finite": True, "norms": 1.0}
-    first |= {"plain_finite": True, "apart": 1.01 * most}
-
-    class Peer:
-        def run(self, program):
-            return first, first
-
-    monkeypatch.setattr(script.Peer, "get", classmethod(lambda cls: Peer()))
+    answers[:] = [first | {"apart": 1.01 * most}] * 2
     with pytest.raises(AssertionError, match="from plain's"):
         script.outcome(program)
-    first["apart"] = 0.99 * most
+    answers[:] = [first | {"apart": 0.99 * most}] * 2
     assert script.outcome(program) == "alike: fft, mild"

@@ -27,15 +27,11 @@ def step(model, *args, **kwargs):
     out = model(*args, **kwargs)
     out.backward(torch.sin(torch.arange(out.numel()).float()).view_as(out).to(out.dtype))
     gradients = [None if it is None else it.clone() for it in grads(model)]
-    return [
-        out.detach(),
-        *gradients,
-        *(it.clone() for it in model.buffers()),
-        torch.get_rng_state(),
-    ]
+    buffers = [it.clone() for it in model.buffers()]
+    return [out.detach(), *gradients, *buffers, torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
+@pytest.mark.parametrize("budget", ["100%", "70%"])
 def test_bits_and_bytes(budget):
     model, sample = Everything(), images()
     planner = "liveness" if budget == "100%" else "sqrt_n"
@@ -44,18 +40,13 @@ def test_bits_and_bytes(budget):
     found = verify(planned, sample)
     assert found.measured_peak_bytes == found.predicted_peak_bytes
     assert found.equal, found.different
-    made = planned.sn_memory.plan
-    reruns = sum(it.kind == "run" for it in made.actions) - len(planned.sn_memory.trace.graph.ops)
-    assert (reruns > 0) == (budget != "100%")
-
-
-def test_dropout_and_batch_norm_are_run_again():
-    """The property of the test above is worth nothing if the plan rebuilds neither."""
-    planned = plan(Everything(), images(), "70%", **SETTINGS)
     runs = [it.target for it in planned.sn_memory.plan.actions if it.kind == "run"]
-    twice = {name.partition("#")[0] for name in runs if runs.count(name) > 1}
-    assert "norm/native_batch_norm" in twice
-    assert "forward/bernoulli_" in twice
+    again = {name.partition("#")[0] for name in runs if runs.count(name) > 1}
+    if budget == "100%":
+        assert not again
+    else:
+        # Dropout and statistics: without these what was compared above were worth nothing.
+        assert {"norm/native_batch_norm", "forward/bernoulli_"} <= again
 
 
 def test_the_smallest_budget():
@@ -75,39 +66,51 @@ def test_the_smallest_budget():
         plan(mlp(7), sample, "100%", planner=refusal.value.plan, profile=False)
 
 
-def test_it_is_the_model():
-    model, sample = Everything(), images()
-    planned = plan(model, sample, "70%", **SETTINGS)
-    assert isinstance(planned, Everything)
+def test_it_is_the_model_and_copies_and_pickles_are_plain():
+    model, sample = mlp(2), torch.zeros(8, 32)
+    planned = plan(model, sample, "100%", **SETTINGS)
+    assert isinstance(planned, nn.Sequential)
     assert planned is not model
     assert all(a is b for a, b in zip(planned.parameters(), model.parameters(), strict=True))
     assert list(planned.state_dict()) == list(model.state_dict())
-    assert type(model) is Everything
     assert "sn_memory" not in model.__dict__
+    for plain in (model, copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        assert type(plain) is nn.Sequential
+        assert same(plain.state_dict().values(), planned.state_dict().values())
 
 
-def test_copies_and_pickles_are_plain():
-    planned = plan(mlp(2), torch.zeros(8, 32), "100%", **SETTINGS)
-    for made in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
-        assert type(made) is nn.Sequential
-        assert same(made.state_dict().values(), planned.state_dict().values())
+class Watch(TorchDispatchMode):
+    """The ops that run, and the one that each memory came from."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran, self.makers = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.ran.append(func.overloadpacket.__name__)
+        if isinstance(result, torch.Tensor):
+            self.makers[result.data_ptr()] = self.ran[-1]
+        return result
 
 
-def test_gradients_are_handed_over_not_copied():
-    planned = plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
-    seen = {}
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                seen[result.data_ptr()] = str(func)
-            return result
-
-    out = planned(torch.randn(4, 32)).sum()
-    with Watch():
-        out.backward()
-    assert all("clone" not in seen[it.grad.data_ptr()] for it in planned.parameters())
+@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
+def test_steps_run_in_the_planned_order_and_hand_gradients_over():
+    model, sample = mlp(4), torch.randn(64, 32)
+    planned = plan(model, sample, "80%", **SETTINGS)
+    record = planned.sn_memory
+    output_gradient = torch.ones_like(planned(sample))
+    with Watch() as watch:
+        out = planned(sample)
+        out.backward(output_gradient)
+    wanted = [
+        record.trace.graph.ops[record.trace.graph.op_index[it.target]].kind
+        for it in record.plan.actions
+        if it.kind == "run" and it.target != "loss"
+    ]
+    views = {"as_strided", "detach", "set_", "empty", "view", "device"}
+    assert [it for it in watch.ran if it not in views] == wanted
+    assert "clone" not in [watch.makers[it.data_ptr()] for it in grads(planned)]
 
 
 def test_distributed_data_parallel(tmp_path):
@@ -128,67 +131,28 @@ def test_distributed_data_parallel(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
-def test_steps_run_in_the_planned_order():
-    model, sample = mlp(4), torch.randn(64, 32)
-    planned = plan(model, sample, "80%", **SETTINGS)
-    record, ran = planned.sn_memory, []
-
-    class Listen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ran.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    out = planned(sample)
-    output_gradient = torch.ones_like(out)
-    with Listen():
-        out = planned(sample)
-        out.backward(output_gradient)
-    wanted = [
-        record.trace.graph.ops[record.trace.graph.op_index[it.target]].kind
-        for it in record.plan.actions
-        if it.kind == "run" and it.target != "loss"
-    ]
-    views = {"as_strided", "detach", "set_", "empty", "view", "device"}
-    assert [it for it in ran if it not in views] == wanted
-
-
 def test_zeros_for_outputs_without_a_gradient_are_not_made():
     """Autograd would make them for every output, while the plan counts none."""
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.last = mlp(4), nn.Linear(32, 32)
-
+    class Two(nn.Sequential):
         def forward(self, x):
-            h = self.inner(x)
-            return self.last(h), h.detach()
+            x = super().forward(x)
+            return x * 2, x.detach()
 
     sample = torch.randn(64, 32)
     for budget in ("100%", "90%"):
-        found = verify(plan(Two(), sample, budget, **SETTINGS), sample)
+        found = verify(plan(Two(*mlp(4)), sample, budget, **SETTINGS), sample)
         assert found.equal
         assert found.measured_peak_bytes == found.predicted_peak_bytes
 
 
-def test_gradients_of_inputs():
-    sample = torch.randn(64, 32, requires_grad=True)
-    model = mlp(4)
-    assert verify(plan(model, sample, "80%", **SETTINGS), sample).equal
-
-
 def test_one_tensor_passed_twice():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Sum(nn.Linear):
         def forward(self, x, y):
-            return self.linear(x) * y
+            return super().forward(x) * y
 
     x = torch.randn(3, 4, requires_grad=True)
-    planned = plan(Sum(), (x, x), "100%", **SETTINGS)
+    planned = plan(Sum(4, 4), (x, x), "100%", **SETTINGS)
     assert verify(planned, (x, x)).equal
     # One input more than in the sample, and the budget was all that this needed.
     with pytest.warns(PlanWarning, match="above the budget"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from small_models import mlp
+from steps import grads, rows, same
 from torch import nn
 
 from sn_memory.torch import PlanWarning, TraceError, plan, verify
@@ -30,14 +31,14 @@ class Slotted:
 
 
 class Returns(nn.Module):
-    def __init__(self, made):
+    def __init__(self, returned):
         super().__init__()
-        self.inner, self.last, self.made = mlp(4), nn.Linear(32, 32), made
+        self.inner, self.last, self.returned = mlp(4), nn.Linear(32, 32), returned
         self.settings = Bare()
 
     def forward(self, x):
         h = self.inner(x)
-        return self.made(self, h, self.last(h))
+        return self.returned(self, h, self.last(h))
 
 
 def a_dataclass(model, h, out):
@@ -64,7 +65,7 @@ def nothing_of_tensors(model, h, out):
     return out, Result(None, [1, 2])
 
 
-MADE = (a_dataclass, an_object, slots, a_distribution, nothing_of_tensors)
+RETURNED = (a_dataclass, an_object, slots, a_distribution, nothing_of_tensors)
 
 
 def tensors_in(value, seen=None):
@@ -86,62 +87,53 @@ def tensors_in(value, seen=None):
     return [tensor for it in inside for tensor in tensors_in(it, seen)]
 
 
-@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
-@pytest.mark.filterwarnings("ignore:2 forward passes")
-@pytest.mark.parametrize("made", MADE)
-def test_objects_are_filled_with_this_steps_tensors(made):
-    torch.manual_seed(0)
-    model, sample = Returns(made), torch.randn(64, 32)
-    planned = plan(model, sample, "85%", **SETTINGS)
-    earlier = []
-    for seed in range(3):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
+@pytest.mark.parametrize("returned", RETURNED)
+def test_objects_are_filled_with_this_steps_tensors(returned):
+    model = Returns(returned)
+    planned = plan(model, rows(), "85%", **SETTINGS)
+    for seed in (1, 2):
+        x = rows(seed=seed)
         mine, theirs = planned(x), model(x)
         assert type(mine) is type(theirs)
         pairs = list(zip(tensors_in(mine), tensors_in(theirs), strict=True))
         assert pairs
+        gradients = []
         for a, b in pairs:
             assert type(a) is torch.Tensor
             assert torch.equal(a, b)
             assert a.requires_grad == b.requires_grad
         for it in (mine, theirs):
-            model.zero_grad()
             sum(a.square().sum() for a in tensors_in(it) if a.requires_grad).backward()
-            gradients = [a.grad.clone() for a in model.parameters() if a.grad is not None]
-            earlier.append(gradients)
-        assert all(torch.equal(a, b) for a, b in zip(*earlier[-2:], strict=True))
+            gradients.append(grads(model))
+            model.zero_grad()
+        assert same(*gradients)
         # Whatever the caller does to it, the next is as new.
-        if isinstance(mine, Result):
+        if returned is a_dataclass:
+            assert mine.settings is model.settings
+            assert (mine.number, len(mine.states)) == (3, 2)
             mine.number, mine.states = 5, None
-    if made is a_dataclass:
-        assert planned(x).number == 3
-        assert planned(x).settings is model.settings
-        assert planned(x) is not planned(x)
-    if made is an_object:
-        out = planned(x)
-        assert out["object"].own is out["object"] is out["again"]
-        assert out["object"].rows is out["rows"]
-    if made is nothing_of_tensors:
-        out = planned(x)
-        out[1].states.append(3)
-        assert planned(x)[1].states == [1, 2]
+        if returned is an_object:
+            assert mine["object"].own is mine["object"] is mine["again"]
+            assert mine["object"].rows is mine["rows"]
+        if returned is nothing_of_tensors:
+            assert mine[1].states == [1, 2]
+            mine[1].states.append(3)
 
 
 @pytest.mark.parametrize(
-    ("made", "backend"), [(it, ("graph", "modules")[at % 2]) for at, it in enumerate(MADE)]
+    ("returned", "backend"), [(it, ("graph", "modules")[at % 2]) for at, it in enumerate(RETURNED)]
 )
-def test_verify_looks_into_objects(made, backend):
-    torch.manual_seed(0)
-    model, sample = Returns(made), torch.randn(64, 32)
-    planned = plan(model, sample, "95%", profile=False, backend=backend)
-    found = verify(planned, sample)
+def test_verify_looks_into_objects(returned, backend):
+    planned = plan(Returns(returned), rows(), "95%", profile=False, backend=backend)
+    found = verify(planned, rows())
     assert found.equal, found.different
     assert found.measured_peak_bytes == found.predicted_peak_bytes
 
 
 def test_nothing_of_the_tracing_stays():
     """The trace is kept for the life of a planned model: no fake tensor may be in it."""
-    planned = plan(Returns(a_dataclass), torch.randn(64, 32), "100%", **SETTINGS)
+    planned = plan(Returns(a_dataclass), rows(), "100%", **SETTINGS)
     form = planned.sn_memory.trace.captured.output_form
     assert not tensors_in(form.shells)
 
@@ -152,7 +144,7 @@ class Locked:
 
 
 def test_what_cannot_be_copied_is_refused():
-    model, sample = Returns(lambda model, h, out: Locked(out)), torch.randn(64, 32)
+    model, sample = Returns(lambda model, h, out: Locked(out)), rows()
     with pytest.raises(TraceError, match="returns a Locked, which cannot be copied"):
         plan(model, sample, "100%", **SETTINGS)
     with pytest.warns(PlanWarning, match="by regions"):
@@ -165,21 +157,17 @@ class Batch:
         self.rows = rows
 
 
-class Takes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp(3)
-
+class Takes(nn.Linear):
     def forward(self, batch):
-        return self.inner(batch.rows)
+        return super().forward(batch.rows)
 
 
 def test_an_argument_that_could_change_unseen_is_refused():
     """A step replayed would go on with the tensors that were in it when it was planned."""
-    model, batch = Takes(), Batch(torch.randn(64, 32))
+    model, batch = Takes(32, 32), Batch(rows())
     with pytest.raises(TraceError, match="Batch"):
         plan(model, batch, "100%", **SETTINGS)
     with pytest.warns(PlanWarning, match="Batch"):
         planned = plan(model, batch, "100%", profile=False)
-    batch.rows = torch.randn(64, 32)
+    batch.rows = rows(seed=1)
     assert torch.equal(planned(batch), model(batch))
