@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+import sn_memory.torch
 from sn_memory.torch.compile import partitioner
 from sn_memory.torch.trace import op_seconds, trace
 from sn_memory.torch.trace.op_seconds import timeable
@@ -73,3 +74,10 @@ def _quiet(monkeypatch, tmp_path):
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def among_ranks(monkeypatch):
+    """Return a function that lets plans be those of one of so many ranks that train together."""
+    module = sys.modules[sn_memory.torch.plan.__module__]
+    return lambda ranks=2: monkeypatch.setattr(module, "exchanges_gradients", lambda: ranks > 1)
