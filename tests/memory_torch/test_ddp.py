@@ -3,7 +3,7 @@
 import pytest
 from two_ranks import END, START, run_two_ranks
 
-STEPS = 8
+STEPS = 20
 RANK = (
     START
     + """

@@ -7,7 +7,7 @@ from two_ranks import END, START, run_two_ranks
 
 pytest.importorskip("torch.distributed.fsdp")
 
-STEPS = 8
+STEPS = 20
 GRAPH, MODULES, AFTER = "planned first, graph", "planned first, modules", "sharded first, auto"
 CASES = {
     "whole": [GRAPH, AFTER],
