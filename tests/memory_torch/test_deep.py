@@ -104,7 +104,7 @@ def test_what_a_trace_keeps():
 
 
 def test_modules_that_are_alike_are_noted_once():
-    few, many = deep(2), deep(62)
+    few, many = deep(2), deep(120)
     inputs = (rows(),), {}
 
     def kept_bytes(model, note):
@@ -116,23 +116,22 @@ def test_modules_that_are_alike_are_noted_once():
 
     for note in (every_read, lambda model: signature_of(model, inputs, every_read(model))):
         # A reference, and of lists what they hold ahead; a set for each was 2,300 bytes.
-        modules = 60 * 4
-        assert kept_bytes(many, note) - kept_bytes(few, note) < modules * 40
+        assert kept_bytes(many, note) - kept_bytes(few, note) < 472 * 40
 
 
 def test_what_a_written_step_keeps_and_takes_to_write():
-    """Lines compiled at once took four times as much, at the peak of the step."""
+    """A thousand lines compiled at once took 8 MB, at the peak of the step."""
     sample = rows()
-    small, planned = (plan(deep(it), sample, "100%", **SETTINGS) for it in (2, 120))
+    small, planned = (plan(deep(it), sample, "100%", **SETTINGS) for it in (2, 240))
     for _ in range(3):
         step_of(small, sample)
     step_of(planned, sample)
     calls = len(planned.sn_memory.trace.graph.ops)
     with Counted() as counted:
         step_of(planned, sample)
-    # 470 and, of 240 blocks, 1.95 million bytes. Instructions that were there go meanwhile.
+    # 470 and 1.95 million bytes. The instructions go meanwhile, and were there before.
     assert counted.kept / calls < 600
-    assert counted.most < 2e6
+    assert counted.most < 4e6
     program = planned.sn_memory.latest.program
     written = [program.forward, *(it.row for it in program.backward)]
     assert not any(it.instructions for it in written)
