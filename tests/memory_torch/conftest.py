@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+import sn_memory.torch
 from sn_memory.torch.compile import partitioner
 from sn_memory.torch.trace import op_seconds, trace
 from sn_memory.torch.trace.op_seconds import timeable
@@ -89,3 +90,9 @@ def modules_take_long(modules_take_no_time, monkeypatch):
     monkeypatch.setattr(
         "sn_memory.torch.activations.compress.now", lambda device: float(next(clock))
     )
+
+
+def among_ranks(monkeypatch):
+    """Return a function that lets plans be those of one of so many ranks that train together."""
+    module = sys.modules[sn_memory.torch.plan.__module__]
+    return lambda ranks=2: monkeypatch.setattr(module, "exchanges_gradients", lambda: ranks > 1)

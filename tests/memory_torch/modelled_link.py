@@ -23,17 +23,7 @@ _PIECE = 1 << 18
 
 @dataclass
 class Link:
-    """What passed: (begin, end) in seconds of `time.perf_counter`, and bytes.
-
-    Parameters
-    ----------
-    copies
-        Of each copy, both ways.
-    waits
-        When the ops stood still for one.
-    nbytes
-        Copied in all.
-    """
+    """What passed: copies both ways and waits of ops, (begin, end) in seconds, and bytes in all."""
 
     copies: list[tuple[float, float]] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -56,14 +46,9 @@ class Link:
 
 
 class LinkLanes:
-    """Lanes over a modelled link; see `Lanes` in `sn_memory/torch/target/accelerator.py`.
+    """Lanes over a modelled link of a rate each way; see `Lanes` in `sn_memory.torch.target`.
 
-    Parameters
-    ----------
-    bytes_per_s
-        The rate, each way.
-    latency_s
-        Before each copy.
+    latency_s : before each copy
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:

@@ -72,3 +72,31 @@ def module_of(forward, **parts):
     for name, part in parts.items():
         setattr(module, name, part)
     return module
+
+
+def wide(layers=6, width=128):
+    """Weights are larger than what passes through: gradients are most of the peak."""
+    return nn.Sequential(
+        *(it for _ in range(layers) for it in (nn.Linear(width, width), nn.GELU()))
+    )
+
+
+def maps_then_weights():
+    """Large maps first, large weights last: gradients that one rank computes late."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(8)),
+        *(nn.Flatten(), nn.Linear(8 * 8 * 8, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+    )
+
+
+class WithLoss(nn.Module):
+    """Returns its loss; a parameter may be in no forward pass."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        self.blocks = mlp(6)
+        if unused:
+            self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()

@@ -49,3 +49,21 @@ def plan_warnings():
         warnings.simplefilter("always", PlanWarning)
         yield texts
     texts += [str(it.message) for it in caught if issubclass(it.category, PlanWarning)]
+
+
+def mean_of_squares(out):
+    return out.square().mean()
+
+
+def step_of(model, *args, loss_of=mean_of_squares):
+    """Take a step from no gradients; return its loss and the gradients."""
+    model.zero_grad()
+    loss = loss_of(model(*args))
+    loss.backward()
+    return [loss.detach(), *grads(model)]
+
+
+def optimizer_tensors(optimizer):
+    """Return the tensors of an optimizer's state."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,31 +1,14 @@
 """Planned models inside DistributedDataParallel on two ranks: bits, peaks, what DDP sees when."""
 
 import pytest
-from two_ranks import run_two_ranks
+from two_ranks import END, START, run_two_ranks
 
 STEPS = 20
-RANK = """
-import importlib.util, json, os, sys, time, torch
-from torch import nn
+RANK = (
+    START
+    + """
+import importlib.util, os
 from torch.nn.parallel import DistributedDataParallel
-from small_models import mlp
-from sn_memory.torch import StorageTracker, plan
-torch.set_num_threads(1)
-rank, store, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-def rows(seed):
-    return torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
-
-class WithLoss(nn.Module):
-    def __init__(self, unused):
-        super().__init__()
-        self.blocks = mlp(6)
-        if unused:
-            self.unused = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.blocks(x).square().mean()
 
 def trained(backend=None, **settings):
     torch.manual_seed(0)
@@ -35,9 +18,8 @@ def trained(backend=None, **settings):
         given = {"profile": False, "backend": backend}
         if backend == "graph":
             given["planner"] = "sqrt_n"
-        model = plan(model, rows(rank), "80%", **given)
+        model = plan(model, rows(512, rank), "80%", **given)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.004, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for name, it in model.named_parameters():
         it.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
 
@@ -50,24 +32,12 @@ def trained(backend=None, **settings):
         return future
 
     wrapped.register_comm_hook(None, hook)
-    losses = []
-    for at in range(steps):
-        x = rows(2 * at + rank)
-        optimizer.zero_grad()
+
+    def begin():
         arrived.clear()
         buckets.clear()
-        tracker = StorageTracker([*model.parameters(), x])
-        if at == steps - 1:
-            with tracker:
-                loss = wrapped(x)
-                loss.backward()
-        else:
-            loss = wrapped(x)
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    found = {"losses": losses, "peak": tracker.peak_bytes, "arrived": arrived, "buckets": buckets}
-    found["weights"] = [it.double().sum().item() for it in model.parameters()]
+
+    found = train(wrapped, begin=begin) | {"arrived": arrived, "buckets": buckets}
     if backend:
         made = model.sn_memory.plan
         found |= {"again": len(made.decided("recompute")), "budget": made.budget_bytes}
@@ -89,21 +59,15 @@ for name, settings in variants.items():
 def accelerated(planned):
     from accelerate import Accelerator
     torch.manual_seed(0)
-    model = WithLoss(False)
+    model = WithLoss()
     if planned:
-        model = plan(model, rows(rank), "80%", backend="graph", planner="sqrt_n", profile=False)
+        settings = {"backend": "graph", "planner": "sqrt_n", "profile": False}
+        model = plan(model, rows(512, rank), "80%", **settings)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for at in range(steps):
-        optimizer.zero_grad()
-        loss = wrapped(rows(2 * at + rank))
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    weights = [it.double().sum().item() for it in model.parameters()]
-    return [type(wrapped).__name__, losses, weights]
+    found = train(wrapped, optimizer, backward=accelerator.backward)
+    return [type(wrapped).__name__, found["losses"], found["weights"]]
 
 if importlib.util.find_spec("accelerate"):
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -111,9 +75,9 @@ if importlib.util.find_spec("accelerate"):
     os.environ |= {name: str(number) for name, number in here.items()}
     found["accelerate"] = [accelerated(False), accelerated(True)]
 print(json.dumps(found))
-time.sleep(0.2)  # docs/ddp.md says why
-torch.distributed.destroy_process_group()
 """
+    + END
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +91,7 @@ CASES += [(way, it) for way in ("static graph", "unused") for it in ("graph", "m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "planned"), CASES)
-def test_bits_and_peaks(ranks, way, planned):
+def test_bits_peaks_and_no_gradient_later_than_torch_hands_it_over(ranks, way, planned):
     for found in ranks:
         plain, mine = found[way]["plain"], found[way][planned]
         assert len(mine["losses"]) == STEPS
@@ -138,13 +102,6 @@ def test_bits_and_peaks(ranks, way, planned):
         gradients = 6 * (32 * 32 + 32) * 4
         assert mine["peak"] <= mine["budget"] + gradients
         assert mine["peak"] < plain["peak"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "planned"), CASES)
-def test_no_gradient_later_than_torch_hands_it_over(ranks, way, planned):
-    for found in ranks:
-        plain, mine = found[way]["plain"], found[way][planned]
         assert sorted(mine["arrived"]) == sorted(plain["arrived"])
         # Layer by layer as torch; those of one op, weight and bias, in either order.
         layers, theirs = ([it.rpartition(".")[0] for it in run["arrived"]] for run in (mine, plain))

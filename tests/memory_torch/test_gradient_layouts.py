@@ -3,13 +3,13 @@
 import copy
 
 import pytest
+import steps
 import torch
+from steps import mean_of_squares, same, step_of
 from torch import nn
 
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import plan
-
-SETTINGS = {"profile": False, "time_limit_s": 2.0}
 
 
 class Maps(nn.Module):
@@ -28,43 +28,27 @@ class Maps(nn.Module):
 def planned(contiguous, backend):
     model = Maps(contiguous).to(memory_format=torch.channels_last)
     sample = torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last)
-    return (
-        model,
-        plan(copy.deepcopy(model), sample, "100%", backend=backend, **SETTINGS),
-        sample,
-    )
-
-
-def gradients(model, sample, loss):
-    loss(model(sample)).backward()
-    found = [it.grad for it in model.parameters()]
-    model.zero_grad()
-    return found
-
-
-def mean_of_squares(out):
-    return out.square().mean()
+    settings = {"backend": backend, "profile": False, "time_limit_s": 2.0}
+    return model, plan(copy.deepcopy(model), sample, "100%", **settings), sample
 
 
 @pytest.mark.parametrize("backend", ["graph", "compile"])
 def test_another_layout_is_said_once(backend):
     model, ours, sample = planned(False, backend)
     with pytest.warns(PlanWarning, match=r"has strides \(2048, 256, 16, 1\)") as warned:
-        found = gradients(ours, sample, mean_of_squares)
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
-    gradients(ours, sample, mean_of_squares)
-    for mine, its in zip(found, gradients(model, sample, mean_of_squares), strict=True):
+        found = step_of(ours, sample)
+    assert [it.filename for it in warned] == [steps.__file__]
+    step_of(ours, sample)
+    for mine, its in zip(found, step_of(model, sample), strict=True):
         torch.testing.assert_close(mine, its)
 
 
 @pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
 @pytest.mark.parametrize(
-    ("contiguous", "loss"),
+    ("contiguous", "loss_of"),
     [(True, mean_of_squares), (False, torch.sum), (False, lambda out: out.square().sum())],
     ids=["the advice", "one number", "the same layout"],
 )
-def test_without_a_word_the_bits_are_equal(backend, contiguous, loss):
+def test_without_a_word_the_bits_are_equal(backend, contiguous, loss_of):
     model, ours, sample = planned(contiguous, backend)
-    found = gradients(ours, sample, loss)
-    assert all(map(torch.equal, found, gradients(model, sample, loss)))
+    assert same(*(step_of(it, sample, loss_of=loss_of) for it in (ours, model)))

@@ -2,8 +2,10 @@
 
 import copy
 import warnings
+from functools import cache
 
 import pytest
+import steps
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
@@ -44,8 +46,8 @@ class Critic(nn.Module):
         return self.last(self.norm(x))
 
 
-def rows(seed=1):
-    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+def rows(seed=1, count=16):
+    return steps.rows(count, seed, WIDTH).double()
 
 
 def weights(model):
@@ -82,14 +84,6 @@ def hessian_vector_product(model):
     return of(model, sum((it * it.detach().cos()).sum() for it in slopes))
 
 
-def functional_hvp(model):
-    return functional.hvp(lambda x: model(x).square().mean(), rows(), rows(2))
-
-
-def functional_hessian(model):
-    return [functional.hessian(lambda x: model(x).exp().mean(), rows()[:2])]
-
-
 def vectorized_hessian(model):
     return [functional.hessian(lambda x: model(x).exp().mean(), rows()[:2], vectorize=True)]
 
@@ -119,11 +113,6 @@ def third_derivative(model):
 def func_grad(model):
     found = torch.func.grad(lambda w: functional_call(model, w, (rows(),)).square().mean())
     return list(found(weights(model)).values())
-
-
-def func_hvp(model):
-    slope = torch.func.grad(lambda x: model(x).square().mean())
-    return torch.func.jvp(slope, (rows(),), (rows(2),))
 
 
 def func_per_sample(model):
@@ -175,37 +164,18 @@ def batched_backward(model):
 WAYS = {
     it.__name__: it
     for it in (
-        gradient_penalty,
-        backward_with_a_graph,
-        hessian_vector_product,
-        functional_hvp,
-        functional_hessian,
-        vectorized_hessian,
-        maml,
-        double_backward_trick,
-        third_derivative,
-        func_grad,
-        func_hvp,
-        func_per_sample,
-        func_vjp,
-        func_hessian,
-        forward_mode,
-        forward_mode_over_parameters,
-        forward_over_reverse,
-        batched_backward,
+        *(gradient_penalty, backward_with_a_graph, hessian_vector_product, vectorized_hessian),
+        *(maml, double_backward_trick, third_derivative),
+        *(func_grad, func_per_sample, func_vjp, func_hessian),
+        *(forward_mode, forward_mode_over_parameters, forward_over_reverse, batched_backward),
     )
 }
 
 
 # Where the compiled backward pass is differentiated, or runs for several gradients at a time.
 LOOK_AT_THE_FORWARD_PASS = {
-    "func_grad",
-    "func_hvp",
-    "func_per_sample",
-    "func_vjp",
-    "func_hessian",
-    "forward_mode",
-    "forward_mode_over_parameters",
+    *("func_grad", "func_per_sample", "func_vjp", "func_hessian"),
+    *("forward_mode", "forward_mode_over_parameters"),
 }
 
 # What the error says of those that have first derivatives only.
@@ -223,8 +193,8 @@ def off(found, expected):
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
-@pytest.fixture(scope="module")
-def critics():
+@cache
+def planned_critics():
     """A model, and a planned copy by each back end."""
     torch.manual_seed(0)
     model = Critic().double()
@@ -232,6 +202,11 @@ def critics():
         backend: plan(copy.deepcopy(model), rows(), "85%", backend=backend, **SETTINGS)
         for backend in REFUSED_OR_RIGHT
     }
+
+
+@pytest.fixture
+def critics(_kernels_are_not_compiled):
+    return planned_critics()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -265,10 +240,10 @@ def test_it_is_right_or_one_clear_error(critics, backend, way):
 
 def test_the_budget_of_a_strict_plan_is_not_broken():
     planned = plan(Critic().double(), rows(), "100%", backend="graph", strict=True, **SETTINGS)
-    with pytest.raises(PlanError, match=r"strict: .*create_graph=True"):
-        gradient_penalty(planned)
-    with pytest.raises(PlanError, match=r"strict: .*torch.func"):
-        func_grad(planned)
+    for ask in (gradient_penalty, func_grad):
+        words = "torch.func" if ask is func_grad else "create_graph=True"
+        with pytest.raises(PlanError, match=f"strict: .*{words}"):
+            ask(planned)
 
 
 class Drawing(nn.Module):
@@ -330,14 +305,6 @@ def test_autocast_is_as_it_was():
     assert off(found, slopes(model)) <= 2.0**-7
 
 
-def test_what_the_forward_pass_wrote_over_is_named():
-    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    planned = plan(nn.Sequential(*layers), rows().float(), "100%", backend="graph", **SETTINGS)
-    x = rows().float().requires_grad_()
-    with pytest.raises(ReplayError, match=r"writes over 0.parametrizations.weight.0._u"):
-        grad(planned(x).sum(), x, create_graph=True)
-
-
 class Momentum(nn.Module):
     """A momentum encoder: its forward pass moves parameters, and reads them."""
 
@@ -352,21 +319,30 @@ class Momentum(nn.Module):
         return (self.fast(x) - self.slow(x)).square()
 
 
-def test_parameters_that_the_forward_pass_wrote_over_are_named():
-    planned = plan(Momentum(), rows().float(), "100%", backend="graph", **SETTINGS)
+def spectral():
+    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(spectral, "0.parametrizations.weight.0._u"), (Momentum, "slow.weight, which it reads")],
+)
+def test_what_the_forward_pass_wrote_over_is_named(model, name):
+    planned = plan(model(), rows().float(), "100%", backend="graph", **SETTINGS)
     x = rows().float().requires_grad_()
-    with pytest.raises(ReplayError, match=r"writes over slow.weight, which it reads"):
+    with pytest.raises(ReplayError, match=f"writes over {name}"):
         grad(planned(x).sum(), x, create_graph=True)
 
 
+@torch.no_grad()
 def changed_weight(planned, x):
-    with torch.no_grad():
-        planned.last.bias += 1
+    planned.last.bias += 1
 
 
+@torch.no_grad()
 def changed_input(planned, x):
-    with torch.no_grad():
-        x += 1
+    x += 1
 
 
 def changed_mode(planned, x):
@@ -394,41 +370,32 @@ def test_with_the_state_on_the_host_it_is_refused():
         torch.func.vjp(planned, sample)
 
 
+ONCE, HOOKS = "only allowed to backward once", "saved tensor hooks"
+
+
 @pytest.mark.parametrize(
-    "way",
-    ["gradient_penalty", "func_grad", "func_vjp", "forward_mode", "batched_backward", "maml"],
+    ("way", "words"),
+    [(gradient_penalty, ONCE), (maml, ONCE), (func_grad, HOOKS), (func_vjp, HOOKS)],
 )
-def test_a_policy_is_right_or_refused_by_torch(critics, way):
+def test_a_policy_is_right_or_refused_by_torch(critics, way, words):
     policy = checkpoint_policy(critics[0], rows(), "90%", profile=False)
     wrapped = policy.wrap(copy.deepcopy(critics[0]))
-    if way.startswith("func_"):
-        told = "saved tensor hooks"
-    elif way in ("forward_mode", "batched_backward"):
-        assert off(WAYS[way](wrapped), WAYS[way](critics[0])) == 0
-        return
-    else:
-        told = "only allowed to backward once"
-    with pytest.raises(RuntimeError, match=told):
-        WAYS[way](wrapped)
+    with pytest.raises(RuntimeError, match=words):
+        way(wrapped)
+    for right in (forward_mode, batched_backward):
+        assert off(right(wrapped), right(critics[0])) == 0
 
 
-@pytest.mark.parametrize(
-    "way", [hessian_vector_product, maml, third_derivative, func_hvp, forward_mode]
-)
+@pytest.mark.parametrize("way", [hessian_vector_product, maml, third_derivative, forward_mode])
 def test_compressed_activations_have_second_derivatives(way, monkeypatch):
     """Right but for the rounding of eight bits, or not compressed."""
-    monkeypatch.setattr(torch.Tensor, "double", lambda self: self)
+    monkeypatch.setattr(f"{__name__}.rows", lambda seed=1: steps.rows(256, seed, WIDTH))
     model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 64), nn.Tanh())
     model.append(nn.Linear(64, 1))
-    monkeypatch.setattr(f"{__name__}.rows", lambda seed=1: rows_of_many(seed))
     expected = way(model)
     with warnings.catch_warnings():
-        if way in (func_hvp, forward_mode):
+        if way is forward_mode:
             warnings.filterwarnings("ignore", "nothing that Sequential saves", PlanWarning)
         with compress_activations(copy.deepcopy(model), bits=8) as compressed:
             found = way(compressed.model)
     assert 0 <= off(found, expected) < 0.05
-
-
-def rows_of_many(seed):
-    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed))

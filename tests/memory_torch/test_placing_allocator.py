@@ -26,6 +26,10 @@ class Pluggable:
     def allocator(self):
         return self
 
+    @classmethod
+    def change(cls, allocator):
+        cls.changed = allocator
+
     def __getattr__(self, name):
         return lambda pointer: self.hooks.setdefault(name, pointer)
 
@@ -35,21 +39,19 @@ def cuda(monkeypatch):
     opened = []
 
     def over_host(source):
-        opened.append(source)
-        opened.append(PlacingAllocator("host"))
+        opened.extend([source, PlacingAllocator("host")])
         return opened[1]
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Pluggable)
-    change = lambda it: setattr(Pluggable, "changed", it)  # noqa: E731
-    monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", change)
+    monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", Pluggable.change)
     monkeypatch.setattr(placing, "PlacingAllocator", over_host)
     monkeypatch.setattr(placing, "_active", None)
     yield opened
     COUNTED.clear()
-    if len(opened) > 1:
-        opened[1].close()
+    for allocator in opened[1:]:
+        allocator.close()
 
 
 def test_it_is_torchs_allocator_from_then_on(cuda):
@@ -59,18 +61,16 @@ def test_it_is_torchs_allocator_from_then_on(cuda):
     assert cuda[0] == "libcudart.so.13"
     assert len(cuda) == 2
     pluggable = Pluggable.changed
-    assert (pluggable.path, pluggable.functions) == (
-        str(library_path()),
-        ("sn_placing_malloc", "sn_placing_free"),
-    )
+    assert pluggable.path == str(library_path())
+    assert pluggable.functions == ("sn_placing_malloc", "sn_placing_free")
     library = ctypes.CDLL(pluggable.path)
+    hooks = {
+        "set_reset_fn": library.sn_placing_trim,
+        "set_record_stream_fn": library.sn_placing_record_stream,
+        "set_begin_allocate_to_pool": library.sn_placing_refuse_pool,
+    }
     assert pluggable.hooks == {
-        name: ctypes.cast(getattr(library, f"sn_placing_{function}"), ctypes.c_void_p).value
-        for name, function in {
-            "set_reset_fn": "trim",
-            "set_record_stream_fn": "record_stream",
-            "set_begin_allocate_to_pool": "refuse_pool",
-        }.items()
+        name: ctypes.cast(function, ctypes.c_void_p).value for name, function in hooks.items()
     }
     assert isinstance(planned_settings(), PlacingSettings)
     device = torch.device("cuda", 0)

@@ -1,6 +1,6 @@
 """A model that returns its loss beside other outputs: backward is planned from that loss alone.
 
-Over 300 lines: one model, and each way in which a gradient of its outputs may be asked for.
+One model, and each way in which a gradient of its outputs may be requested.
 """
 
 import copy
@@ -64,33 +64,40 @@ LOSSES = {
 }
 
 
-def step(model, given, name, **settings):
+def loss_of(model, inputs, name):
     torch.manual_seed(1)
-    LOSSES[name](*three(model(*given))).backward(**settings)
+    return LOSSES[name](*three(model(*inputs)))
 
 
-def same(mine, theirs):
-    return equal(grads(mine), grads(theirs))
+def steps(pair, *names):
+    """Take steps of both models that begin with no gradients; return those of each."""
+    model, mine, planned, inputs = pair
+    for it in (model, mine):
+        it.zero_grad()
+    for name in names:
+        loss_of(planned, inputs, name).backward()
+        loss_of(model, inputs, name).backward()
+    return grads(mine), grads(model)
 
 
-def pair(budget=10**8, form=dict, batch=256, **settings):
-    model, given = Labelled(form), sample(batch)
+def make_pair(budget=10**8, form=dict, batch=256, spectral=False, **settings):
+    model, inputs = Labelled(form, spectral), sample(batch)
     mine = copy.deepcopy(model)
     settings = {"backend": "graph", "profile": False, **settings}
-    return model, mine, plan(mine, given, budget, **settings), given
+    return model, mine, plan(mine, inputs, budget, **settings), inputs
 
 
 @pytest.mark.parametrize("form", [dict, tuple, SimpleNamespace])
 def test_percent_are_of_the_plain_step(form):
-    model, _, planned, given = pair("80%", form, 1024)
-    plain = run_step(model, model, (given, {}), kernels=True).peak_bytes
+    model, _, planned, inputs = make_pair("80%", form, 1024)
+    plain = run_step(model, model, (inputs, {}), kernels=True).peak_bytes
     baseline = planned.sn_memory.plan.baseline_peak_bytes
     assert abs(baseline / plain - 1) < 0.005
-    assert abs(estimate(model, given).step_bytes / plain - 1) < 0.005
+    assert abs(estimate(model, inputs).step_bytes / plain - 1) < 0.005
     assert not any("plain step" in it for it in planned.sn_memory.latest_trace.notes)
-    held = run_step(planned, planned, (given, {}), kernels=True).peak_bytes
+    held = run_step(planned, planned, (inputs, {}), kernels=True).peak_bytes
     assert held <= planned.sn_memory.budget_bytes
-    assert not verify(planned, given).different
+    assert not verify(planned, inputs).different
     assert sum(planned.sn_memory.latest_trace.captured.ends) == 1
 
 
@@ -110,213 +117,168 @@ def test_scalars_beside_the_first_may_be_part_of_the_loss():
         assert traced.captured.ends == ends
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize(
-    ("form", "first"),
+    ("form", "first", "accumulates"),
     [
-        *((dict, first) for first in ("loss", "penalty", "logits", "other")),
-        *((form, "penalty") for form in (tuple, SimpleNamespace)),
+        (dict, "loss", False),
+        (dict, "penalty", True),
+        (dict, "logits", False),
+        (dict, "other", True),
+        (tuple, "penalty", False),
+        (SimpleNamespace, "penalty", True),
     ],
 )
-def test_gradients_of_other_outputs_are_right_from_the_first_on(form, first, accumulate):
-    model, mine, planned, given = pair(form=form)
+def test_gradients_of_other_outputs_are_right_from_the_first_on(form, first, accumulates):
+    pair = make_pair(form=form)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in (first, *LOSSES, "loss", "loss", "logits", first):
-            for it in (model, mine):
-                it.zero_grad()
-            for _ in range(1 + accumulate):
-                step(planned, given, name)
-                step(model, given, name)
-                assert same(mine, model)
-    words = [str(it.message) for it in caught if "other than the loss" in str(it.message)]
-    assert len(words) == 1
-    assert "runs without its plan" in words[0]
-    assert "the budget is" in words[0]
+            assert equal(*steps(pair, *[name] * (1 + accumulates)))
+    (words,) = [str(it.message) for it in caught if "other than the loss" in str(it.message)]
+    assert "runs without its plan" in words
+    assert "the budget is" in words
 
 
 def test_the_loss_alone_runs_as_planned_and_warns_of_nothing():
-    model, mine, planned, given = pair("80%")
+    pair = _, mine, planned, _ = make_pair("80%")
     planned_step = planned.sn_memory.latest
     for name in ("loss", "twice", "loss"):
-        model.zero_grad()
-        mine.zero_grad()
-        step(planned, given, name)
-        step(model, given, name)
-        assert same(mine, model)
+        assert equal(*steps(pair, name))
         assert mine.other.weight.grad is None
     assert planned.sn_memory.inputs.running is planned_step
 
 
 def test_later_steps_are_planned_for_all_outputs():
-    _, _, planned, given = pair()
+    pair = *_, planned, _ = make_pair()
     before = planned.sn_memory.latest
     with pytest.warns(PlanWarning, match="planned for what was requested"):
-        step(planned, given, "penalty")
-    step(planned, given, "penalty")
+        steps(pair, "penalty")
+    steps(pair, "penalty")
     now = planned.sn_memory.inputs.running
     assert now is not before
     assert now.captured.ends == (True, False, True)
-    step(planned, given, "loss")
+    steps(pair, "loss")
     assert planned.sn_memory.inputs.running is now
     # Of another shape, too.
-    step(planned, sample(8), "penalty")
+    steps((*pair[:3], sample(8)), "penalty")
     assert planned.sn_memory.inputs.running.captured.ends == now.captured.ends
     for name in ("all", "other"):
-        step(planned, given, name)
+        steps(pair, name)
     assert planned.sn_memory.inputs.running.captured.ends == (True, True, True)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_logits_alone_take_what_the_plain_step_takes():
-    _, _, planned, given = pair()
+    pair = *_, planned, _ = make_pair()
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            step(planned, given, "logits")
-        ends = planned.sn_memory.inputs.running.captured.ends
-    assert ends == (True, False, False)
+        steps(pair, "logits")
+    assert planned.sn_memory.inputs.running.captured.ends == (True, False, False)
 
 
 def test_strict_raises_and_the_next_step_is_planned_so():
-    model, mine, planned, given = pair(strict=True)
+    pair = make_pair(strict=True)
     with pytest.raises(PlanError, match=r"strict: .* other than the loss"):
-        step(planned, given, "penalty")
-    mine.zero_grad()
-    step(planned, given, "penalty")
-    step(model, given, "penalty")
-    assert same(mine, model)
+        steps(pair, "penalty")
+    assert equal(*steps(pair, "penalty"))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", [("loss", "logits"), ("logits", "loss"), ("loss", "penalty")])
 def test_several_backward_passes_of_one_graph(order):
-    model, mine, planned, given = pair()
+    model, mine, planned, inputs = make_pair()
     for it in (planned, model, planned, model):
         if it is planned:
             model.zero_grad()
             mine.zero_grad()
         torch.manual_seed(1)
-        outs = three(it(*given))
+        outs = three(it(*inputs))
         LOSSES[order[0]](*outs).backward(retain_graph=True)
         LOSSES[order[1]](*outs).backward()
         with pytest.raises((ReplayError, RuntimeError), match="second time"):
             LOSSES[order[1]](*outs).backward()
-    assert same(mine, model)
+    assert equal(grads(mine), grads(model))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_by_name_of_parameters_and_inputs():
-    model, given = Labelled(), sample()
-    x = given[0].requires_grad_()
-    mine = copy.deepcopy(model)
-    planned = plan(mine, given, 10**8, backend="graph", profile=False)
+    model, mine, planned, inputs = make_pair()
+    x = inputs[0].requires_grad_()
     names = ("body.0.weight", "head.bias", "other.bias")
     for name in ("loss", "logits", "other", "all", "loss"):
         found = []
         for it, own in ((planned, mine), (model, model)):
-            torch.manual_seed(1)
-            loss = LOSSES[name](*three(it(*given)))
             leaves = [x, *map(own.get_parameter, names)]
+            loss = loss_of(it, inputs, name)
             found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-        for got, expected in zip(*found, strict=True):
-            assert got is expected is None or torch.equal(got, expected)
-    torch.manual_seed(1)
-    loss, _, _ = three(planned(*given))
+        assert equal(*found)
     with pytest.raises(RuntimeError, match=r"unused|not have been used"):
-        torch.autograd.grad(loss, [mine.other.bias])
+        torch.autograd.grad(loss_of(planned, inputs, "loss"), [mine.other.bias])
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_on_parameters_see_what_the_plain_step_shows():
-    model, mine, planned, given = pair()
-    seen = []
+    pair = model, mine, *_ = make_pair()
+    seen = {mine: [], model: []}
     for own in (mine, model):
         for name, it in own.named_parameters():
             it.register_post_accumulate_grad_hook(
-                lambda leaf, name=name, own=own: seen.append((own is mine, name, leaf.grad))
+                lambda leaf, name=name, own=own: seen[own].append((name, leaf.grad))
             )
     for name in ("loss", "penalty", "other", "loss"):
-        seen.clear()
-        model.zero_grad()
-        mine.zero_grad()
-        step(planned, given, name)
-        step(model, given, name)
+        seen[mine].clear()
+        seen[model].clear()
+        steps(pair, name)
         # Of a parameter that may have a gradient and has none, torch calls them with None.
-        there = [it for it in seen if it[2] is not None]
-        got, expected = ({n: g for ours, n, g in there if ours is side} for side in (True, False))
-        assert len(there) == len(got) + len(expected)
+        calls = [[it for it in seen[own] if it[1] is not None] for own in (mine, model)]
+        got, expected = map(dict, calls)
+        assert [len(got), len(expected)] == [len(it) for it in calls]
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[it], expected[it]) for it in got)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_parameter_that_is_frozen_before_backward():
-    model, mine, planned, given = pair()
+    model, mine, planned, inputs = make_pair()
     for it, own in ((planned, mine), (model, model)):
-        torch.manual_seed(1)
-        loss = LOSSES["penalty"](*three(it(*given)))
+        loss = loss_of(it, inputs, "penalty")
         own.head.bias.requires_grad_(False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loss.backward()
-    assert same(mine, model)
+        loss.backward()
+    assert equal(grads(mine), grads(model))
     assert mine.head.bias.grad is None
 
 
-def test_penalties_of_gradients():
-    model, mine, planned, given = pair()
-    for it, own in ((planned, mine), (model, model)):
-        torch.manual_seed(1)
-        loss, logits, _ = three(it(*given))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            (found,) = torch.autograd.grad(
-                loss + logits.mean(), [own.head.weight], create_graph=True
-            )
-            found.square().sum().backward()
-    for got, expected in zip(mine.parameters(), model.parameters(), strict=True):
-        assert (got.grad is None) == (expected.grad is None)
-        assert got.grad is None or torch.allclose(got.grad, expected.grad, rtol=1e-5)
-
-
 def test_what_cannot_run_once_more_is_refused():
-    model, given = Labelled(spectral=True), sample()
-    planned = plan(model, given, 10**8, backend="graph", profile=False)
-    step(planned, given, "loss")
+    pair = make_pair(spectral=True)
+    steps(pair, "loss")
     with pytest.raises(ReplayError, match=r"output other than the loss .* writes over"):
-        step(planned, given, "penalty")
+        steps(pair, "penalty")
     # Planned for both by now.
-    step(planned, given, "penalty")
+    steps(pair, "penalty")
 
 
 def test_state_on_the_host_refuses_other_gradients():
-    model, given = Labelled(), sample()
+    model, inputs = Labelled(), sample()
     mine = copy.deepcopy(model)
-    steps = [torch.optim.AdamW(it.parameters(), 0.1) for it in (mine, model)]
-    planned = plan(
-        mine, given, "95%", profile=False, state=HostState(in_place=False), optimizer=steps[0]
-    )
+    optimizers = [torch.optim.AdamW(it.parameters(), 0.1) for it in (mine, model)]
+    held = HostState(in_place=False)
+    planned = plan(mine, inputs, "95%", profile=False, state=held, optimizer=optimizers[0])
     for _ in range(2):
-        step(planned, given, "loss")
-        step(model, given, "loss")
-        for it in steps:
-            it.step()
-            it.zero_grad()
-        assert all(map(torch.equal, mine.state_dict().values(), model.state_dict().values()))
+        for it, optimizer in zip((planned, model), optimizers, strict=True):
+            loss_of(it, inputs, "loss").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal(mine.state_dict().values(), model.state_dict().values())
     with pytest.raises(ReplayError, match="an output other than the loss"):
-        step(planned, given, "penalty")
+        loss_of(planned, inputs, "penalty").backward()
 
 
 @pytest.mark.parametrize("backend", ["compile", "modules"])
 def test_other_backends_take_gradients_of_all_outputs(backend):
-    model, mine, planned, given = pair(backend=backend)
+    pair = model, *_ = make_pair(backend=backend)
+    zeros = [torch.zeros_like(it) for it in model.parameters()]
     for name in LOSSES:
-        model.zero_grad()
-        mine.zero_grad()
-        step(planned, given, name)
-        step(model, given, name)
-        if backend == "modules":
-            assert same(mine, model)
-        for got, expected in zip(mine.parameters(), model.parameters(), strict=True):
-            zeros = torch.zeros_like(got)
-            both = [zeros if it is None else it for it in (got.grad, expected.grad)]
+        found = steps(pair, name)
+        assert backend == "compile" or equal(*found)
+        for got, expected, zero in zip(*found, zeros, strict=True):
+            both = [zero if it is None else it for it in (got, expected)]
             assert torch.allclose(*both, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,6 @@
 """Which calls are timed on made-up tensors, and what becomes of the times."""
 
 import logging
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from sn_memory.cost.devices import NOMINAL
 from sn_memory.cost.op_times import TimesFile
-from sn_memory.torch import PlanWarning, plan, trace
+from sn_memory.torch import plan, trace
 from sn_memory.torch.model.tracker import AllocationTracker
 from sn_memory.torch.trace import op_seconds
 from sn_memory.torch.trace.op_seconds import cached_costs, circumstances, rebuilt, timeable
@@ -19,15 +18,15 @@ from sn_memory.torch.trace.op_seconds import cached_costs, circumstances, rebuil
 CPU = torch.device("cpu")
 
 
-def cached_seconds(works, device):
-    """Seconds as `cached_costs` keeps them, of what takes no scratch."""
+def cached_seconds(measure):
+    """Seconds of one op as `cached_costs` keeps them, of what takes no scratch."""
 
-    def cost(measure):
+    def cost():
         seconds = measure()
         return None if seconds is None else (seconds, 0)
 
-    pairs = [(text, lambda measure=measure: cost(measure)) for text, measure in works]
-    return [it and it[0] for it in cached_costs(pairs, device)]
+    (found,) = cached_costs([("op", cost)], CPU)
+    return found and found[0]
 
 
 @torch.library.custom_op("sn_memory_tests::only_mine", mutates_args=())
@@ -72,6 +71,14 @@ class Odd(nn.Module):
         return self.op(self.linear(x))
 
 
+def calls_of(model, sample):
+    return trace(model, sample, profile=False).captured.recording.calls
+
+
+def sources(model, sample):
+    return trace(model, sample, device=NOMINAL).graph.seconds_sources
+
+
 def pools(x):
     return nn.functional.max_unpool1d(*nn.functional.max_pool1d(x, 2, return_indices=True), 2)
 
@@ -85,11 +92,6 @@ def bags(x):
     return nn.functional.embedding_bag(torch.tensor([1, 2, 3]), x, offsets, mode="mean")
 
 
-def parts(model, sample):
-    calls = trace(model, sample, profile=False).captured.recording.calls
-    return {it: {call.name for call in calls if timeable(call) is it} for it in (True, False)}
-
-
 @pytest.mark.parametrize(
     ("model", "sample"),
     [
@@ -100,9 +102,8 @@ def parts(model, sample):
     ids=["linear", "convolutions", "indices"],
 )
 def test_what_is_common_is_timed(model, sample):
-    assert parts(model, sample)[False] == set()
-    graph = trace(model, sample, device=NOMINAL).graph
-    assert set(graph.seconds_sources) == {"measured"}
+    assert all(map(timeable, calls_of(model, sample)))
+    assert set(sources(model, sample)) == {"measured"}
 
 
 @pytest.mark.parametrize(
@@ -117,9 +118,8 @@ def test_what_is_common_is_timed(model, sample):
 def test_what_reads_where_integers_say_is_not(op, name):
     """Of these some end the process on values of nobody's; none may be run to see which."""
     model, sample = Odd(op), torch.randn(6, 6)
-    assert name in parts(model, sample)[False]
-    sources = trace(model, sample, device=NOMINAL).graph.seconds_sources
-    assert sources["roofline"] >= 1
+    assert name in {call.name for call in calls_of(model, sample) if not timeable(call)}
+    assert sources(model, sample)["roofline"] >= 1
 
 
 def test_where_floats_share_a_storage_with_indices_the_indices_are_in_range():
@@ -136,7 +136,7 @@ def test_where_floats_share_a_storage_with_indices_the_indices_are_in_range():
 
 def test_collectives_are_not_timed():
     """They would wait for ranks that do not come."""
-    calls = trace(mlp(1), torch.zeros(3, 32), profile=False).captured.recording.calls
+    calls = calls_of(mlp(1), torch.zeros(3, 32))
 
     class Reduce:
         namespace, tags = "_c10d_functional", ()
@@ -156,8 +156,7 @@ def test_an_op_that_raises_anything_is_left_to_the_roofline(monkeypatch):
 
 def test_what_could_not_be_timed_is_tried_again():
     answers = iter([None, 2.0])
-    work = [("op", lambda: next(answers))]
-    assert [cached_seconds(work, CPU) for _ in range(3)] == [[None], [2.0], [2.0]]
+    assert [cached_seconds(lambda: next(answers)) for _ in range(3)] == [None, 2.0, 2.0]
 
 
 @pytest.mark.rule_of_scratch
@@ -172,47 +171,41 @@ def test_a_plan_writes_the_times_once(monkeypatch):
     assert len(written) == 1
 
 
+def attribute(place, name):
+    return lambda: getattr(place, name), lambda value: setattr(place, name, value)
+
+
+CUDA, CUDNN, MKLDNN = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
 SETTINGS = {
-    "matmul": (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-    "convolutions": (torch.backends.cudnn.conv, "fp32_precision", "ieee"),
-    "onednn": (torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
-    "reduced": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-    "cudnn": (torch.backends.cudnn, "enabled", False),
-    "benchmark": (torch.backends.cudnn, "benchmark", True),
-    "deterministic": (torch.backends.cudnn, "deterministic", True),
-}
+    "matmul": (*attribute(CUDA, "fp32_precision"), "tf32"),
+    "convolutions": (*attribute(CUDNN.conv, "fp32_precision"), "ieee"),
+    "onednn": (*attribute(MKLDNN.matmul, "fp32_precision"), "bf16"),
+    "reduced": (*attribute(CUDA, "allow_bf16_reduced_precision_reduction"), False),
+    "cudnn": (*attribute(CUDNN, "enabled"), False),
+    "benchmark": (*attribute(CUDNN, "benchmark"), True),
+    "cudnn deterministic": (*attribute(CUDNN, "deterministic"), True),
+    "legacy": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_another_setting_is_another_time(name):
-    place, key, value = SETTINGS[name]
-    before = getattr(place, key)
+    get, put, value = SETTINGS[name]
+    before, plain = get(), circumstances()
     assert before != value
-    plain = circumstances()
     times = iter([1.0, 2.0])
-    work = [("op", lambda: next(times))]
-    assert cached_seconds(work, CPU) == [1.0]
-    setattr(place, key, value)
+    assert cached_seconds(lambda: next(times)) == 1.0
+    put(value)
     try:
         assert circumstances() != plain
-        assert cached_seconds(work, CPU) == [2.0]
+        assert cached_seconds(lambda: next(times)) == 2.0
     finally:
-        setattr(place, key, before)
-    assert cached_seconds(work, CPU) == [1.0]
-
-
-def test_legacy_precision_and_determinism_count():
-    plain = circumstances()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert circumstances() != plain
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert circumstances() != plain
-    finally:
-        torch.use_deterministic_algorithms(False)
+        put(before)
+    if name != "legacy":  # It sets more than is set back.
+        assert cached_seconds(None) == 1.0
 
 
 def test_a_damaged_file_is_no_reason_not_to_plan(tmp_path, caplog):
@@ -238,25 +231,24 @@ def test_a_device_is_measured_once_and_with_no_more_than_an_op_takes(monkeypatch
 
 
 @pytest.mark.rule_of_scratch
+@pytest.mark.filterwarnings("ignore::sn_memory.base.errors.PlanWarning")
 @pytest.mark.parametrize("backend", ["graph", "compile"])
 def test_planning_while_training_measures_nothing(monkeypatch, backend):
     """A second micro-batch, and a new size of batch, are planned with what is known."""
     torch._dynamo.reset()
     monkeypatch.setattr(op_seconds, "_MEASURED", {})
-    model, settings = mlp(6), {"backend": backend}
-    planned = plan(model, torch.randn(256, 32), "80%" if backend == "graph" else "100%", **settings)
+    model = mlp(6)
+    budget = "80%" if backend == "graph" else "100%"
+    planned = plan(model, torch.randn(256, 32), budget, backend=backend)
     before = dict(op_seconds._MEASURED)
 
     def refused(*_):
         raise AssertionError("measured while training")
 
-    for name in ("best_seconds", "transfer_speeds"):
+    for name in ("best_seconds", "transfer_speeds", "_cost"):
         monkeypatch.setattr(op_seconds, name, refused)
-    monkeypatch.setattr(op_seconds, "_cost", refused)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanWarning)
-        for rows in (256, 256, 200):
-            planned(torch.randn(rows, 32)).sum().backward()
+    for rows in (256, 256, 200):
+        planned(torch.randn(rows, 32)).sum().backward()
     assert planned.sn_memory.inputs.later
     assert before == op_seconds._MEASURED
     assert planned.sn_memory.kinds[-1].how != "modules run again"

@@ -24,7 +24,7 @@ def test_new_inputs_evaluation_and_gradients_in_three_threads(backend):
 
     def work(number):
         try:
-            for row in range(3):
+            for row in range(1 if backend == "compile" else 2):
                 x = torch.randn(16 * number + 64 * row, 32)
                 found = grad(planned(x).square().mean(), own)
                 assert all(map(torch.equal, found, grad(model(x).square().mean(), theirs)))

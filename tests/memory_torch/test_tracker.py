@@ -32,6 +32,22 @@ def test_what_is_kept_for_backward_counts():
         assert tracker.live_bytes == 8000
 
 
+def test_storages_resized_are_seen():
+    """As FSDP2 does with what it gathers: freed and taken again, beside all ops."""
+    x = torch.zeros(1000)
+    with StorageTracker([x]) as tracker:
+        y = x + 1
+        y.untyped_storage().resize_(0)
+        assert tracker.live_bytes == 4000
+        y.untyped_storage().resize_(8000)
+        assert tracker.live_bytes == 12000
+        y.resize_(3000)
+        assert tracker.live_bytes == 16000
+        del y
+        assert tracker.live_bytes == 4000
+    assert tracker.peak_bytes == 16000
+
+
 def test_rounding_and_ignoring():
     ignored = torch.zeros(50)
     with StorageTracker(allocator="torch", ignored=[ignored]) as tracker:

@@ -7,40 +7,18 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from small_models import mlp
-from torch import nn
+from small_models import WithLoss
+from steps import grads, rows, same
 
 from sn_memory.run import unseen
 from sn_memory.torch import PlanWarning, StorageTracker, TraceError, plan
 
 STEPS, ROWS = 20, 64
 SETTINGS = {"profile": False, "time_limit_s": 1.0}
-BACKENDS = pytest.mark.parametrize("backend", ["graph", "modules"])
-
-
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = mlp(6)
-
-    def forward(self, x):
-        return self.blocks(x).square().mean()
-
-
-def rows(seed=0, count=ROWS):
-    return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
-
-
-def runs_of(planned):
-    """Count the planned steps of a model from now on."""
-    ran, step = [], planned.sn_memory.latest
-    own = step.run
-    step.run = lambda *given: ran.append(1) or own(*given)
-    return ran
 
 
 def tracked(model, *inputs):
-    held = [it.grad for it in model.parameters() if it.grad is not None]
+    held = [it for it in grads(model) if it is not None]
     return StorageTracker([*model.parameters(), *held, *inputs])
 
 
@@ -49,6 +27,14 @@ def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         yield
+
+
+def autocast(enabled):
+    return torch.autocast("cpu", torch.bfloat16) if enabled else nullcontext()
+
+
+def weights_of(model):
+    return [it.detach().clone() for it in model.parameters()]
 
 
 # transformers
@@ -69,8 +55,8 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def by_trainer(model, folder, **settings):
-    """Train by the Trainer; return losses, weights and the largest peak of a micro-batch."""
+def by_trainer(model, folder, data=None, collator=None, **settings):
+    """Train by the Trainer, row by row; return losses, weights and the largest peak of a batch."""
     transformers = pytest.importorskip("transformers")
     peaks = []
 
@@ -81,22 +67,19 @@ def by_trainer(model, folder, **settings):
             peaks.append(tracker.peak_bytes)
             return loss
 
-    given = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4,
-        max_steps=STEPS,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        **settings,
-    )
-    data = [{"input_ids": it, "labels": it.clone()} for it in tokens()]
-    trainer = Tracked(model, given, train_dataset=data)
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    settings = {"per_device_train_batch_size": 4, "max_steps": STEPS} | settings
+    arguments = transformers.TrainingArguments(
+        str(folder), logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False, **settings,
+    )  # fmt: skip
+    data = data or [{"input_ids": it, "labels": it.clone()} for it in tokens()]
+    trainer = Tracked(model, arguments, train_dataset=data, data_collator=collator)
     trainer.train()
     losses = [it["loss"] for it in trainer.state.log_history if "loss" in it]
-    return losses, [it.detach().clone() for it in model.parameters()], max(peaks)
+    return losses, weights_of(model), max(peaks)
 
 
 WAYS = {
@@ -105,8 +88,6 @@ WAYS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
 }
-
-
 # Its name is another from version 6 on.
 RENAMED = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -121,7 +102,7 @@ def test_the_trainer(tmp_path, way, backend):
     count = WAYS[way].get("gradient_accumulation_steps", 1)
     sample = {"labels": tokens(4), "input_ids": tokens(4)}
     sample["num_items_in_batch"] = torch.tensor(64.0 * count)
-    with torch.autocast("cpu", torch.bfloat16) if way == "bf16" else nullcontext():
+    with autocast(way == "bf16"):
         planned = plan(gpt2(), sample, "85%", backend=backend, **SETTINGS)
     assert planned.sn_memory.plan.decided("recompute")
     # Checkpointing changes no result. What it would save is not the plan's, so it is left out.
@@ -136,7 +117,7 @@ def test_the_trainer(tmp_path, way, backend):
     assert len(planned.sn_memory.kinds) == 1
     assert len(planned.sn_memory.inputs.later) == (way == "accumulation")
     assert mine[0] == losses
-    assert all(map(torch.equal, mine[1], weights))
+    assert same(mine[1], weights)
     assert mine[2] <= planned.sn_memory.plan.budget_bytes
     assert mine[2] < most or way == "checkpointing"
 
@@ -161,242 +142,17 @@ def test_by_modules_inside_checkpoints_of_the_model():
     planned = plan(model, sample, "85%", backend="modules", **SETTINGS)
     assert planned.sn_memory.plan.decided("recompute")
     model.gradient_checkpointing_enable()
-    torch.manual_seed(1)
-    planned(**sample).loss.backward()
-    mine = [it.grad.clone() for it in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(1)
-    model(**sample).loss.backward()
-    assert all(map(torch.equal, mine, [it.grad for it in model.parameters()]))
-
-
-def test_the_trainer_with_torch_compile(tmp_path):
-    torch._dynamo.reset()
-    sample = {"labels": tokens(4), "input_ids": tokens(4), "num_items_in_batch": torch.tensor(64.0)}
-    planned = plan(gpt2(), sample, "100%", **SETTINGS)
-    with pytest.raises(TraceError, match="Plan with backend='compile'"):
-        by_trainer(planned, tmp_path, torch_compile=True, torch_compile_backend="eager")
-
-
-# accelerate
-
-
-def by_accelerate(make, planned_when=None, backend="graph", **settings):
-    """Train by accelerate; return losses, weights, the largest peak and the planned model."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerator = accelerate.Accelerator(cpu=True, **settings)
-    model = inner = make()
-
-    def planning(it):
-        with accelerator.autocast():
-            return plan(it, rows(), "80%", backend=backend, **SETTINGS)
-
-    if planned_when == "before":
-        model = inner = planning(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.utils.data.DataLoader(rows(1, STEPS * ROWS), batch_size=ROWS)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    if planned_when == "after":
-        model = inner = planning(model)
-    ran = runs_of(inner) if planned_when else []
-    losses, peaks = [], []
-    for batch in data:
-        with accelerator.accumulate(model):
-            optimizer.zero_grad()
-            with tracked(model, batch) as tracker:
-                loss = model(batch)
-                accelerator.backward(loss)
-            optimizer.step()
-        losses.append(loss.item())
-        peaks.append(tracker.peak_bytes)
-    weights = [it.detach().clone() for it in model.parameters()]
-    return losses, weights, max(peaks), inner, len(ran)
-
-
-@pytest.mark.parametrize(("when", "backend"), [("before", "graph"), ("after", "modules")])
-def test_accelerate(when, backend):
-    def make():
-        torch.manual_seed(0)
-        return WithLoss()
-
-    plain = by_accelerate(make)
-    with no_warning():
-        mine = by_accelerate(make, when, backend)
-    assert mine[4] == STEPS
-    assert mine[0] == plain[0]
-    assert all(map(torch.equal, mine[1], plain[1]))
-    made = mine[3].sn_memory.plan
-    assert made.decided("recompute")
-    assert mine[2] <= made.budget_bytes < plain[2]
-
-
-@BACKENDS
-def test_accelerate_in_bf16(backend):
-    def make():
-        torch.manual_seed(0)
-        return WithLoss()
-
-    plain = by_accelerate(make, mixed_precision="bf16")
-    with no_warning():
-        mine = by_accelerate(make, "before", backend, mixed_precision="bf16")
-    assert mine[4] == STEPS
-    assert mine[0] == plain[0]
-    assert all(map(torch.equal, mine[1], plain[1]))
-    with pytest.raises(TraceError, match="forward was replaced on the instance"):
-        by_accelerate(make, "after", backend, mixed_precision="bf16")
-
-
-def test_accelerate_with_dynamo():
-    torch._dynamo.reset()
-    with pytest.raises(TraceError, match="Plan with backend='compile'"):
-        by_accelerate(WithLoss, "before", dynamo_backend="eager")
-    with pytest.raises(TraceError, match="was given to torch"):
-        by_accelerate(WithLoss, "after", dynamo_backend="eager")
-
-
-# Lightning
-
-
-def lightning_modules():
-    lightning = pytest.importorskip("lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-    class Own(lightning.LightningModule):
-        """Its forward is planned; what training_step notes is not in it."""
-
-        def __init__(self, manual=False):
-            super().__init__()
-            self.automatic_optimization = not manual
-            self.blocks = mlp(6)
-            self.losses, self.peaks, self.seen = [], [], 0
-
-        def forward(self, x):
-            return self.blocks(x).square().mean()
-
-        def training_step(self, batch, _):
-            self.seen += 1
-            if self.automatic_optimization:
-                loss = self(batch)
-            else:
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                with tracked(self, batch) as tracker:
-                    loss = self(batch)
-                    self.manual_backward(loss)
-                self.peaks.append(tracker.peak_bytes)
-                optimizer.step()
-            self.losses.append(loss.item())
-            self.log("loss", loss.detach())
-            return loss if self.automatic_optimization else None
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    class Calls(Own):
-        """Its training step calls a net, which is planned."""
-
-        def __init__(self, manual=False):
-            super().__init__(manual)
-            self.blocks = WithLoss()
-
-        def forward(self, x):
-            return self.blocks(x)
-
-    return lightning, Own, Calls
-
-
-def by_lightning(lightning, module, folder, precision="32-true"):
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        precision=precision,
-        default_root_dir=str(folder),
-    )
-    with warnings.catch_warnings():
-        # Of Lightning, about workers and its own use of torch.
-        warnings.filterwarnings("ignore", module="lightning.(fabric|pytorch)")
-        data = torch.utils.data.DataLoader(rows(1, STEPS * ROWS), batch_size=ROWS)
-        trainer.fit(module, data)
-    return list(module.losses), [it.detach().clone() for it in module.parameters()]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("of", "way", "backend"),
-    [
-        ("own", "automatic", "graph"),
-        ("calls", "manual", "graph"),
-        ("calls", "bf16", "graph"),
-        ("own", "automatic", "modules"),
-    ],
-)
-def test_lightning(tmp_path, of, way, backend):
-    """It drops the gradients of a step after the next forward pass, so they are planned for."""
-    lightning, *kinds = lightning_modules()
-    make = kinds[of == "calls"]
-    precision = "bf16-mixed" if way == "bf16" else "32-true"
-
-    def made():
-        torch.manual_seed(0)
-        return make(way == "manual")
-
-    def planned_of(it):
-        with torch.autocast("cpu", torch.bfloat16) if way == "bf16" else nullcontext():
-            # By modules 80 % hold no step that finds gradients: see the next test for the warning.
-            share = "90%" if backend == "modules" else "80%"
-            return plan(it, rows(), share, backend=backend, **SETTINGS)
-
-    module = made()
-    plain = by_lightning(lightning, module, tmp_path, precision)
-    mine = made()
-    if of == "own":
-        mine = planned = planned_of(mine)
-    else:
-        planned = mine.blocks = planned_of(mine.blocks)
-    assert planned.sn_memory.plan.decided("recompute")
-    with no_warning():
-        found = by_lightning(lightning, mine, tmp_path, precision)
-    assert planned.sn_memory.inputs.count == STEPS
-    assert found[0] == plain[0]
-    assert all(map(torch.equal, found[1], plain[1]))
-    if way == "manual":
-        assert max(mine.peaks) <= planned.sn_memory.plan.budget_bytes < max(module.peaks)
-
-
-def test_lightning_says_that_gradients_are_there(tmp_path):
-    lightning, own, _ = lightning_modules()
-    module = plan(own(), rows(), "80%", backend="modules", **SETTINGS)
-    with pytest.warns(PlanWarning, match="dropped after the forward pass, as by Lightning"):
-        by_lightning(lightning, module, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("way", ["compiled in place", "compiled net"])
-def test_lightning_with_a_compiled_module(tmp_path, way):
-    lightning, own, calls = lightning_modules()
-    torch._dynamo.reset()
-    if way == "compiled net":
-        module = calls()
-        module.blocks = torch.compile(
-            plan(module.blocks, rows(), "100%", **SETTINGS), backend="eager"
-        )
-    else:
-        module = plan(own(), rows(), "100%", **SETTINGS)
-        module.compile(backend="eager")
-    with pytest.raises(TraceError, match="Plan with backend='compile'"):
-        by_lightning(lightning, module, tmp_path)
-
-
-# Batches as collators make them
+    results = []
+    for it in (planned, model):
+        model.zero_grad()
+        torch.manual_seed(1)
+        it(**sample).loss.backward()
+        results.append(grads(model))
+    assert same(*results)
 
 
 def padded_batch(rows):
+    """A batch as collators make them."""
     longest = max(len(it) for it in rows)
     filled = [it + [0] * (longest - len(it)) for it in rows]
     mask = [[1] * len(it) + [0] * (longest - len(it)) for it in rows]
@@ -422,37 +178,227 @@ def of_sequences():
 def test_the_trainer_with_padded_batches(tmp_path, monkeypatch):
     """Some are of one length, and their mask of ones is left out; autocast ends with the forward.
 
-    Found so: a batch without padding, of the shape of one with some, was rounded; planning at a
-    new length left autocast on, as accelerate's was entered twice.
+    Faults that were: a batch without padding, of the shape of one with some, was rounded; planning
+    at a new length left autocast on, as accelerate's was entered twice.
     """
-    transformers = pytest.importorskip("transformers")
     # However slow the machine, all lengths are planned.
     monkeypatch.setattr(unseen, "ALLOWED_S", 1e6)
     lengths = (38, 36, 44, 39, 45, 47, 38, 38, 43, 40, 36, 46)
     drawn = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 64, (it,), generator=drawn).tolist() for it in lengths]
-    found = []
-    for planned in (False, True):
-        model = of_sequences()
-        if planned:
-            sample = padded_batch(sorted(rows, key=len)[-2:])
-            with torch.autocast("cpu", torch.bfloat16):
-                model = plan(model, sample, "80%", profile=False, backend="graph")
-        given = transformers.TrainingArguments(
-            output_dir=tmp_path / str(planned), per_device_train_batch_size=2, max_steps=6,
-            bf16=True, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
-            use_cpu=True, seed=1, remove_unused_columns=False,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model, given, train_dataset=rows, data_collator=padded_batch
-        )  # fmt: skip
-        trainer._get_train_sampler = lambda *_, rows=rows: torch.utils.data.SequentialSampler(rows)
-        trainer.train()
+    data = [torch.randint(3, 64, (it,), generator=drawn).tolist() for it in lengths]
+    with autocast(True):
+        sample = padded_batch(sorted(data, key=len)[-2:])
+        planned = plan(of_sequences(), sample, "80%", profile=False, backend="graph")
+    results = []
+    for model in (of_sequences(), planned):
+        settings = {"per_device_train_batch_size": 2, "max_steps": 6, "bf16": True, "seed": 1}
+        results.append(by_trainer(model, tmp_path, data, padded_batch, **settings))
         assert not torch.is_autocast_enabled("cpu")
-        losses = [it["loss"] for it in trainer.state.log_history if "loss" in it]
-        found.append((losses, [it.detach().clone() for it in model.parameters()]))
-    assert found[0][0] == found[1][0]
-    assert all(map(torch.equal, found[0][1], found[1][1]))
-    kinds = [it.inputs for it in model.sn_memory.kinds]
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+    kinds = [it.inputs for it in planned.sn_memory.kinds]
     assert len(kinds) == 7
     assert sum("of ones" in it for it in kinds) == 1
+
+
+# accelerate
+
+
+def with_loss():
+    torch.manual_seed(0)
+    return WithLoss()
+
+
+def by_accelerate(planned_when=None, backend="graph", **settings):
+    """Train by accelerate; return losses, weights, the largest peak and the planned model."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, **settings)
+    model = inner = with_loss()
+
+    def planning(it):
+        with accelerator.autocast():
+            return plan(it, rows(), "80%", backend=backend, **SETTINGS)
+
+    if planned_when == "before":
+        model = inner = planning(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(rows(STEPS * ROWS, 1), batch_size=ROWS)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    if planned_when == "after":
+        model = inner = planning(model)
+    losses, peaks = [], []
+    for batch in data:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            with tracked(model, batch) as tracker:
+                loss = model(batch)
+                accelerator.backward(loss)
+            optimizer.step()
+        losses.append(loss.item())
+        peaks.append(tracker.peak_bytes)
+    return losses, weights_of(model), max(peaks), inner
+
+
+@pytest.mark.parametrize(
+    ("when", "backend", "precision"),
+    [
+        ("before", "graph", "no"),
+        ("after", "modules", "no"),
+        ("before", "graph", "bf16"),
+        ("before", "modules", "bf16"),
+    ],
+)
+def test_accelerate(when, backend, precision):
+    plain = by_accelerate(mixed_precision=precision)
+    with no_warning():
+        mine = by_accelerate(when, backend, mixed_precision=precision)
+    record = mine[3].sn_memory
+    assert record.inputs.count == STEPS
+    assert mine[0] == plain[0]
+    assert same(mine[1], plain[1])
+    assert record.plan.decided("recompute")
+    if precision == "no":
+        assert mine[2] <= record.plan.budget_bytes < plain[2]
+    else:
+        with pytest.raises(TraceError, match="forward was replaced on the instance"):
+            by_accelerate("after", backend, mixed_precision="bf16")
+
+
+# Lightning
+
+
+def lightning_module(manual=False):
+    """A net that training_step calls, or whose forward is planned; what it notes is in neither."""
+    lightning = pytest.importorskip("lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.net, self.losses, self.peaks, self.seen = WithLoss(), [], [], 0
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _):
+            self.seen += 1
+            if manual:
+                self.optimizers().zero_grad()
+                with tracked(self, batch) as tracker:
+                    loss = self(batch)
+                    self.manual_backward(loss)
+                self.peaks.append(tracker.peak_bytes)
+                self.optimizers().step()
+            else:
+                loss = self(batch)
+            self.losses.append(loss.item())
+            self.log("loss", loss.detach())
+            return None if manual else loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+def by_lightning(module, folder, precision="32-true"):
+    import lightning
+
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, precision=precision,
+        default_root_dir=str(folder),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # Of Lightning, about workers and its own use of torch.
+        warnings.filterwarnings("ignore", module="lightning.(fabric|pytorch)")
+        data = torch.utils.data.DataLoader(rows(STEPS * ROWS, 1), batch_size=ROWS)
+        trainer.fit(module, data)
+    return list(module.losses), weights_of(module)
+
+
+LIGHTNINGS_OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.slow
+@LIGHTNINGS_OWN
+@pytest.mark.parametrize(
+    ("of", "way", "backend"),
+    [
+        ("module", "automatic", "graph"),
+        ("net", "manual", "graph"),
+        ("net", "bf16", "graph"),
+        ("module", "automatic", "modules"),
+    ],
+)
+def test_lightning(tmp_path, of, way, backend):
+    """It drops the gradients of a step after the next forward pass, so they are planned for."""
+    precision = "bf16-mixed" if way == "bf16" else "32-true"
+    # By modules 80 % hold no step that finds gradients: see the next test for the warning.
+    share = "90%" if backend == "modules" else "80%"
+    module, mine = (lightning_module(way == "manual") for _ in range(2))
+    plain = by_lightning(module, tmp_path, precision)
+    with autocast(way == "bf16"):
+        planned = plan(
+            mine if of == "module" else mine.net, rows(), share, backend=backend, **SETTINGS
+        )
+    if of == "net":
+        mine.net = planned
+    assert planned.sn_memory.plan.decided("recompute")
+    with no_warning():
+        found = by_lightning(mine if of == "net" else planned, tmp_path, precision)
+    assert planned.sn_memory.inputs.count == STEPS
+    assert found[0] == plain[0]
+    assert same(found[1], plain[1])
+    if way == "manual":
+        assert max(mine.peaks) <= planned.sn_memory.plan.budget_bytes < max(module.peaks)
+
+
+def test_lightning_says_that_gradients_are_there(tmp_path):
+    module = plan(lightning_module(), rows(), "80%", backend="modules", **SETTINGS)
+    with pytest.warns(PlanWarning, match="dropped after the forward pass, as by Lightning"):
+        by_lightning(module, tmp_path)
+
+
+# torch.compile around planned models
+
+
+def compiled_by_the_trainer(folder):
+    sample = {"labels": tokens(4), "input_ids": tokens(4), "num_items_in_batch": torch.tensor(64.0)}
+    planned = plan(gpt2(), sample, "100%", **SETTINGS)
+    by_trainer(planned, folder, torch_compile=True, torch_compile_backend="eager")
+
+
+def compiled_by_lightning(folder):
+    module = plan(lightning_module(), rows(), "100%", **SETTINGS)
+    module.compile(backend="eager")
+    by_lightning(module, folder)
+
+
+def compiled_inside_lightning(folder):
+    module = lightning_module()
+    module.net = torch.compile(plan(module.net, rows(), "100%", **SETTINGS), backend="eager")
+    by_lightning(module, folder)
+
+
+BY_COMPILE = "Plan with backend='compile'"
+
+
+@LIGHTNINGS_OWN
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (compiled_by_the_trainer, BY_COMPILE),
+        (compiled_by_lightning, BY_COMPILE),
+        (compiled_inside_lightning, BY_COMPILE),
+        (lambda _: by_accelerate("before", dynamo_backend="eager"), BY_COMPILE),
+        (lambda _: by_accelerate("after", dynamo_backend="eager"), "was given to torch"),
+    ],
+)
+def test_compiled_from_outside_it_is_refused(tmp_path, compiled, words):
+    torch._dynamo.reset()
+    with pytest.raises(TraceError, match=words):
+        compiled(tmp_path)

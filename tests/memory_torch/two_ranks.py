@@ -7,6 +7,40 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# What ranks begin and end with, and how they train: the largest peak is that of the last steps.
+START = """
+import json, sys, time, torch
+from contextlib import nullcontext
+from torch import nn
+from small_models import WithLoss, mlp
+from sn_memory.torch import StorageTracker, plan
+from steps import rows
+torch.set_num_threads(1)
+rank, store, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+def train(model, optimizer=None, apart=rank, begin=lambda: None, backward=torch.Tensor.backward):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, peaks = [], []
+    for at in range(steps):
+        optimizer.zero_grad()
+        begin()
+        x = rows(512, 2 * at + apart)
+        tracker = StorageTracker([*model.parameters(), x])
+        with tracker if at >= steps - 3 else nullcontext():
+            loss = model(x)
+            backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+        peaks.append(tracker.peak_bytes)
+    gathered = (it.full_tensor() if hasattr(it, "full_tensor") else it for it in model.parameters())
+    weights = [it.double().sum().item() for it in gathered]
+    return {"losses": losses, "peak": max(peaks), "weights": weights}
+"""
+END = """
+time.sleep(0.2)  # docs/ddp.md says why
+torch.distributed.destroy_process_group()
+"""
 
 
 def run_two_ranks(code, store, *arguments, timeout_s=200):
