@@ -67,9 +67,7 @@ def test_another_setting_is_another_time(folder, monkeypatch):
 
 def test_what_is_a_cost():
     assert all(map(is_cost, ([None, 0], [0.5, 8], [0, 0])))
-    assert not any(
-        map(is_cost, (None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {}))
-    )
+    assert not any(map(is_cost, (None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {})))
 
 
 def test_a_device_by_name_gives_speeds_and_times_nothing():
