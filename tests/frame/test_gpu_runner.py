@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu import lent, runner  # noqa: E402 - a folder of scripts
+from gpu import lent, runner, section  # noqa: E402 - a folder of scripts
 from gpu.sections import SECTIONS, Plan  # noqa: E402
 
 HIDDEN = "tensorflow,keras,horovod,cupy,cupyx"
@@ -34,6 +34,21 @@ def python(*args, **env):
     )
 
 
+def test_hidden_packages_are_as_good_as_not_installed():
+    code = (
+        "import importlib.util, json\n"
+        f"for name in {HIDDEN.split(',')!r}:\n"
+        "    assert importlib.util.find_spec(name) is None, name\n"
+        "    try: __import__(name)\n"
+        "    except ModuleNotFoundError as missing: assert missing.name == name\n"
+        "    else: raise SystemExit(name)\n"
+        "import numpy, subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', 'import horovod']).returncode - 1)"
+    )
+    done = python("-c", code, **WITHOUT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_test_file_dies_of_what_is_missing():
@@ -50,18 +65,23 @@ def test_no_test_file_dies_of_what_is_missing():
     assert re.search(r"\d+/\d+ tests collected", done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("required", "status", "why"), [(0, 0, "no torch"), (1, 3, "no CUDA device")]
-)
-def test_without_a_device_or_torch_every_section_says_so(tmp_path, required, status, why):
+@pytest.mark.parametrize(("required", "status"), [(0, 0), (1, 3)])
+def test_without_a_device_every_section_says_so(tmp_path, required, status):
     out = tmp_path / "results"
-    env = WITHOUT | {"SN_ABSENT": "torch"} if why == "no torch" else {"CUDA_VISIBLE_DEVICES": ""}
-    done = python("-m", "gpu.runner", "--required", str(required), "--out", str(out), **env)
+    done = python(
+        "-m", "gpu.runner", "--required", str(required), "--out", str(out), CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == status, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [plan.name for plan in SECTIONS]
-    assert all(why in line for line in lines)
+    said = done.stdout.splitlines()
+    assert [line.split()[0] for line in said] == [plan.name for plan in SECTIONS]
+    assert all("no CUDA device" in line for line in said)
     assert not out.exists(), "results that are there stay"
+
+
+def test_without_torch_it_says_that_instead():
+    done = python("-m", "gpu.runner", "--required", "0", **(WITHOUT | {"SN_ABSENT": "torch"}))
+    assert done.returncode == 0
+    assert "no torch" in done.stdout
 
 
 def test_shares_are_whole_and_every_section_has_its_file():
@@ -127,6 +147,19 @@ def test_time_that_is_up_ends_a_section_and_what_it_started(scripts):
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
+def test_a_target_that_was_missed_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(section, "_device_name", lambda device: "a card")
+    path = tmp_path / "it.json"
+    made = section.Section("it", ["--device", "cuda", "--json", str(path)])
+    made.target("speed", 10, least=50)
+    made.target("seconds", 1, most=2)
+    made.ended("ok")
+    found = json.loads(path.read_text()) | {"seconds": 1.0}
+    assert [it["met"] for it in found["targets"]] == [False, True]
+    assert runner.status([found]) == 4
+    assert "missed: speed" in runner.table([found])
+
+
 def test_scipys_copy_stands_in_for_array_api_compat(tmp_path):
     if not lent.lend_array_api_compat(tmp_path):
         pytest.skip("this SciPy has no copy of array-api-compat")
@@ -138,32 +171,58 @@ def test_scipys_copy_stands_in_for_array_api_compat(tmp_path):
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
-def test_horovod_is_lent_from_wheels_if_it_runs(tmp_path, monkeypatch):
+THIS = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+
+def wheels(folder, **files):
+    """Wheels by name, each with a file: `wheels(folder, **{"a-1-py3-none-any": ("a.py", "")})`."""
+    folder.mkdir()
+    for name, (file, text) in files.items():
+        with zipfile.ZipFile(folder / f"{name}.whl", "w") as archive:
+            archive.writestr(file, text)
+            archive.writestr(f"{'-'.join(name.split('-')[:2])}.dist-info/METADATA", "")
+    return folder
+
+
+@pytest.fixture
+def no_horovod(monkeypatch):
+    """This interpreter may have one; what is asked is where there is none."""
     find = lent.importlib.util.find_spec
     monkeypatch.setattr(
         lent.importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name)
     )
-    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    wheels, launcher = tmp_path / "wheels", ("horovod/runner/launch.py", "import lent_part, numpy")
-    wheels.mkdir()
-    for name, (file, text) in {
-        f"horovod-1-{tag}-{tag}-any": launcher,
-        "part-1-py2.py3-none-any": ("lent_part.py", ""),
-        "numpy-1-py3-none-any": ("numpy/__init__.py", "raise SystemExit('not this one')"),
-        "old-1-cp27-cp27-any": ("old.py", ""),
-    }.items():
-        with zipfile.ZipFile(wheels / f"{name}.whl", "w") as archive:
-            archive.writestr(file, text)
-            archive.writestr(f"{'-'.join(name.split('-')[:2])}.dist-info/METADATA", "")
-    assert "no wheel for this Python" in lent.lend_horovod(tmp_path / "none", tmp_path)
-    folder = tmp_path / "lent"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said", "there"),
+    [("import lent_part, numpy", f"unpacked of horovod-1-{THIS}-{THIS}-any.whl", True),
+     ("import no_such_thing", "does not run here: ModuleNotFoundError: No module named", False)],
+)  # fmt: skip
+def test_horovod_is_lent_from_wheels_if_it_runs(tmp_path, no_horovod, launcher, said, there):
+    folder, name = tmp_path / "lent", f"horovod-1-{THIS}-{THIS}-any"
     folder.mkdir()
-    assert f"unpacked of horovod-1-{tag}-{tag}-any.whl" in lent.lend_horovod(wheels, folder)
-    assert (folder / "lent_part.py").is_file()
+    given = wheels(
+        tmp_path / "wheels",
+        **{
+            name: ("horovod/runner/launch.py", launcher),
+            "other-1-cp38-abi3-any": ("horovod/__init__.py", ""),
+            "other-2-cp38-abi3-any": ("horovod/torch.py", ""),
+            "other-3-cp38-abi3-any": ("horovod/runner/__init__.py", ""),
+            "part-1-py2.py3-none-any": ("lent_part.py", ""),
+            "numpy-1-py3-none-any": ("numpy/__init__.py", "raise SystemExit('not this one')"),
+            "old-1-cp27-cp27-any": ("old.py", ""),
+        },
+    )
+    assert said in lent.lend_horovod(given, folder)
+    assert (folder / "lent_part.py").is_file() == there
     assert not (folder / "numpy").exists(), "what is installed stays"
     assert not (folder / "old.py").exists(), "for another Python"
-    (wheels / "part-1-py2.py3-none-any.whl").unlink()
-    folder = tmp_path / "again"
-    folder.mkdir()
-    assert "does not run here: ModuleNotFoundError" in lent.lend_horovod(wheels, folder)
-    assert not [*folder.iterdir()]
+    assert there or not [*folder.iterdir()]
+
+
+def test_without_a_wheel_horovod_is_not_lent(tmp_path, no_horovod, monkeypatch):
+    given = wheels(tmp_path / "wheels", **{"horovod-1-cp27-cp27-any": ("horovod.py", "")})
+    assert "no wheel for this Python" in lent.lend_horovod(given, tmp_path)
+    assert "no wheel for this Python" in lent.lend_horovod(tmp_path / "none", tmp_path)
+    monkeypatch.setattr(lent.importlib.util, "find_spec", lambda name: name)
+    assert lent.lend_horovod(given, tmp_path) == "Horovod: the one installed"
