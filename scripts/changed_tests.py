@@ -22,7 +22,10 @@ import architecture
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sn_compress", "sn_memory")
 # Folders whose files import each other by their bare names.
-FLAT = ("benchmarks", "scripts", "fuzz", "tests/compress", "tests/memory", "tests/memory_torch")
+FLAT = (
+    "benchmarks", "scripts", "fuzz", "tests/compress", "tests/memory", "tests/memory_torch",
+    "tests/memory_tensorflow",
+)  # fmt: skip
 FIXTURES = "conftest"  # without its suffix: this file starts none of them
 # Files that nothing imports, by how their paths begin; the first that fits counts.
 FURTHER: tuple[tuple[str, tuple[str, ...]], ...] = (

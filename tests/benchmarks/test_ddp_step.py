@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import shaped_links
 
 pytest.importorskip("torch.distributed")
 
-import collectives
 import ddp_ranks
 import ddp_step
-import ddp_ways
-import resnet50_gradients
-import resnet50_horovod
 import resnet50_step
 import shaped_ddp
-import torch
-import torch.distributed as dist
 from language import Language
 
 SMALL = ["--width", "32", "--layers", "1"]
@@ -38,14 +31,6 @@ def run(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return command
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def row_of(printed, way):
@@ -111,20 +96,6 @@ def test_resnet50_step_counts_what_is_handed_to_horovod(run, tmp_path):
     assert ours["sent_bytes"] < plain["sent_bytes"] / 10
 
 
-def test_a_collective_of_horovod_of_unknown_bytes_is_refused():
-    grouped = "horovod_torch_grouped_allreduce_async_torch_FloatTensor"
-    alltoall = "horovod_torch_alltoall_async_torch_FloatTensor"
-    library = SimpleNamespace(**{grouped: lambda *a: 7, alltoall: lambda *a: 8})
-    sent, values = resnet50_horovod.Sent(library), torch.ones(3)
-    assert getattr(library, alltoall)(values, 1) == 8
-    assert sent.found == []
-    sent.on = True
-    assert getattr(library, grouped)([values, values]) == 7
-    assert sent.found == [("allreduce", 24)]
-    with pytest.raises(ValueError, match="alltoall"):
-        getattr(library, alltoall)(values)
-
-
 @pytest.mark.slow
 def test_shaped_ddp_trains_every_way_behind_the_link(run, tmp_path):
     if reason := shaped_links.why_not():
@@ -160,64 +131,3 @@ def test_a_rank_that_fails_is_told_and_the_others_are_ended():
             ranks=1,
             timeout_s=100,
         )
-
-
-def test_what_is_measured_is_measured_once_a_commit(monkeypatch):
-    rows = [{"way": "plain", "run": 0, "commit": "abc"}, {"way": "plain", "run": 0, "commit": "d+"}]
-    for commit, there in (("abc", True), ("d+", False), ("e", False)):
-        monkeypatch.setattr(ddp_ranks, "commit", lambda commit=commit: commit)
-        assert ddp_ranks.measured(rows, {"way": "plain", "run": 0}) == there
-        assert not ddp_ranks.measured(rows, {"way": "plain", "run": 1})
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.uint8, torch.int8, torch.int32, torch.int64, torch.half, torch.bfloat16, torch.double],
-    ids=str,
-)
-def test_collectives_are_counted_in_bytes_of_every_type(alone, dtype):
-    values = torch.ones(5, dtype=dtype)
-    # torch 2.13 gave it another name, and warns under the old one.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-    def step():
-        dist.all_reduce(values)
-        dist.barrier()
-        gather(torch.empty_like(values), values)
-        dist.all_gather([torch.empty_like(values)], values)
-
-    size = values.nbytes
-    found = collectives.collectives(step)
-    assert found == [("allreduce", size), ("allgather", size), ("allgather", size)]
-    assert collectives.sent_bytes(found, 4) == 1.5 * size + 2 * 3 * size
-
-
-def test_a_collective_of_unknown_bytes_is_refused(alone):
-    with pytest.raises(ValueError, match="gloo:broadcast"):
-        collectives.collectives(lambda: dist.broadcast(torch.ones(5), 0))
-
-
-def test_ops_of_a_hook_are_counted_where_torch_computes_the_product():
-    def hook(state, bucket):
-        return state(torch.ones(2, 2))
-
-    for compute, found in ((lambda x: (x @ x).add_(1), 2.0), (torch.neg, None)):
-        count = ddp_ways.OpCount()
-        counted = count.around(hook)
-        counted(compute, None)
-        assert not count.ops
-        count.on = True
-        for _ in range(3):
-            counted(compute, None)
-        # Making the operand is an op of the hook, too.
-        assert count.buckets == 3
-        assert count.a_bucket() == (found and found + 1)
-
-
-def test_keras_layout_has_the_same_values():
-    values = resnet50_gradients.gradient((6, 4, 3, 2), seed=1, rank=0)
-    moved = resnet50_step.in_layout(values, "keras")
-    assert moved.shape == (3, 2, 4, 6)
-    assert moved[1, 0, 3, 5] == values[5, 3, 1, 0]
-    assert resnet50_step.in_layout(values[:, :, 0, 0], "keras").shape == (4, 6)
-    assert resnet50_step.in_layout(values, "torch") is values

@@ -15,67 +15,58 @@ CUT = PLAN | {"key": "net at 40% by auto", "ended": False}
 WORKS = {"key": "ViT by graph", "works": True, "equal": True, "kept": True}
 
 
-def worse(rule, before, changes):
-    """Whether a row with these changes is worse than before."""
-    return any(finding.worse for finding in rule(before, before | changes))
+WIDTH = {"ratio": 31.1, "steps": 50.0}
+plan, report = rules.same_plan, rules.same_numbers("report")
+below, higher = rules.not_above("peak"), {"height": 1000, "ended": False}
+hidden, blocks = rules.not_below("hidden", 0.05), rules.not_below_part("blocks", 0.1)
 
 
-@pytest.mark.parametrize(("before", "changes", "expected"), [
-    (PLAN, {}, False),
-    (PLAN, {"peak_bytes": 1001}, True),
-    (PLAN, {"seconds": 1.001}, True),
+@pytest.mark.parametrize(("rule", "before", "changes", "worse"), [
+    (plan, PLAN, {}, False),
+    (plan, PLAN, {"peak_bytes": 1001}, True),
+    (plan, PLAN, {"seconds": 1.001}, True),
     # Other choices must bring something.
-    (PLAN, {"choices": "b"}, True),
-    (PLAN, {"choices": "b", "seconds": 0.9}, False),
-    (PLAN, {"choices": "b", "seconds": 0.9, "peak_bytes": 1001}, True),
-    (CUT, {"choices": "b", "seconds": 1.014}, False),
-    (CUT, {"choices": "b", "seconds": 1.016}, True),
-    (CUT, {"choices": "b", "peak_bytes": 1014}, False),
-    (CUT, {"choices": "b", "peak_bytes": 1016}, True),
+    (plan, PLAN, {"choices": "b"}, True),
+    (plan, PLAN, {"choices": "b", "seconds": 0.9}, False),
+    (plan, PLAN, {"choices": "b", "seconds": 0.9, "peak_bytes": 1001}, True),
+    (plan, CUT, {"choices": "b", "seconds": 1.014}, False),
+    (plan, CUT, {"choices": "b", "seconds": 1.016}, True),
+    (plan, CUT, {"choices": "b", "peak_bytes": 1014}, False),
+    (plan, CUT, {"choices": "b", "peak_bytes": 1016}, True),
     # That the search ends earlier now does not loosen what is asked.
-    (PLAN, {"seconds": 1.01, "ended": False}, True),
-    (CUT, {"refused": True}, True),
-    (CUT | {"refused": True}, {"refused": False}, False),
-    (CUT | {"refused": True}, {"peak_bytes": 1016, "seconds": None}, True),
-    (PLAN, {"absent": "there is no such planner"}, True),
-    ({"key": "x", "absent": "as well"}, {}, False),
+    (plan, PLAN, {"seconds": 1.01, "ended": False}, True),
+    (plan, CUT, {"refused": True}, True),
+    (plan, CUT | {"refused": True}, {"refused": False}, False),
+    (plan, CUT | {"refused": True}, {"peak_bytes": 1016, "seconds": None}, True),
+    (plan, PLAN, {"absent": "there is no such planner"}, True),
+    (plan, {"key": "x", "absent": "as well"}, {}, False),
+    # What held holds, and numbers keep their bounds.
+    (rules.holds("works"), WORKS, {"works": False}, True),
+    (rules.holds("works"), WORKS | {"works": False}, {"works": True}, False),
+    (below, {"peak": 10}, {"peak": 11}, True),
+    (below, {"peak": 10}, {"peak": None}, True),
+    (rules.not_above("peak", 0.1), {"peak": 10}, {"peak": 11}, False),
+    (hidden, {"hidden": 0.9}, {"hidden": 0.84}, True),
+    (hidden, {"hidden": 0.9}, {"hidden": 0.86}, False),
+    (blocks, {"blocks": 100}, {"blocks": 88}, True),
+    (rules.same_height, higher, {"height": 1014}, False),
+    (rules.same_height, higher | {"ended": True}, {"height": 1001}, True),
+    (rules.modules, {"count": 1, "modules": ["a"]}, {"count": 2, "modules": ["a", "b"]}, True),
+    # What has to be the same is the same; a key that came or went is not worse.
+    (rules.same("bits"), {"bits": "ab"}, {"bits": "ac"}, True),
+    (rules.same("bits"), {"bits": "ab"}, {"bits": None}, True),
+    (report, {"key": "fft", "report": WIDTH}, {"report": WIDTH | {"ratio": 31.1 + 1e-10}}, False),
+    (report, {"key": "fft", "report": WIDTH}, {"report": WIDTH | {"ratio": 31.2}}, True),
+    (report, {"key": "fft", "report": WIDTH}, {"report": {"ratio": 31.1, "tuned": 0.0}}, False),
 ])  # fmt: skip
-def test_plans_are_equal_or_within_a_part_where_the_search_was_cut(before, changes, expected):
-    assert worse(rules.same_plan, before, changes) is expected
-
-
-def test_what_held_holds_and_numbers_keep_their_bounds():
-    assert worse(rules.holds("works"), WORKS, {"works": False})
-    assert not worse(rules.holds("works"), WORKS | {"works": False}, {"works": True})
-    assert worse(rules.not_above("peak"), {"peak": 10}, {"peak": 11})
-    assert not worse(rules.not_above("peak", 0.1), {"peak": 10}, {"peak": 11})
-    assert worse(rules.not_above("peak"), {"peak": 10}, {"peak": None})
-    assert worse(rules.not_below("hidden", 0.05), {"hidden": 0.9}, {"hidden": 0.84})
-    assert not worse(rules.not_below("hidden", 0.05), {"hidden": 0.9}, {"hidden": 0.86})
-    assert worse(rules.not_below_part("blocks", 0.1), {"blocks": 100}, {"blocks": 88})
-    height = {"height": 1000, "ended": False}
-    assert not worse(rules.same_height, height, {"height": 1014})
-    assert worse(rules.same_height, height | {"ended": True}, {"height": 1001})
-    assert worse(rules.modules, {"count": 1, "modules": ["a"]}, {"count": 2, "modules": ["a", "b"]})
-
-
-def test_what_has_to_be_the_same_is_the_same():
-    row = {"key": "ddp 2, fft", "bits": "ab", "report": {"ratio": 31.1, "steps": 50.0}}
-    assert worse(rules.same("bits"), row, {"bits": "ac"})
-    assert worse(rules.same("bits"), row, {"bits": None})
-    numbers = rules.same_numbers("report")
-    assert not worse(numbers, row, {"report": {"ratio": 31.1 + 1e-10, "steps": 50.0}})
-    assert worse(numbers, row, {"report": {"ratio": 31.2, "steps": 50.0}})
-    # A key that came or went is told, and is not worse.
-    found = list(numbers(row, {"report": {"ratio": 31.1, "tuned": 0.0}}))
-    assert [it.worse for it in found] == [False, False]
-    assert "gone: steps" in found[0].what
+def test_a_rule_finds_what_is_worse(rule, before, changes, worse):
+    assert any(finding.worse for finding in rule(before, before | changes)) is worse
 
 
 def test_a_median_is_of_the_whole_section():
     pairs = [({"s": 1.0}, {"s": it}) for it in (0.9, 1.01, 1.3)]
-    assert not [it for it in rules.median_not_above("s", 0.02)(pairs) if it.worse]
-    assert [it for it in rules.median_not_above("s", 0.005)(pairs) if it.worse]
+    for bound, worse in ((0.02, False), (0.005, True)):
+        assert any(it.worse for it in rules.median_not_above("s", bound)(pairs)) is worse
 
 
 def test_rows_that_went_or_crashed_are_lost_cases():

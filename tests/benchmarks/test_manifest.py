@@ -27,15 +27,12 @@ def entry(*arguments):
 
 def test_every_figure_is_of_the_code_as_it_is_or_says_why_not():
     assert not (found := manifest.problems(manifest.load())), "\n".join(found)
-
-
-def test_results_of_unknown_code_become_fewer():
     rows = manifest.load()["results"]
     unknown = [name for name, row in rows.items() if row["of"] and row["code"] is None]
     assert len(unknown) == MEASURED_BEFORE, "if it fell: lower MEASURED_BEFORE"
 
 
-def test_commands_and_areas_of_the_manifest_exist():
+def test_commands_areas_and_pages_of_benchmarks_exist():
     whole = manifest.load()
     listed = entry("--list").stdout
     for name, row in whole["results"].items():
@@ -43,10 +40,7 @@ def test_commands_and_areas_of_the_manifest_exist():
             assert re.search(rf"^{benchmark}: .*\n    .*/{name}\b", listed, re.MULTILINE), name
         assert set(row["of"]) <= set(whole["areas"]), name
         assert not row["of"] or manifest.code_files(row, whole["areas"])
-
-
-def test_every_benchmark_is_named_by_a_page():
-    lines = entry("--list").stdout.splitlines()
+    lines = listed.splitlines()
     for name, where in zip(lines[::2], lines[1::2], strict=True):
         assert ".md" in where, f"{name}: no page has its command or a result of it; remove it"
 
@@ -120,9 +114,10 @@ def test_what_pages_results_and_rows_lack_is_found(tree, tmp_path):
 
 
 def test_a_run_records_what_it_measured_whole(tree, tmp_path, monkeypatch):
+    note = manifest.note
+    assert f"that ran is {sn_compress.__file__}" in note("pool.json", "[]", COMMAND, 0)
     (tmp_path / "pool.py").write_text("HEIGHT = 2\n")
     monkeypatch.setattr(manifest, "find_spec", lambda package: None)
-    note = manifest.note
     assert "changed meanwhile" in note("pool.json", '[{"height": 2}]', COMMAND, 60)
     os.utime(tmp_path / "pool.py", (0, 0))
     assert "has rows from before" in note("pool.json", '[{"height": 1}, {}]', COMMAND, 60)
@@ -132,10 +127,6 @@ def test_a_run_records_what_it_measured_whole(tree, tmp_path, monkeypatch):
     assert "is recorded" in note("pool.json", '[{"height": 2}]', COMMAND, 60)
     assert not manifest.problems(manifest.load())
     assert manifest.load()["results"]["pool.json"]["took_s"] == 60
-
-
-def test_a_run_of_other_code_is_not_recorded(tree):
-    assert f"that ran is {sn_compress.__file__}" in manifest.note("pool.json", "[]", COMMAND, 0)
 
 
 def test_the_entry_runs_by_name_and_refuses_what_is_none():

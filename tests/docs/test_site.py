@@ -109,9 +109,7 @@ def test_docstrings_become_lists():
     )
 
 
-@pytest.mark.skipif(
-    not HADOLINT.exists(), reason="hadolint is not installed: pip install -e .[dev]"
-)
+@pytest.mark.skipif(not HADOLINT.exists(), reason="no hadolint: pip install -e .[dev]")
 def test_the_dockerfile_is_clean():
     done = subprocess.run(
         [str(HADOLINT), str(ROOT / "examples/Dockerfile")], capture_output=True, text=True

@@ -10,14 +10,14 @@ import pytest
 
 @pytest.fixture(scope="module")
 def concerned():
-    """`concerned(*paths)`: the test files and folders."""
+    """`concerned(path)`: the test files and folders."""
     known = changed_tests.sources()
     users = changed_tests.users_of(known)
 
     # Without the suffix: a test that named these files would concern them.
-    def concern(*paths):
-        whole = [path if "." in path else f"{path}.py" for path in paths]
-        return changed_tests.concerned(whole, known, users)
+    def concern(path):
+        whole = path if "." in path else f"{path}.py"
+        return changed_tests.concerned([whole], known, users)
 
     return concern
 
@@ -26,29 +26,20 @@ def stems(paths):
     return [path.removesuffix(".py") for path in paths]
 
 
-def test_over_imports_and_those_of_others(concerned):
+def test_what_a_change_concerns(concerned):
     found = stems(concerned("sn_compress/gossip/topology"))
     assert "tests/gossip/test_topology" in found  # imports it
     assert "tests/gossip/test_torch" in found  # imports what imports it
     assert "tests/memory/test_pool" not in found
-
-
-def test_scripts_that_a_test_starts_by_name(concerned):
+    assert stems(concerned("tests/memory/test_pool")) == ["tests/memory/test_pool"]
+    # Scripts that a test starts by name.
     assert "tests/ddp/test_ddp" in stems(concerned("tests/ddp/ranks/trust"))
     assert stems(concerned("benchmarks/ddp_step")) == ["tests/benchmarks/test_ddp_step"]
-
-
-def test_fixtures_concern_their_folder_only(concerned):
+    # Fixtures concern their folder only.
     found = concerned("tests/cuda/conftest")
     assert found
     assert all(it.startswith("tests/cuda/") for it in found)
-
-
-def test_a_test_concerns_itself(concerned):
-    assert stems(concerned("tests/memory/test_pool")) == ["tests/memory/test_pool"]
-
-
-def test_what_no_import_reaches(concerned):
+    # What no import reaches.
     assert concerned("csrc/memory/core.cpp") == [
         "tests/memory", "tests/memory_tensorflow", "tests/memory_torch"
     ]  # fmt: skip
@@ -77,8 +68,5 @@ def test_what_is_not_committed_counts(tmp_path, monkeypatch):
     (tmp_path / "new.py").write_text("3\n")
     monkeypatch.setattr(changed_tests, "ROOT", tmp_path)
     assert changed_tests.changed_since("main") == ["edited.py", "new.py"]
-
-
-def test_a_commit_that_is_not_there_is_said():
     with pytest.raises(SystemExit, match="merge-base failed"):
         changed_tests.changed_since("no-such-commit")

@@ -55,12 +55,9 @@ def test_crash_hang_and_exception_are_faults_and_the_rest_goes_on(fuzz):
     assert "in case" in done.stderr  # where it hung
 
 
-def test_one_case_runs_in_this_process(fuzz):
-    done = fuzz("def case(seed):\n    return str(seed * os.getpid())", "--one", "0")
-    assert done.stdout == "odd 0\n"
-
-
-def test_minutes_end_a_run_without_end(fuzz):
+def test_one_case_runs_in_this_process_and_minutes_end_a_run_without_end(fuzz):
+    body = "def case(seed):\n    return str(seed * os.getpid())"
+    assert fuzz(body, "--one", "0").stdout == "odd 0\n"
     done = fuzz("def case(seed):\n    return 'fine'", "--minutes", "0.03")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "go on with" in done.stdout

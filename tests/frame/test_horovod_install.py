@@ -76,21 +76,16 @@ def place(tmp_path, monkeypatch):
     return Steps(3, tmp_path / "log"), installed
 
 
-def test_a_wheel_is_installed_and_says_by_what_it_moves_tensors(tmp_path, place):
-    steps, installed = place
-    made = horovod(tmp_path / "made", by="NCCL")
-    assert horovod_install.install(steps, made, GPU) == ["NCCL"]
-    assert installed() == "0.28.1+snabc"
-
-
 @pytest.mark.parametrize(
     ("target", "fault", "said"),
     [(TARGET, {"ranks": 1}, "torch: 1 of 2 ranks reported"),
      (GPU, {}, "NCCL was asked for and is not in the build")],
 )  # fmt: skip
-def test_one_that_fails_its_proof_does_not_stay(tmp_path, place, target, fault, said):
+def test_a_wheel_that_fails_its_proof_does_not_stay(tmp_path, place, target, fault, said):
     """Or the next run would say that it is installed and nothing is to do."""
     steps, installed = place
+    assert horovod_install.install(steps, horovod(tmp_path / "made", by="NCCL"), GPU) == ["NCCL"]
+    assert installed() == "0.28.1+snabc"
     with pytest.raises(StepError, match=said):
         horovod_install.install(steps, horovod(tmp_path / "made", **fault), target)
     assert installed() is None

@@ -8,6 +8,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ ONLY = {
     ),
     "sn_compress.gossip": (*BASE, "sn_compress.text_table", "sn_compress.codecs.base"),
     "sn_memory.apoptosis": ("sn_memory.base.errors",),
+    # What judges plans knows what a graph and a plan are, and nothing of who made them.
+    "sn_memory.check": ("sn_memory.base", "sn_memory.graph", "sn_memory.plan.plan"),
 }
 # What nothing else of the packages imports, not even by a name: users do.
 ALONE = ("sn_memory.apoptosis",)
@@ -114,8 +117,6 @@ MEMORY_LAYERS = (
         "sn_memory.torch.target.accelerator",
         "sn_memory.torch.target.allocator",
         "sn_memory.torch.target.gpu",
-        "sn_memory.torch.target.gpu",
-        "sn_memory.torch.target.accelerator",
         "sn_memory.torch.target.scratch",
     ),
     ("sn_memory.torch.model",),
@@ -142,8 +143,6 @@ CLI_LAYERS = (
     ("sn_cli.__main__",),
 )
 OF_PACKAGE = {"sn_cli": CLI_LAYERS, "sn_compress": LAYERS, "sn_memory": MEMORY_LAYERS}
-# What the judges may know: what a graph is, what a plan is, and nothing of who made it.
-CHECK_MAY_IMPORT = ("sn_memory.base", "sn_memory.graph", "sn_memory.plan.plan")
 
 
 def is_rim(path: Path) -> bool:
@@ -151,11 +150,8 @@ def is_rim(path: Path) -> bool:
     relative = path.relative_to(ROOT)
     if relative.parts[0] == "sn_compress":
         return relative.parts[1] in ROOMS
-    if relative.parts[:2] == ("sn_memory", "apoptosis") and relative.parts[2] in (
-        "torch",
-        "tensorflow",
-    ):
-        return True
+    if relative.parts[:2] == ("sn_memory", "apoptosis"):
+        return relative.parts[2] in ("torch", "tensorflow")
     return relative.parts[:2] in (("sn_memory", "torch"), ("sn_memory", "tensorflow"))
 
 
@@ -186,12 +182,9 @@ def is_type_checking(test: ast.expr) -> bool:
     return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def imports(path: Path, *, top_level_only: bool = False, for_checkers: bool = False) -> set[str]:
-    """Return all modules a file imports, by full name.
-
-    Those for type checkers only are left out, unless `for_checkers`. With `top_level_only`, those
-    inside functions are left out too: they fail at no import.
-    """
+@cache
+def imports(path: Path, *, for_checkers: bool = False) -> set[str]:
+    """Return all modules a file imports, by full name; for type checkers if `for_checkers`."""
     package = module_name(path)
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
@@ -201,8 +194,6 @@ def imports(path: Path, *, top_level_only: bool = False, for_checkers: bool = Fa
         if isinstance(node, ast.If) and is_type_checking(node.test) and not for_checkers:
             for child in node.orelse:
                 visit(child)
-            return
-        if top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -221,7 +212,7 @@ def imports(path: Path, *, top_level_only: bool = False, for_checkers: bool = Fa
             called = ast.unparse(node.func).rpartition(".")[2]
             first = node.args[0]
             named = isinstance(first, ast.Constant) and isinstance(first.value, str)
-            if called in ("import_module", "__import__") and named and not top_level_only:
+            if called in ("import_module", "__import__") and named:
                 found.add(first.value)
         for child in ast.iter_child_nodes(node):
             visit(child)
@@ -251,7 +242,7 @@ def test_starting_python_with_the_import_is_quick(package):
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "print(used.ru_utime + used.ru_stime)"
     )
-    assert min(float(fresh(code)) for _ in range(5)) < START_LIMIT_S
+    assert any(float(fresh(code)) < START_LIMIT_S for _ in range(5))
 
 
 def test_only_rims_name_a_framework():
@@ -263,26 +254,26 @@ def test_only_rims_name_a_framework():
         assert "cupy" not in named or path.relative_to(ROOT).as_posix() in CUPY_FILES, path
 
 
-@pytest.mark.parametrize(
-    "rim",
-    [
-        "sn_compress.torch.ddp", "sn_compress.torch.horovod", "sn_compress.tensorflow.tape",
-        "sn_compress.tensorflow.keras", "sn_memory.torch", "sn_memory.tensorflow",
-        "sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow",
-    ],
-)  # fmt: skip
-def test_a_rim_without_its_framework_says_what_to_install(rim):
-    framework = "torch" if "torch" in rim else "tensorflow"
+@pytest.mark.parametrize(("framework", "rims"), [
+    ("torch", "sn_compress.torch.ddp sn_compress.torch.horovod sn_memory.torch"
+              " sn_memory.apoptosis.torch"),
+    ("tensorflow", "sn_compress.tensorflow.tape sn_compress.tensorflow.keras sn_memory.tensorflow"
+                   " sn_memory.apoptosis.tensorflow"),
+])  # fmt: skip
+def test_a_rim_without_its_framework_says_what_to_install(framework, rims):
     code = (
-        "import importlib.util as u\n"
+        "import importlib, importlib.util as u\n"
         "real = u.find_spec\n"
         f"u.find_spec = lambda name, *a: None if name == '{framework}' else real(name, *a)\n"
-        f"try:\n    import {rim}\n"
-        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+        f"for rim in {rims.split()}:\n"
+        "    try:\n        importlib.import_module(rim)\n"
+        "    except ImportError as error:\n        print(type(error).__name__, error)\n"
     )
-    said = fresh(code)
-    assert said.startswith("MissingExtra"), said
-    assert f"pip install 'superneurons[{framework}]'" in said
+    lines = fresh(code).splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("MissingExtra"), line
+        assert f"pip install 'superneurons[{framework}]'" in line
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -330,7 +321,7 @@ def test_arrows_point_one_way():
 @pytest.mark.parametrize("room", ONLY)
 def test_a_room_imports_only_what_it_says(room):
     files = [name for name in MODULES if is_of(name, (room,))]
-    assert len(files) > 3
+    assert files
     for name in files:
         ours = {own_module(it) for it in imports(MODULES[name], for_checkers=True)} - {None}
         assert not {it for it in ours if not is_of(it, (room, *ONLY[room]))}, name
@@ -359,26 +350,19 @@ def test_every_room_says_what_it_is_for(package):
         assert said, room
 
 
-def test_the_judges_share_nothing_with_the_planner():
-    named = imports(MODULES["sn_memory.check"], for_checkers=True)
-    ours = {own_module(name) for name in named} - {None}
-    assert ours
-    assert not {name for name in ours if not is_of(name, CHECK_MAY_IMPORT)}
-
-
-def asked(package: str = "", **which: bool) -> dict[str, set[str]]:
-    """Return whom each module of ours imports; which : for imports."""
+def asked(package: str = "") -> dict[str, set[str]]:
+    """Return whom each module of ours imports."""
     return {
-        name: {own_module(target) for target in imports(path, **which)} - {None, name}
+        name: {own_module(it) for it in imports(path, for_checkers=True)} - {None, name}
         for name, path in MODULES.items()
         if name.startswith(package)
     }
 
 
-def circle(package: str = "", **which: bool) -> list[str]:
+def circle(package: str = "") -> list[str]:
     """Return modules that import each other in a circle, [] if none do."""
     try:
-        tuple(graphlib.TopologicalSorter(asked(package, **which)).static_order())
+        tuple(graphlib.TopologicalSorter(asked(package)).static_order())
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
@@ -389,7 +373,7 @@ def floors(package: str = "", but: tuple[str, ...] = ()) -> list[str]:
     # What a file takes from the door of its own package is inside that package.
     graph = {
         name: {it for it in others if not name.startswith(f"{it}.")}
-        for name, others in asked(package, for_checkers=True).items()
+        for name, others in asked(package).items()
         if not is_of(name, but)
     }
     chains: dict[str, list[str]] = {}
@@ -399,15 +383,11 @@ def floors(package: str = "", but: tuple[str, ...] = ()) -> list[str]:
     return max((chains[name] for name in graph), key=len)
 
 
-def test_no_cycles():
-    assert not circle(top_level_only=True)
-
-
 def test_no_cycles_in_functions_or_for_type_checkers_either():
     # What is loaded by a name in a table (the rims by compression.py, a codec by the registry) is
     # not seen here: there nothing else could be, as the user decides what is loaded.
-    assert not circle("sn_compress.", for_checkers=True)
-    assert not circle("sn_memory.", for_checkers=True)
+    assert not circle("sn_compress.")
+    assert not circle("sn_memory.")
 
 
 def test_no_chain_of_imports_is_long():
@@ -429,10 +409,9 @@ def test_imports_in_functions_and_for_type_checkers_are_seen(tmp_path, monkeypat
         path.write_text(sources[path.stem])
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "MODULES", paths)
-    assert not circle(top_level_only=True)
-    assert not circle()
-    assert set(circle(for_checkers=True)) == set(paths)
+    assert set(circle()) == set(paths)
     paths["made.two"].write_text("")
+    imports.cache_clear()
     assert floors("made.") == ["made.one", "made.two"]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import defaultdict
 
 import mutations
 import pytest
@@ -61,39 +59,12 @@ def test_what_the_tests_say(toy):
                     10: caught}  # fmt: skip
 
 
-def test_a_failure_without_a_change_is_no_catch(toy):
-    (toy / "test_toy.py").write_text("def test_toy():\n    assert not 1\n")
+def test_a_failure_without_a_change_is_no_catch_and_the_limit_ends_what_hangs(toy):
     (mutant,) = mutations.drawn([toy / "toy.py"], 1, 0, toy)
+    (toy / "test_toy.py").write_text("def test_toy():\n    assert not 1\n")
     with pytest.raises(SystemExit, match="test_toy fails without a change, too"):
         mutations.outcome(toy, mutant, [["test_toy.py"]], "", 100)
-
-
-def test_the_limit_ends_what_hangs(toy):
     (toy / "test_toy.py").write_text("def test_toy():\n    while True:\n        pass\n")
-    (mutant,) = mutations.drawn([toy / "toy.py"], 1, 0, toy)
     began = time.monotonic()
     assert mutations.outcome(toy, mutant, [["test_toy.py"]], "", 2)["outcome"] == "unfinished"
     assert time.monotonic() - began < 60
-
-
-def test_what_is_in_the_log_is_not_run_again(toy, monkeypatch, capsys):
-    near, far = "tests/compress/test_schedule.py", "tests/compress/test_engine.py"
-    users = defaultdict(set, {"sn_compress.schedule": {near, "mid"}, "mid": {far}})
-    monkeypatch.setattr(mutations.changed_tests, "users_of", lambda known: users)
-    path = mutations.changed_tests.ROOT / "sn_compress" / "schedule.py"
-    ran = []
-
-    def outcome(tree, mutant, rounds, marks, limit):
-        assert tree != mutations.changed_tests.ROOT
-        assert (tree / mutant.file).read_text() == path.read_text()
-        assert rounds == [[near], [far]]
-        ran.append(mutant[:3])
-        return dict(zip(mutant._fields, mutant[:3], strict=False)) | {"outcome": "survived"}
-
-    monkeypatch.setattr(mutations, "outcome", outcome)
-    for number in (2, 3):
-        log = ["--log", str(toy / "log"), "--number", str(number)]
-        monkeypatch.setattr(sys, "argv", ["mutations", *log, "sn_compress/schedule.py"])
-        assert mutations.main() == 0
-    assert len(set(ran)) == len(ran) == 3
-    assert capsys.readouterr().out.splitlines()[-1] == "3 survived"

@@ -31,9 +31,5 @@ def test_an_interpreter_is_run_and_kept(tmp_path, monkeypatch, capsys):
     assert (row["passed"], row["failed"]) == (1, 1)
     assert "test_ill" in capsys.readouterr().out
     assert f"| {row['torch']} |" in page.read_text()
-
-
-def test_no_test_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(tested_versions, "RESULT", tmp_path / "rows.json")
     with pytest.raises(SystemExit, match="no test passed"):
         tested_versions.main([sys.executable, "--pytest", str(tmp_path / "nothing.py")])

@@ -1,10 +1,15 @@
 """What these tests share: a cache of costs of their own, fixed seeds; Keras, or they skip."""
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
 MISSING = [name for name in ("tensorflow", "keras") if importlib.util.find_spec(name) is None]
+
+# For keras_samples.py.
+sys.path.append(str(Path(__file__).parent))
 
 
 class Skipped(pytest.Module):

@@ -70,42 +70,32 @@ def fewest(model, x):
     return error.value.peak_bytes
 
 
-@pytest.fixture
-def _as_traced():
-    """Without Grappler, which rewrites both passes as it sees fit, and rounds otherwise by that."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_what_runs_again_has_exact_gradients_and_moves_state_once(rewritten):
+    """Bit-equal in two steps, seeds of dropout and means of batch norm included.
 
-
-@pytest.mark.usefixtures("_as_traced")
-def test_what_runs_again_has_exact_gradients_and_moves_state_once():
-    """Bit-equal in two steps, seeds of dropout and means of batch norm included."""
+    So without Grappler, which rewrites both passes as it sees fit, and rounds otherwise by that.
+    """
     model, x = unpackable(), drawn((16, 32, 64))
-    plain = two_steps(model, x)
-    with compress_activations(model, budget=fewest(model, x), sample=x) as compressed:
-        assert compressed.wrapped == []
-        assert len(compressed.rerun) >= 4
-        found = two_steps(model, x)
-    assert all(map(np.array_equal, found, plain))
-    assert all(map(np.array_equal, two_steps(model, x), plain)), "closed, it is as it was"
-
-
-def test_gradients_are_those_of_plain_but_for_rounding():
-    model, x = unpackable(), drawn((16, 32, 64))
-    plain = two_steps(model, x)
-    with compress_activations(model, budget=fewest(model, x), sample=x):
-        found = two_steps(model, x)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not rewritten})
+    try:
+        plain = two_steps(model, x)
+        before = [variable.numpy() for variable in model.variables]
+        with compress_activations(model, budget="1 GiB", sample=x) as compressed:
+            assert compressed.rerun == [], "all fits"
+        with compress_activations(model, budget=fewest(model, x), sample=x) as compressed:
+            assert compressed.wrapped == []
+            assert len(compressed.rerun) >= 4
+            after_sample = [variable.numpy() for variable in model.variables]
+            found = two_steps(model, x)
+        again = two_steps(model, x)
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    assert all(map(np.array_equal, after_sample, before)), "the sample leaves no mark"
     for got, expected in zip(found, plain, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() + 1e-7)
-
-
-def test_the_sample_leaves_the_model_as_it_was():
-    model, x = unpackable(), drawn((16, 32, 64))
-    before = [variable.numpy() for variable in model.variables]
-    with compress_activations(model, budget="1 GiB", sample=x) as compressed:
-        assert compressed.rerun == [], "all fits"
-    assert all(map(np.array_equal, (it.numpy() for it in model.variables), before))
+        bound = 1e-5 * np.abs(expected).max() + 1e-7 if rewritten else 0.0
+        np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
+    assert rewritten or all(map(np.array_equal, again, plain)), "closed, it is as it was"
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
@@ -185,6 +175,12 @@ def test_it_trains_under_fit_with_several_steps_at_once():
     assert losses[-1] < losses[0]
 
 
+WHY = [
+    "", "loss", "attribute", "variable of TensorFlow", "random numbers without a seed",
+    "random numbers of NumPy",
+]  # fmt: skip
+
+
 class Noted(layers.Layer):
     """A layer that something forbids to run again."""
 
@@ -208,17 +204,7 @@ class Noted(layers.Layer):
         return y
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        "",
-        "loss",
-        "attribute",
-        "variable of TensorFlow",
-        "random numbers without a seed",
-        "random numbers of NumPy",
-    ],
-)
+@pytest.mark.parametrize("why", WHY)
 def test_what_would_not_be_the_same_does_not_run_again(why):
     noted = Noted(why)
     model = keras.Sequential([keras.Input((64, 64)), layers.LayerNormalization(), noted])
@@ -245,11 +231,3 @@ def test_bytes_stand_for_seconds_where_each_run_is_to_choose_alike(monkeypatch):
         with compress_activations(model, bits=4, sample=x) as compressed:
             chosen.append((compressed.rerun, compressed.mix.price))
     assert chosen[0] == chosen[1]
-
-
-def test_bad_samples():
-    with pytest.raises(TypeError, match="TensorSpec"):
-        compress_activations(mixed(), bits=4, sample=tf.TensorSpec((16, 64, 64)))
-    model = keras.Sequential([keras.Input((64,)), layers.LayerNormalization()])
-    with pytest.raises(ValueError, match="nothing to compress"):
-        compress_activations(model, bits=4, sample=drawn((64, 64)))

@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from keras_samples import peak_of, step_of
 
 import sn_memory.tensorflow as rim
 from sn_memory.graph.liveness import peak
@@ -54,23 +55,14 @@ def test_scratch_of_a_kernel_is_told_from_its_results():
 
 
 def test_pooling_remembers_where_its_maxima_were():
-    keras.utils.set_random_seed(0)
     layers = [keras.layers.MaxPool2D() for _ in range(2)]
     model = keras.Sequential([keras.Input((64, 64, 32)), keras.layers.Conv2D(32, 1), *layers])
     x = tf.ones((32, 64, 64, 32))
 
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(x, training=True) ** 2)
-        return tape.gradient(loss, model.trainable_variables)
-
+    step = step_of(model)
     graph = rim.trace(step, x, profile=False).graph
     maxima = [it.bytes for it in graph.storages if it.name.endswith(":maxima")]
     assert maxima == [32 * 32 * 32 * 32, 32 * 16 * 16 * 32]
     planned = rim.plan_step(step, x, "100%")
-    planned(x)
-    with rim.Allocations() as found:
-        planned(x)
     graph = planned.sn_memory.trace.graph
-    assert found.peak_bytes == pytest.approx(peak(graph).bytes - graph.base_bytes, rel=0.01)
+    assert peak_of(planned, x) == pytest.approx(peak(graph).bytes - graph.base_bytes, rel=0.01)

@@ -1,17 +1,19 @@
 """A planned Keras model is called as the plain one: other arguments are another call."""
 
 import inspect
+import operator
 import warnings
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_samples import dense, normal
 
 import sn_memory.tensorflow as rim
 
 
-class Told(keras.Model):
+class Arguments(keras.Model):
     """Arguments of many kinds, and settings in attributes, lists and dicts."""
 
     def __init__(self):
@@ -21,21 +23,20 @@ class Told(keras.Model):
         self.factor, self.factors, self.by_name = 1.0, [1.0, 2.0], {"scale": 1.0}
 
     def call(self, x, added=None, taken=None, *, scale: float = 1.0, training=None):
-        """Do what is told."""
+        """Add, take away and scale."""
         x = self.second(self.first(x))
         x = x if added is None else x + added
         x = x if taken is None else x - taken
         scale = scale * self.factor * self.factors[0] * self.by_name["scale"]
-        return {"out": scale * self.drop(x, training=training), "name": "told", "none": None}
+        return {"out": scale * self.drop(x, training=training), "name": "it", "none": None}
 
 
-X = tf.random.stateless_normal((16, 32), (1, 2))
-MORE = tf.random.stateless_normal((16, 32), (3, 4))
+X, MORE = normal(16, 32), normal(16, 32, seed=4)
 
 
-def told():
+def network():
     keras.utils.set_random_seed(1)
-    model = Told()
+    model = Arguments()
     model(X)
     return model
 
@@ -57,7 +58,7 @@ def both(model, planned, *args, **kwargs):
 
 @pytest.fixture(scope="module")
 def pair():
-    model = told()
+    model = network()
     return model, rim.plan(model, (X, MORE), "100%", profile=False, backend="graph")
 
 
@@ -82,42 +83,23 @@ def test_other_arguments_are_another_call(pair, args, kwargs, known):
     assert (planned.sn_memory.running is sample) == known
 
 
-def _rate(model):
-    model.drop.rate = 0.1
+CHANGES = {
+    "rate": lambda model: setattr(model.drop, "rate", 0.1),
+    "factor": lambda model: setattr(model, "factor", 2.0),
+    "in a list": lambda model: operator.setitem(model.factors, 0, 2.0),
+    "in a dict": lambda model: operator.setitem(model.by_name, "scale", 2.0),
+    "activation": lambda model: setattr(model.first, "activation", tf.tanh),
+    "trainable": lambda model: setattr(model.second, "trainable", False),
+    "LoRA": lambda model: model.first.enable_lora(2),
+}
 
 
-def _factor(model):
-    model.factor = 2.0
-
-
-def _in_a_list(model):
-    model.factors[0] = 2.0
-
-
-def _in_a_dict(model):
-    model.by_name["scale"] = 2.0
-
-
-def _activation(model):
-    model.first.activation = tf.tanh
-
-
-def _trainable(model):
-    model.second.trainable = False
-
-
-def _lora(model):
-    model.first.enable_lora(2)
-
-
-@pytest.mark.parametrize(
-    "change", [_rate, _factor, _in_a_list, _in_a_dict, _activation, _trainable, _lora]
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_settings_changed_after_planning_are_noticed(change):
-    model = told()
+    model = network()
     planned = rim.plan(model, X, "1MiB", profile=False, backend="graph")
     # Attributes of the model itself are the planned one's own; layers are shared.
-    change(planned)
+    CHANGES[change](planned)
     model.factor = planned.factor
     (plain, got), warned = both(model, planned, X)
     # TensorFlow merges ops of the plain step: sums of 32 numbers of about 1 in another order.
@@ -126,16 +108,13 @@ def test_settings_changed_after_planning_are_noticed(change):
     assert planned.sn_memory.kinds[-1].how == "nothing runs again"
 
 
-def test_the_signature_is_the_models(pair):
+def test_signature_and_results_are_the_models(pair):
     model, planned = pair
     assert inspect.signature(planned.call) == inspect.signature(model.call)
-    assert type(planned).call.__doc__ == Told.call.__doc__
-    assert type(planned).__doc__ == Told.__doc__
-    assert type(planned).__name__ == "Told"
-
-
-def test_results_hold_no_symbolic_tensors(pair):
-    model, planned = pair
+    assert type(planned).call.__doc__ == Arguments.call.__doc__
+    assert type(planned).__doc__ == Arguments.__doc__
+    assert type(planned).__name__ == "Arguments"
+    # Results hold no symbolic tensors.
     run = tf.function(lambda it, *args: it(*args, training=True))
     plain, got = run(model, X, MORE), run(planned, X, MORE)
     assert plain.keys() == got.keys()
@@ -177,17 +156,13 @@ class Hidden(keras.Model):
         return x if self.opened else {"found": x, "object": Result(x)}
 
 
-def test_objects_in_results_are_not_planned_as_ops():
+def test_objects_in_results_are_not_planned_as_ops_and_gradients_go_through_them():
+    x = normal(4096, 64)
     model = Hidden(opened=False)
-    x = tf.random.stateless_normal((2048, 64), (1, 2))
     model(x)
     with pytest.raises(rim.TraceError, match="returns a Result"):
         rim.plan(model, x, "100%", profile=False, backend="graph")
-
-
-def test_a_gradient_goes_through_objects_between_layers():
     model = Hidden(opened=True)
-    x = tf.random.stateless_normal((4096, 64), (1, 2))
     model(x)
     planned = rim.plan(model, x, "80%", profile=False, backend="layers")
     assert planned.sn_memory.plan.decided("recompute")
@@ -199,9 +174,8 @@ def test_fit_with_weights_of_samples_and_a_metric():
     weights = np.linspace(0, 1, 64, dtype=np.float32)
     losses = []
     for planned in (False, True):
-        keras.utils.set_random_seed(1)
-        layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(32)]
-        model = keras.Sequential([keras.Input((32,)), *layers])
+        keras.utils.set_random_seed(1)  # the last layer is there before dense sets it
+        model = dense(64, 1, "relu", keras.layers.Dense(32), inputs=32)
         if planned:
             model = rim.plan(model, tf.TensorSpec((16, 32)), "100%", profile=False)
         model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import keras
 import pytest
 import tensorflow as tf
+from keras_samples import dense, step_of
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError
@@ -87,8 +87,7 @@ def test_what_finds_no_room_is_what_tensorflow_refuses():
 
 
 def layers():
-    stack = [keras.layers.Dense(1024, "gelu") for _ in range(12)]
-    return keras.Sequential([keras.Input((1024,)), *stack]), tf.TensorSpec((8192, 1024))
+    return dense(1024, 12), tf.TensorSpec((8192, 1024))
 
 
 @pytest.mark.parametrize("growth", ["false", "true"])
@@ -115,33 +114,19 @@ def test_a_plan_for_a_named_card_keeps_its_budget_by_what_is_reserved(monkeypatc
 
 def test_a_step_for_a_named_card(monkeypatch):
     monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
-    weights = [tf.Variable(tf.ones((1024, 1024)) / 1024) for _ in range(8)]
+    step, sample = step_of(dense(1024, 8, "tanh", use_bias=False)), tf.TensorSpec((8192, 1024))
 
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            h = x
-            for weight in weights:
-                h = tf.tanh(h @ weight)
-            loss = tf.reduce_sum(h)
-        return tape.gradient(loss, weights)
+    def planned(budget, **settings):
+        return sn_memory.tensorflow.plan_step(step, sample, budget, profile=False, **settings)
 
-    sample = tf.TensorSpec((8192, 1024))
-    planned = sn_memory.tensorflow.plan_step(step, sample, "75%", device="h100", profile=False)
-    plan = planned.sn_memory.plan
+    plan = planned("75%", device="h100").sn_memory.plan
     assert plan.peak_bytes <= plan.reserved_peak_bytes <= plan.budget_bytes
+    with pytest.raises(BudgetError) as live:
+        planned("1%")
+    # What is smallest by live bytes is too little for what is reserved.
     with pytest.raises(BudgetError, match="TensorFlow's allocator needs a region of") as caught:
-        sn_memory.tensorflow.plan_step(
-            step, sample, caught_floor(step, sample), device="h100", profile=False
-        )
+        planned(live.value.peak_bytes, device="h100")
     assert caught.value.peak_bytes > caught.value.budget_bytes
-
-
-def caught_floor(step, sample):
-    """The smallest peak of live bytes."""
-    with pytest.raises(BudgetError) as caught:
-        sn_memory.tensorflow.plan_step(step, sample, "1%", profile=False)
-    return caught.value.peak_bytes
 
 
 def test_an_estimate_for_a_named_card_says_what_is_reserved(monkeypatch):

@@ -47,7 +47,7 @@ def test_a_damaged_file_is_no_reason_not_to_plan(folder, caplog, content):
     assert not [it for it in caplog.records if it.name.startswith("sn_memory")]
 
 
-def test_another_setting_is_another_time(folder):
+def test_another_setting_is_another_time(folder, monkeypatch):
     plain = circumstances()
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(not before)
@@ -56,9 +56,6 @@ def test_another_setting_is_another_time(folder):
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(before)
     assert circumstances() == plain
-
-
-def test_the_key_holds_the_settings(folder, monkeypatch):
     graph()
     (file,) = folder.iterdir()
     entries = len(op_seconds.MeasuredCosts("CPU:0").table)
@@ -68,14 +65,9 @@ def test_the_key_holds_the_settings(folder, monkeypatch):
     assert list(folder.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("value", [[None, 0], [0.5, 8], [0, 0]])
-def test_costs(value):
-    assert is_cost(value)
-
-
-@pytest.mark.parametrize("value", [None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {}])
-def test_no_costs(value):
-    assert not is_cost(value)
+def test_what_is_a_cost():
+    assert all(map(is_cost, ([None, 0], [0.5, 8], [0, 0])))
+    assert not any(map(is_cost, (None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {})))
 
 
 def test_a_device_by_name_gives_speeds_and_times_nothing():

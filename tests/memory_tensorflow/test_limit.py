@@ -1,8 +1,8 @@
 """A plan without a budget is made for what this process may have."""
 
-import keras
 import pytest
 import tensorflow as tf
+from keras_samples import dense
 
 import sn_memory.tensorflow
 from sn_memory import PlanError
@@ -14,8 +14,7 @@ FREE = process_bytes(None) + (320 << 20)
 
 
 def small():
-    layers = [keras.layers.Dense(32, "relu") for _ in range(3)]
-    return keras.Sequential([keras.Input((32,)), *layers]), tf.ones((16, 32))
+    return dense(32, 3, "relu"), tf.ones((16, 32))
 
 
 def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):

@@ -1,13 +1,14 @@
 """Inputs that nobody planned for, while training: within the budget at first sight, and equal."""
 
 import gc
-import logging
 import weakref
 
 import keras
+import keras_samples
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_samples import dense, normal, peak_of
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, PlanError
@@ -19,13 +20,11 @@ WIDTH = 128
 
 
 def mlp(blocks=5):
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(WIDTH, "silu", use_bias=False) for _ in range(blocks)]
-    return keras.Sequential([keras.Input((WIDTH,)), *layers])
+    return dense(WIDTH, blocks, "silu", use_bias=False)
 
 
 def rows(count, seed=0):
-    return tf.random.stateless_normal((count, WIDTH), (1, seed))
+    return normal(count, WIDTH, seed=seed)
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +54,7 @@ def trained(model, dataset, **settings):
 
 def step_of(model):
     """A training step of the user's own, in a function for each shape."""
-
-    @tf.function(autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    return step
+    return keras_samples.step_of(model, lambda out: tf.reduce_mean(out**2))
 
 
 def equal(one, other):
@@ -101,22 +93,6 @@ def test_an_epoch_with_a_partial_last_batch(steps, searched):
     assert not searched
 
 
-def test_batches_one_by_one_and_a_loop_of_ones_own(searched, caplog):
-    model = mlp()
-    budgeted = rim.plan(model, rows(1024), "75%", **SETTINGS)
-    budgeted.compile(keras.optimizers.SGD(0.0), "mse")
-    with caplog.at_level(logging.INFO, "sn_memory.tensorflow"):
-        for count in (1024, 960, 960):
-            budgeted.train_on_batch(rows(count), rows(count, 1))
-    step, own = step_of(budgeted), step_of(model)
-    assert equal(step(rows(990)), own(rows(990)))
-    how = [it.how.partition(" of ")[0] for it in budgeted.sn_memory.kinds]
-    assert how == ["planned", "carried over from the plan", "carried over from the plan"]
-    assert caplog.text.count("met inputs=float32[960") == 1
-    assert kept(budgeted, rows(990))
-    assert not searched
-
-
 def test_what_no_plan_is_small_enough_for_is_planned_at_once(searched):
     budgeted = rim.plan(mlp(), rows(1024), "100%", **SETTINGS)
     assert kept(budgeted, rows(1100))
@@ -134,8 +110,7 @@ def test_settings_and_what_trains_are_planned_for_too():
     assert kept(budgeted, rows(1024))
     model.layers[1].trainable = True
     model.layers[1].activation = tf.nn.relu
-    own = step_of(model)(rows(1024))
-    assert equal(step_of(budgeted)(rows(1024)), own)
+    assert equal(step_of(budgeted)(rows(1024)), step_of(model)(rows(1024)))
     assert kept(budgeted, rows(1024))
 
 
@@ -168,13 +143,6 @@ def relaxed(model):
         return loss, tape.gradient(loss, model.trainable_variables)
 
     return tf.function(step, autograph=False, input_signature=[tf.TensorSpec((None, WIDTH))])
-
-
-def peak_of(step, x):
-    step(x)
-    with rim.Allocations() as found:
-        step(x)
-    return found.peak_bytes
 
 
 def test_an_open_batch_runs_layers_again():
@@ -241,17 +209,11 @@ def untraceable(monkeypatch):
     monkeypatch.setattr(planned_call, "trace_like", broken)
 
 
-def test_what_cannot_be_traced_runs_layers_again(untraceable):
+def test_what_cannot_be_traced_runs_layers_again_or_raises_if_strict(untraceable):
     model = mlp()
-    budgeted = rim.plan(model, rows(4096), "80%", **SETTINGS)
-    step = step_of(budgeted)
+    step = step_of(rim.plan(model, rows(4096), "80%", **SETTINGS))
     with pytest.warns(rim.PlanWarning, match=r"\[3000, 128\].*layers run again.*nobody has seen"):
         assert equal(step(rows(3000)), step_of(model)(rows(3000)))
-    step(rows(3000))
-    step_of(budgeted)(rows(3000))
-
-
-def test_strict_raises_where_it_would_warn(untraceable):
     budgeted = rim.plan(mlp(), rows(1024), "80%", strict=True, **SETTINGS)
     with pytest.raises(PlanError, match=r"strict.*\[600, 128\].*nobody has seen.*Plan it ahead"):
         step_of(budgeted)(rows(600))

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras_samples import assert_equal, values
 
 import sn_memory.tensorflow as rim
 from sn_memory.graph.liveness import peak
@@ -74,13 +75,11 @@ def test_what_changes_a_variable_stays_between_its_neighbours():
     assert types == ["AssignSubVariableOp", "AssignAddVariableOp"]
     copies = [tf.Variable(it) for it in weights]
     expected = tf.function(step)(x)
-    results = [it.numpy() for it in weights]
+    results = values(weights)
     for weight, copy in zip(weights, copies, strict=True):
         weight.assign(copy)
     got = rim.plan_step(step, x, "100%", profile=False)(x)
-    assert (got.numpy() == expected.numpy()).all()
-    for weight, result in zip(weights, results, strict=True):
-        assert (weight.numpy() == result).all()
+    assert_equal([got, *values(weights)], [expected, *results])
 
 
 @settings(max_examples=10, deadline=None)

@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from keras_samples import dense
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
@@ -57,15 +58,11 @@ def test_what_loops_collect():
         counted(loop(None), ROWS)
 
 
-def recurrent():
-    layers = [keras.layers.LSTM(16, return_sequences=True) for _ in range(2)]
-    return keras.Sequential([keras.Input((12, 8)), *layers, keras.layers.Dense(8)])
-
-
 def test_an_error_names_what_a_small_model_needs():
     """The allocator's trace shows nothing of it: "needs" was its variables and the batch."""
-    model, sample = recurrent(), tf.ones((16, 12, 8))
-    model(sample)
+    layers = [keras.layers.LSTM(16, return_sequences=True) for _ in range(2)]
+    model = keras.Sequential([keras.Input((12, 8)), *layers, keras.layers.Dense(8)])
+    sample = tf.ones((16, 12, 8))
     step = model_step(model).get_concrete_function(sample)
     with pytest.raises(BudgetError, match="with layers run again") as refusal:
         rim.plan(model, sample, "70%", backend="layers")
@@ -75,8 +72,7 @@ def test_an_error_names_what_a_small_model_needs():
 
 
 def test_verify_counts_small_blocks():
-    layers = [keras.layers.Dense(64, "gelu") for _ in range(4)]
-    model, sample = keras.Sequential([keras.Input((64,)), *layers]), tf.ones((256, 64))
+    model, sample = dense(64, 4), tf.ones((256, 64))
     planned = rim.plan(model, sample, "100%", backend="layers")
     found = rim.verify(planned, sample)
     resident = sum(it.numpy().nbytes for it in model.variables) + 256 * 64 * 4
@@ -106,10 +102,7 @@ def test_a_step_in_which_nothing_runs_again_is_no_choice():
 
 def test_a_choice_takes_the_worst_of_many_steps_and_a_margin(monkeypatch):
     """One order of ops in four has a peak of its own."""
-    width = 256
-    layers = [keras.layers.Dense(width, "gelu") for _ in range(6)]
-    model, sample = keras.Sequential([keras.Input((width,)), *layers]), tf.ones((512, width))
-    model(sample)
+    model, sample = dense(256, 6), tf.ones((512, 256))
     plain = backend._Search.counted
     runs = []
 
@@ -120,11 +113,11 @@ def test_a_choice_takes_the_worst_of_many_steps_and_a_margin(monkeypatch):
 
     monkeypatch.setattr(backend._Search, "counted", counted)
     planned = rim.plan(model, sample, "80%", backend="layers")
-    made = planned.sn_memory.plan
-    assert made.decided("recompute")
+    plan = planned.sn_memory.plan
+    assert plan.decided("recompute")
     assert sum(runs[:2]) >= backend._LEAST_STEPS
     monkeypatch.undo()
     found = rim.verify(planned, sample)
     margin = 2**20 + 2**20 // backend._MARGIN
-    assert made.peak_bytes >= found.measured_peak_bytes + margin - 2**19
-    assert made.baseline_peak_bytes >= found.unplanned_peak_bytes + 2**20 - 2**19
+    assert plan.peak_bytes >= found.measured_peak_bytes + margin - 2**19
+    assert plan.baseline_peak_bytes >= found.unplanned_peak_bytes + 2**20 - 2**19

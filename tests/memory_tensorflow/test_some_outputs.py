@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_samples import normal, values
 
 import sn_memory.tensorflow as rim
 from sn_memory.tensorflow.modules.rerun import run_again
@@ -36,9 +37,8 @@ class Heads(keras.layers.Layer):
 def tasks(static):
     keras.utils.set_random_seed(0)
     x = keras.Input((8,), batch_size=16 if static else None)
-    found = keras.layers.Dense(64, "tanh")(x)
-    found = keras.layers.Dense(8, "tanh")(found)
-    return keras.Model(x, dict(zip(("first", "second"), Heads()(found), strict=True)))
+    first, second = Heads()(keras.layers.Dense(8, "tanh")(keras.layers.Dense(64, "tanh")(x)))
+    return keras.Model(x, {"first": first, "second": second})
 
 
 LOSSES = {
@@ -74,12 +74,12 @@ def trained(model, x, order):
     steps = {task: step_of(task) for task in LOSSES}
     for task in order:
         steps[task](x)
-    return had, [it.numpy() for it in model.trainable_variables]
+    return had, values(model.trainable_variables)
 
 
 @pytest.mark.parametrize(("backend", "static"), [("graph", False), ("layers", True)])
 def test_optimizers_pass_over_what_has_no_gradient(backend, static):
-    x = tf.random.stateless_normal((16, 8), (1, 2))
+    x = normal(16, 8)
     order = ("both", "first", "second", "first", "nothing of second")
     theirs = trained(tasks(static), x, order)
     assert not all(map(all, theirs[0]))
@@ -102,5 +102,5 @@ def test_a_layer_that_runs_again_leaves_them_out_as_well():
         return loss
 
     had = []
-    step(tf.random.stateless_normal((16, 8), (1, 2)))
+    step(normal(16, 8))
     assert had == [[True, True, False, False]]

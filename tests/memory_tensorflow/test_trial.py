@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras_samples import dense, normal, step_of
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
@@ -16,11 +17,11 @@ from sn_memory.tensorflow.eager import TrialError
 from sn_memory.tensorflow.model import run_outside
 
 # By its name: `sn_memory.tensorflow.plan` is the function.
-apply = import_module("sn_memory.tensorflow.plan")
+plan_module = import_module("sn_memory.tensorflow.plan")
 
 
 class Noted(keras.Model):
-    """Dropout, statistics, a counter, a list and a number from Python's chance."""
+    """Dropout, statistics, a counter, a list and a random number of Python's."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +40,16 @@ class Noted(keras.Model):
 
 
 def rows():
-    return tf.random.stateless_normal((2048, 128), (1, 2))
+    return normal(2048, 128)
+
+
+def small():
+    return dense(256, 4, "gelu", keras.layers.Dense(10), inputs=128)
+
+
+def plan(budget="95%", sample=None, **settings):
+    sample = rows() if sample is None else sample
+    return rim.plan(small(), sample, budget, profile=False, time_limit_s=2, **settings)
 
 
 def built():
@@ -65,6 +75,8 @@ def state(model):
 def test_planning_leaves_no_trace(backend):
     model = built()
     before = state(model)
+    with pytest.raises(BudgetError, match="smallest peak" if backend == "graph" else "run again"):
+        rim.plan(model, rows(), "1MiB", backend=backend, profile=False)
     planned = rim.plan(model, rows(), "100%", backend=backend, profile=False)
     after = state(model)
     assert planned.sn_memory.backend == backend
@@ -76,42 +88,24 @@ def test_planning_leaves_no_trace(backend):
     assert model.losses == []
 
 
-def small():
-    layers = [keras.layers.Dense(256, "gelu") for _ in range(4)]
-    return keras.Sequential([keras.Input((128,)), *layers, keras.layers.Dense(10)])
+def lost(*_, **__):
+    raise KeyError("value of an op nobody has seen")
+
+
+def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
+    monkeypatch.setattr(eager.Emission, "need", lost)
+    with pytest.raises(rim.TraceError, match="cannot be built"):
+        rim.plan_step(step_of(small()), rows(), "100%", profile=False)
+    # Without values there is nothing to be run, and still the step is put together.
+    with pytest.raises(rim.TraceError, match="cannot be built"):
+        plan(sample=tf.TensorSpec((2048, 128)), backend="graph")
 
 
 @pytest.mark.slow
 def test_a_plan_that_raises_in_training_falls_back(monkeypatch):
-    def lost(self, value):
-        raise KeyError(f"value {value}")
-
     monkeypatch.setattr(eager.Emission, "need", lost)
     with pytest.warns(rim.PlanWarning, match=r"by layers.*cannot be built.*KeyError.*value"):
-        planned = rim.plan(small(), rows(), "95%", profile=False, time_limit_s=2)
-    assert planned.sn_memory.backend == "layers"
-    with pytest.raises(rim.TraceError, match="cannot be built"):
-        rim.plan(small(), rows(), "95%", profile=False, backend="graph", time_limit_s=2)
-    # Without values there is nothing to be run, and still the step is put together.
-    spec = tf.TensorSpec((2048, 128))
-    with pytest.raises(rim.TraceError, match="cannot be built"):
-        rim.plan(small(), spec, "95%", profile=False, backend="graph", time_limit_s=2)
-
-
-def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
-    def lost(self, value):
-        raise KeyError(f"value {value}")
-
-    monkeypatch.setattr(eager.Emission, "need", lost)
-    weight = tf.Variable(tf.eye(128))
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.tanh(x @ weight))
-        return tape.gradient(loss, weight)
-
-    with pytest.raises(rim.TraceError, match="cannot be built"):
-        rim.plan_step(step, rows(), "100%", profile=False)
+        assert plan().sn_memory.backend == "layers"
 
 
 @pytest.mark.slow
@@ -125,9 +119,9 @@ def test_a_plan_with_wrong_results_falls_back(monkeypatch):
 
     monkeypatch.setattr(eager, "put", wrong)
     with pytest.raises(TrialError, match="differ in results"):
-        rim.plan(small(), rows(), "95%", profile=False, backend="graph", time_limit_s=2)
+        plan(backend="graph")
     with pytest.warns(rim.PlanWarning, match="by layers.*differ in results"):
-        rim.plan(small(), rows(), "95%", profile=False, time_limit_s=2)
+        plan()
 
 
 def test_a_plan_that_holds_more_than_its_budget_falls_back(monkeypatch):
@@ -138,17 +132,17 @@ def test_a_plan_that_holds_more_than_its_budget_falls_back(monkeypatch):
 
     monkeypatch.setattr(eager, "Allocations", Greedy)
     with pytest.raises(TrialError, match=r"holds .* the budget is"):
-        rim.plan(small(), rows(), "60%", profile=False, backend="graph", time_limit_s=2)
+        plan("60%", backend="graph")
 
 
 def test_whatever_a_trace_raises_falls_back(monkeypatch):
-    def broken(*args, **kwargs):
-        raise KeyError("an op nobody has seen")
-
-    monkeypatch.setattr(apply, "trace", broken)
+    monkeypatch.setattr(plan_module, "trace", lost)
     with pytest.warns(rim.PlanWarning, match="by layers.*an op nobody has seen"):
-        planned = rim.plan(small(), rows(), "95%", profile=False)
-    assert planned.sn_memory.backend == "layers"
+        assert plan().sn_memory.backend == "layers"
+    # A budget that layers cannot keep says why it was layers.
+    with pytest.raises(BudgetError) as refusal:
+        plan("1MiB")
+    assert any("an op nobody has seen" in it for it in refusal.value.__notes__)
 
 
 class Refusing(keras.Model):
@@ -168,23 +162,12 @@ def test_where_nothing_works_the_refusal_names_both_reasons():
         rim.plan(model, rows(), "90%", profile=False)
 
 
-def test_a_budget_that_layers_cannot_keep_says_why_it_was_layers(monkeypatch):
-    def broken(*args, **kwargs):
-        raise KeyError("an op nobody has seen")
-
-    monkeypatch.setattr(apply, "trace", broken)
-    with pytest.raises(BudgetError) as refusal:
-        rim.plan(small(), rows(), "1MiB", profile=False)
-    assert any("an op nobody has seen" in it for it in refusal.value.__notes__)
-
-
-def test_chance_is_no_error():
+def test_random_numbers_are_no_error():
     class Drawing(keras.layers.Layer):
         def call(self, x):
             return tf.nn.dropout(x, 0.5)
 
-    layers = [keras.layers.Dense(128), Drawing(), keras.layers.Dense(128)]
-    model = keras.Sequential([keras.Input((128,)), *layers])
+    model = dense(128, 1, None, Drawing(), keras.layers.Dense(128))
     planned = rim.plan(model, rows(), "100%", profile=False)
     assert planned.sn_memory.backend == "graph"
 
@@ -197,7 +180,7 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_alarm():
         layers += [keras.layers.Conv2D(16, 3, padding="same"), keras.layers.BatchNormalization()]
         layers += [keras.layers.Activation("gelu")]
     model = keras.Sequential([keras.Input((16, 16, 3)), *layers, keras.layers.Flatten()])
-    images = tf.random.stateless_normal((32, 16, 16, 3), (1, 2))
+    images = normal(32, 16, 16, 3)
     planned = rim.plan(model, images, "100%", profile=False)
     found = rim.verify(planned, images)
     assert not found.equal
