@@ -26,13 +26,7 @@ from sn_compress.codecs.base import HEADER_BYTES, Codec
 from sn_compress.codecs.fft import FFTCodec
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.payloads import shares_of
-from sn_compress.schedule import (
-    Annealed,
-    Constant,
-    Diminishing,
-    Schedule,
-    Warmup,
-)
+from sn_compress.schedule import Annealed, Constant, Diminishing, Schedule, Warmup
 
 
 def transform_of(shape: Sequence[int]) -> dict[str, Any]:

@@ -25,17 +25,7 @@ from typing import Any
 
 import torch
 from ddp_ranks import about, measured
-from node_ddp import (
-    SETTINGS,
-    SETTLE,
-    SETTLE_WHOLE,
-    WAYS,
-    Shapes,
-    alone,
-    note,
-    now,
-    row_of,
-)
+from node_ddp import SETTINGS, SETTLE, SETTLE_WHOLE, WAYS, Shapes, alone, note, now, row_of
 from shaped_links import NoLinksError, ShapedLinks
 from training_rows import load, save
 

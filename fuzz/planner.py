@@ -24,15 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "memory")
 from random_graphs import random_graph, training_chain
 
 from sn_cli.main import main as command
-from sn_memory import (
-    BudgetError,
-    Graph,
-    GraphError,
-    Plan,
-    PlanError,
-    check_plan,
-    plan_graph,
-)
+from sn_memory import BudgetError, Graph, GraphError, Plan, PlanError, check_plan, plan_graph
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import names, policy
 

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layers import (
-    classify,
-    concat,
-    conv,
-    dropout,
-    flatten,
-    linear,
-    lrn,
-    max_pool,
-    relu,
-    upconv,
-)
+from .layers import classify, concat, conv, dropout, flatten, linear, lrn, max_pool, relu, upconv
 from .net import Net
 
 

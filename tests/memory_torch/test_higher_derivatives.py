@@ -13,12 +13,7 @@ from torch.autograd import functional, grad
 from torch.func import functional_call
 
 from sn_memory.base.errors import PlanError, PlanWarning
-from sn_memory.torch import (
-    ReplayError,
-    checkpoint_policy,
-    compress_activations,
-    plan,
-)
+from sn_memory.torch import ReplayError, checkpoint_policy, compress_activations, plan
 
 # torch's own: the first use of forward-mode AD loads rules that are scripted.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
