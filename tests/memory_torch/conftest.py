@@ -92,6 +92,7 @@ def modules_take_long(modules_take_no_time, monkeypatch):
     )
 
 
+@pytest.fixture
 def among_ranks(monkeypatch):
     """Return a function that lets plans be those of one of so many ranks that train together."""
     module = sys.modules[sn_memory.torch.plan.__module__]
