@@ -398,12 +398,12 @@ class Packer {
     loops_.grids(seen_, waiting_, levels_, cap_, places_);
     for (int i = 0; i < waiting_; ++i) {
       const Extremes& seen = seen_[i];
-      bool apart = levels_ == 1 && about_zero(seen) && few_zeros(jobs_[i]);
-      if (apart) {
+      bool zeros_escape = levels_ == 1 && about_zero(seen) && few_zeros(jobs_[i]);
+      if (zeros_escape) {
         places_[i] = choose({seen.low, seen.high, false, seen.fits}, 1, cap_);
-        apart = places_[i].base == seen.low;
+        zeros_escape = places_[i].base == seen.low;
       }
-      round(jobs_[i], seen, places_[i], apart);
+      round(jobs_[i], seen, places_[i], zeros_escape);
     }
     waiting_ = 0;
   }
@@ -455,8 +455,7 @@ class Packer {
     return zeros < std::min(below, above);
   }
 
-  // `apart`: zeros escape.
-  void round(const Job& job, const Extremes& seen, const Place& place, bool apart) {
+  void round(const Job& job, const Extremes& seen, const Place& place, bool zeros_escape) {
     to_.bases[job.g] = place.base;
     to_.steps[job.g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
     uint32_t unread = 0;
@@ -475,7 +474,7 @@ class Packer {
       if (whole)
         loop(run, here, place, luck_at(job.at + i), codes, spread);
       else
-        check(run, here, job.at + i, place, apart, codes, spread);
+        check(run, here, job.at + i, place, zeros_escape, codes, spread);
       codes += (here * grid_.bits + 7) / 8;
     }
   }
@@ -487,11 +486,12 @@ class Packer {
   }
 
   // Where elements may escape.
-  void check(const void* values, int64_t count, int64_t at, const Place& place, bool apart,
+  void check(const void* values, int64_t count, int64_t at, const Place& place, bool zeros_escape,
              uint8_t* codes, uint32_t* spread) {
     const float* run = widened(values, kind_, count, scratch_);
-    const int32_t lost = quantise(run, static_cast<int32_t>(count), place, grid_.bits, grid_.bound,
-                                  apart ? 1 : 0, drawn_.draw(luck_at(at), count), wide_, bad_, spread);
+    const int32_t lost =
+        quantise(run, static_cast<int32_t>(count), place, grid_.bits, grid_.bound,
+                 zeros_escape ? 1 : 0, drawn_.draw(luck_at(at), count), wide_, bad_, spread);
     side_by_side(wide_, count, grid_.bits, codes);
     for (int64_t j = 0; lost && j < count; ++j)
       if (bad_[j]) {

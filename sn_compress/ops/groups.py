@@ -281,15 +281,15 @@ def _pack_twin(
     below = np.add.reduceat(fit & (values < 0), starts, dtype=np.int64)
     above = np.add.reduceat(fit & (values > 0), starts, dtype=np.int64)
     # Two points about zero hold one side only: zeros escape if they are fewer than either side.
-    apart = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, above))
+    zeros_escape = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, above))
     some = np.logical_or.reduceat(fit, starts)
     base, step = choose(
         np.where(some, _floats(low), np.float32(0)),
         np.where(some, _floats(high), np.float32(0)),
-        (zeros > 0) & ~apart, 2**bits - 1, cap,
+        (zeros > 0) & ~zeros_escape, 2**bits - 1, cap,
     )  # fmt: skip
-    apart &= base == _floats(low)
-    fit &= (magnitude > 0) | ~np.repeat(apart, lengths)
+    zeros_escape &= base == _floats(low)
+    fit &= (magnitude > 0) | ~np.repeat(zeros_escape, lengths)
     bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
