@@ -15,7 +15,7 @@ import sn_compress
 ROOT = Path(__file__).resolve().parents[2]
 # Results from before hashes of the code were kept: `python -m benchmarks --stale` lists them with
 # their commands. Measured anew, each leaves this number; it never rises.
-MEASURED_BEFORE = 63
+MEASURED_BEFORE = 62
 COMMAND = "python -m benchmarks pool --json benchmarks/results/pool.json"
 
 
