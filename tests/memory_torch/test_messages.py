@@ -162,11 +162,13 @@ def of_rows(layout):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_what_is_no_plain_tensor_is_refused_with_what_to_pass(layout):
-    """When planning, and when it comes while training; not where no gradient is wanted."""
+    """When planning or estimating, and while training; not where no gradient is wanted."""
     given, settings = of_rows(layout), {"profile": False, "time_limit_s": 1}
     for backend in ("auto", "modules"):
         with pytest.raises(TraceError, match=f"tensor of layout torch.{layout}.* Pass those"):
             plan(Rows(), given, "101%", backend=backend, **settings)
+    with pytest.raises(TraceError, match=f"tensor of layout torch.{layout}.* Pass those"):
+        estimate(Rows(), given)
     trained = plan(Rows(), torch.randn(17, 8), "101%", **settings)
     with pytest.raises(TraceError, match=f"tensor of layout torch.{layout}"):
         trained(given)
