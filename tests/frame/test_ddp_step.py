@@ -5,6 +5,7 @@ counted, and how, is in benchmarks/evidence_ranks.py.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,10 @@ dist.destroy_process_group()
 
 
 def test_a_step_needs_few_modules_and_few_calls(tmp_path):
+    # One thread a rank, as torchrun sets it: a pool of threads is two calls more.
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(BENCHMARKS), str(tmp_path / "store")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     modules, *steps = json.loads(ran.stdout.splitlines()[-1])
