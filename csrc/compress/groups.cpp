@@ -164,8 +164,9 @@ struct Drawn {
   }
 };
 
-// Rounds up to kRun elements: `bad` marks those that no code stands for, among them those of a magnitude
-// below `least`, and the number of them is returned. Where all lie on the grid, `bad` is null.
+// Rounds up to kRun elements: `bad` marks those that no code stands for, among them those of a
+// magnitude below `least`, and the number of them is returned. Where all lie on the grid, `bad` is
+// null.
 template <bool whole, bool look>
 __attribute__((always_inline)) inline int32_t quantise_run(
     const float* values, int32_t count, const Place& place, int bits, float bound, uint32_t least,
@@ -398,7 +399,7 @@ class Packer {
     loops_.grids(seen_, waiting_, levels_, cap_, places_);
     for (int i = 0; i < waiting_; ++i) {
       const Extremes& seen = seen_[i];
-      bool zeros_escape = levels_ == 1 && about_zero(seen) && few_zeros(jobs_[i]);
+      bool zeros_escape = levels_ == 1 && about_zero(seen) && few_zeros(jobs_[i], seen);
       if (zeros_escape) {
         places_[i] = choose({seen.low, seen.high, false, seen.fits}, 1, cap_);
         zeros_escape = places_[i].base == seen.low;
@@ -439,20 +440,17 @@ class Packer {
 
   // Two points about zero hold one side only: whether zeros are fewer than the elements of either
   // side. Then these escape.
-  bool few_zeros(const Job& job) {
+  bool few_zeros(const Job& job, const Extremes& seen) {
     const auto* values = static_cast<const uint8_t*>(job.values);
-    int64_t zeros = 0, below = 0, above = 0;
+    const int64_t zeros = zeros_of(job.values, kind_, job.size);
+    int64_t below = 0;
     for (int64_t i = 0; i < job.size; i += kRun) {
       const int64_t here = std::min(kRun, job.size - i);
       const float* run = widened(values + width_of(kind_) * i, kind_, here, scratch_);
-      for (int64_t j = 0; j < here; ++j) {
-        const bool fit = (to_bits(run[j]) & 0x7FFFFFFF) < kUnfit;
-        zeros += run[j] == 0;
-        below += fit && run[j] < 0;
-        above += fit && run[j] > 0;
-      }
+      for (int64_t j = 0; j < here; ++j)
+        below += run[j] < 0 && (to_bits(run[j]) & 0x7FFFFFFF) < kUnfit;
     }
-    return zeros < std::min(below, above);
+    return zeros < std::min(below, seen.fits - zeros - below);
   }
 
   void round(const Job& job, const Extremes& seen, const Place& place, bool zeros_escape) {

@@ -279,10 +279,10 @@ def _pack_twin(
     high = np.maximum.reduceat(np.where(fit, keys_, info.min), starts)
     zeros = np.add.reduceat(magnitude == 0, starts, dtype=np.int64)
     below = np.add.reduceat(fit & (values < 0), starts, dtype=np.int64)
-    above = np.add.reduceat(fit & (values > 0), starts, dtype=np.int64)
+    fits = np.add.reduceat(fit, starts, dtype=np.int64)
     # Two points about zero hold one side only: zeros escape if they are fewer than either side.
-    zeros_escape = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, above))
-    some = np.logical_or.reduceat(fit, starts)
+    zeros_escape = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, fits - zeros - below))
+    some = fits > 0
     base, step = choose(
         np.where(some, _floats(low), np.float32(0)),
         np.where(some, _floats(high), np.float32(0)),

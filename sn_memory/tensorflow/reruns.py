@@ -218,8 +218,10 @@ class _Search:
         held = sum(kept) + self.packed.held_under(packed)
         elements = sum(row.n for row in self.packed.rows() if row.key in packed)
         saved, budget = Saved(plain_bytes, held, elements, ways), self.budget
-        fits = (bits for bits in WIDTHS if not budget or self.held_bytes(names, bits) <= budget)
-        return Mix(sections, names, price, saved, sum(kept), max(fits))
+        start_bits = max(
+            bits for bits in WIDTHS if budget is None or self.held_bytes(names, bits) <= budget
+        )
+        return Mix(sections, names, price, saved, sum(kept), start_bits)
 
     def _check(self, names: tuple[str, ...]) -> None:
         least = self.held_bytes(names, 1)

@@ -36,9 +36,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: regions": (("torch/regions",), 2192, 900),
     "torch: modules": (("torch/modules",), 1059, 550),
     "torch: activations": (("torch/activations",), 2536, 1200),
-    "tensorflow": (("tensorflow",), 6572, 4200),
+    "tensorflow": (("tensorflow",), 6574, 4200),
 }
-TOTAL = (44_683, 28_000)
+TOTAL = (44_685, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting

@@ -3,6 +3,7 @@
 import random
 import warnings
 
+import steps
 import torch
 from steps import grads
 from torch import nn
@@ -14,7 +15,7 @@ WIDTH, ROWS = 32, 256
 
 
 def rows(seed=0, many=ROWS):
-    return torch.randn(many, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return steps.rows(many, seed, WIDTH)
 
 
 def images(seed=0):
