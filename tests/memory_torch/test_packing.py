@@ -164,8 +164,8 @@ def cases() -> Iterator[tuple[int, str, torch.dtype, int, int]]:
         for place, run in enumerate(runs_of(n)[1:]):
             yield n, "holes", (torch.float32, *halves)[place % 3], groups.WIDTHS[place % 3], run
     # Many programs.
-    yield 2**16 + 1, "lost", torch.float32, 2, 0
-    yield 2**16 + 1, "holes", torch.bfloat16, 8, 0
+    yield SIZES[-1], "lost", torch.float32, 2, 0
+    yield SIZES[-1], "holes", torch.bfloat16, 8, 0
 
 
 def compare_kernels() -> None:
