@@ -2,9 +2,9 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91, 102, 105, 106, 107, 111: activations, 92:
+new capability alone, whose decision says so (91, 102, 105, 106, 110, 111: activations, 92:
 regions), and was twice beside: where comprehensions took the names of what they run over, and in
-the guards, where five copies in other rooms became one there (112).
+the guards, where five copies in other rooms became one there.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ TOTAL = (44_685, 28_000)
 MOST_FILES = (172, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
-# nodes (104), for cores that ranks share (108) and groups in vectors (107).
+# nodes and for cores that ranks share (108), and groups in vectors (110).
 COMPRESS_LINES = (27_990, 19_500)
 COMPRESS_FILES = (119, 120)
 

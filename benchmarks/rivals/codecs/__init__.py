@@ -4,7 +4,7 @@ from rivals.codecs import codec
 payload = codec("dgc", theta=0.99).encode(gradient)
 
 They keep the contract of `sn_compress.Codec`, and no class of sn_compress needs one of them:
-docs/decisions/0090 says why they are here. README.md beside this file says how each differs from
+docs/decisions/0076 says why they are here. README.md beside this file says how each differs from
 what its authors publish. Their ids (2, 3, 19, 21, 23) are given to no other codec.
 """
 
