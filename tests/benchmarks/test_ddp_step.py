@@ -40,6 +40,7 @@ def row_of(printed, way):
     return line.partition(way)[2].split()
 
 
+@pytest.mark.slow
 def test_ddp_step_tells_what_each_way_adds_and_sends(run, tmp_path):
     path, ways = tmp_path / "rows.json", ["plain", "fp16", "powersgd 4", "low rank 50", "gather"]
     flags = ["--runs", 1, "--rounds", 1, "--steps", 1, *SMALL, "--json", path, "--ways", *ways]

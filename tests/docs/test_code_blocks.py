@@ -21,6 +21,14 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 TORCHRUN = [
     ROOT / f"docs/recipes/{name}.md" for name in ("hugging_face", "accelerate", "lightning")
 ]
+# Pages whose program takes more than five seconds, but for the first page and those of one seam.
+SLOW = {
+    f"docs/{name}.md"
+    for name in (
+        "tensorflow_memory", "torch_memory", "tensorflow", "activations", "apoptosis", "gossip",
+        "recipes/keras", "recipes/tensorboard",
+    )
+}  # fmt: skip
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 SHELL = ("sh", "bash", "shell", "console")
@@ -62,6 +70,17 @@ def having(*languages):
         pytest.param(page, id=str(page.relative_to(ROOT)))
         for page in PAGES
         if page.exists() and any(blocks(page, *languages))
+    ]
+
+
+def programs():
+    """Pages with a program of Python that torchrun does not start, as parameters."""
+    pages = [it.values[0] for it in having("python", "py") if it.values[0] not in TORCHRUN]
+    names = [page.relative_to(ROOT).as_posix() for page in pages]
+    assert set(names) >= SLOW
+    return [
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for page, name in zip(pages, names, strict=True)
     ]
 
 
@@ -107,9 +126,7 @@ def test_the_notebook_runs(tmp_path):
     assert "bit-equal" in "".join(said)
 
 
-@pytest.mark.parametrize(
-    "page", [it for it in having("python", "py") if it.values[0] not in TORCHRUN]
-)
+@pytest.mark.parametrize("page", programs())
 def test_python_runs(page, request, tmp_path):
     source = program(page)
     if re.search(r"\b(tensorflow|keras)\b", source):

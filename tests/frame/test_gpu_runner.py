@@ -130,6 +130,7 @@ def test_how_sections_end(scripts, tmp_path):
     assert "no such thing here" in runner.table([well, cannot])
 
 
+@pytest.mark.slow
 def test_time_that_is_up_ends_a_section_and_what_it_started(scripts):
     # On a busy machine the section itself may take many seconds to begin.
     for seconds in (8.0, 40.0, 200.0):

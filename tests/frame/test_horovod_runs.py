@@ -26,6 +26,7 @@ def test_two_ranks_average(horovodrun, rank_script):
         assert f"rank {rank} of 2 has 0.5" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_time_limit(horovodrun, rank_script):
     start = time.monotonic()
     run = horovodrun(2, rank_script(HANG), timeout=8)

@@ -48,6 +48,7 @@ def test_faults_are_drawn_by_a_seed_one_of_a_line(toy):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_the_tests_say(toy):
     said = {}
     for mutant in mutations.drawn([toy / "toy.py"], 5, 1, toy):

@@ -17,6 +17,7 @@ def test_the_page_has_what_was_found():
     assert all(row["failed"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_interpreter_is_run_and_kept(tmp_path, monkeypatch, capsys):
     page, result = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text(f"before\n{tested_versions.START}\n{tested_versions.END}\nafter\n")

@@ -184,6 +184,7 @@ def test_one_pass_gives_what_asking_everywhere_gives():
         assert sum(size for _, size in top.owners) == top.bytes == live_bytes(graph).max()
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_ops_in_seconds():
     count = 100_000
     storages = [Storage("x", 1, "input"), *(Storage(f"h{n}", 1) for n in range(count))]

@@ -44,6 +44,7 @@ def planned_or_refused(graph, budget):
         return None, error
 
 
+@pytest.mark.slow
 def test_plans_of_small_graphs_are_compared_with_the_optimum():
     planned = refused = passed_over = 0
     for seed in range(60):

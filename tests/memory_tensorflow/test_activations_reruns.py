@@ -98,6 +98,7 @@ def test_what_runs_again_has_exact_gradients_and_moves_state_once(rewritten):
     assert rewritten or all(map(np.array_equal, again, plain)), "closed, it is as it was"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_budgets_are_kept_and_the_smallest_is_named(policy):
     keras.config.set_dtype_policy(policy)
@@ -135,6 +136,7 @@ def test_the_report_says_how_much_went_each_way():
     assert re.search(r"take [\d.e-]+ s for each GiB", text)
 
 
+@pytest.mark.slow
 def test_the_peak_falls_by_what_the_report_says():
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")

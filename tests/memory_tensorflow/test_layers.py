@@ -169,6 +169,7 @@ class Moody(keras.layers.Layer):
         return tf.tanh(x)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_recurrent_layer_stays_where_it_was():
     """Keras does not count it among a model's variables, and planning went on with the sequence."""
 

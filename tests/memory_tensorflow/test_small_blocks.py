@@ -100,6 +100,7 @@ def test_a_step_in_which_nothing_runs_again_is_no_choice():
     assert 0 not in tried
 
 
+@pytest.mark.slow
 def test_a_choice_takes_the_worst_of_many_steps_and_a_margin(monkeypatch):
     """One order of ops in four has a peak of its own."""
     model, sample = dense(256, 6), tf.ones((512, 256))

@@ -83,6 +83,7 @@ class Counted:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_what_a_trace_keeps():
     sample = rows()
     trace(deep(2), sample, profile=False)  # what is created once
@@ -103,6 +104,7 @@ def test_what_a_trace_keeps():
     assert [sys.getsizeof(module.__dict__) for module in model.modules()] == sizes
 
 
+@pytest.mark.slow
 def test_modules_that_are_alike_are_noted_once():
     few, many = deep(2), deep(120)
     inputs = (rows(),), {}
@@ -119,6 +121,7 @@ def test_modules_that_are_alike_are_noted_once():
         assert kept_bytes(many, note) - kept_bytes(few, note) < 472 * 40
 
 
+@pytest.mark.slow
 def test_what_a_written_step_keeps_and_takes_to_write():
     """A thousand lines compiled at once took 8 MB, at the peak of the step."""
     sample = rows()
