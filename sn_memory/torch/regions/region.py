@@ -23,7 +23,7 @@ from ..errors import TraceError
 from ..model.guards import GuardCache, Lookup
 from ..model.modes import inside_checkpoint, outside_saved_tensors_hooks, transformed
 from ..model.signature import Arguments, CallLayout, InputSignature, changeable
-from ..model.step import apart, tensors
+from ..model.step import detached, tensors
 from ..trace.record import Layouts, View
 from ..trace.trace import Given, Trace, trace
 from .plans import RegionPlan, as_part, priced, useful
@@ -161,7 +161,7 @@ def traced_call(
             "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
             "generating, use_cache=False leaves it out."
         )
-    inputs = Given(*apart(arguments))
+    inputs = Given(*detached(arguments))
     settings: dict[str, Any] = {
         "profile": profile,
         "device": device,
