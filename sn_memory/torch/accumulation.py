@@ -114,7 +114,7 @@ def _with_gradients(
         from .regions.step import RegionStep
 
         if isinstance(step, RegionStep):
-            replanned = step.for_gradients_of(held)
+            replanned = step.with_gradients(held)
         else:
             replanned = step
             # Measuring issues collectives, which other ranks may have no reason to join.

@@ -87,6 +87,7 @@ def estimate(
     if gpu is not None:
         state = int(rounded(np.array(held.sizes, np.int64), "torch").sum())
     kept = 0 if gpu is None else gpu.named.kept_bytes
+    # Bytes by role; without a trace every parameter that requires a gradient is taken to get one.
     sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
     constants = [] if traced is None else list(traced.captured.recording.constants.values())
@@ -158,7 +159,7 @@ def _peak_op(traced: Trace | None, measured: Measured) -> str:
 
 
 def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
-    """Bytes by role without a trace; all parameters that want a gradient get one."""
+    """Bytes by role without a trace."""
 
     def total(held: Iterable[torch.Tensor]) -> int:
         return sum({id(tensor): tensor.nbytes for tensor in held}.values())

@@ -140,6 +140,7 @@ class _Question:
         self, cards: Sequence[int], extra: Sequence[float], host_bytes_per_s: float | None
     ) -> Fit:
         least, most = self.batches
+        # The share of plans that are made for one share only: with offload, and with state.
         middle = sorted(extra)[len(extra) // 2] if extra else 0.10
         self._report_progress(PLAIN)
         plain = largest(self.fits, least, most)
@@ -181,7 +182,9 @@ class _Question:
             return Way(PLAIN, 0, allocated_bytes=short.peak_bytes, note=_TOO_LARGE)
         estimate = self.at(batch)
         return self._way(
-            *(PLAIN, batch, estimate.seconds),
+            PLAIN,
+            batch,
+            estimate.seconds,
             allocated_bytes=estimate.peak_bytes,
             reserved_bytes=estimate.reserved_bytes,
             pinned_bytes=0,
@@ -205,7 +208,9 @@ class _Question:
         if plan is None:
             return Way(name, 0, note=_NO_PLAN)
         return self._way(
-            *(name, batch, plan.seconds + self._update_s()),
+            name,
+            batch,
+            plan.seconds + self._update_s(),
             allocated_bytes=plan.peak_bytes,
             pinned_bytes=check_plan(graphs.at(batch), plan).host_peak_bytes,
         )
@@ -216,6 +221,7 @@ class _Question:
             raise PlanError(
                 "state on the host needs the optimizer whose state it is: pass its name."
             )
+        # Traced without the optimizer, whose state is planned: it would count twice.
         (few, _, small), (many, model, large) = self._steps(None)
         graphs = Batches((few, small.graph), (many, large.graph))
         units = StateUnits(self.optimizer(model.parameters())).of(model, large, host_bytes_per_s)
@@ -250,7 +256,9 @@ class _Question:
         # Parameters do not grow with the batch.
         sizes = {storage.name: storage.bytes for storage in graphs.at(1).storages}
         return self._way(
-            *(name, batch, plan.lanes.seconds),
+            name,
+            batch,
+            plan.lanes.seconds,
             allocated_bytes=plan.plan.peak_bytes,
             pinned_bytes=host_bytes(plan, units, sizes),
             note=f"{by_host} of {len(plan.updaters)} parameters are updated by the host, whose "
@@ -279,7 +287,10 @@ class _Question:
             return Way(name, 0, count, note=_TOO_LARGE)
         estimate = held(batch)
         return self._way(
-            *(name, batch, self._step_s(batch, count), count),
+            name,
+            batch,
+            self._step_s(batch, count),
+            count,
             allocated_bytes=estimate.peak_bytes,
             pinned_bytes=0,
             bytes={
@@ -297,6 +308,7 @@ class _Question:
             model, sample = self.make(batch, self.length)
             with self._casting():
                 gpu = Gpu(named(self.device))
+                # Without gradients of parameters, which `on_cards` counts.
                 step = fake_step_on(gpu, model, call_arguments(sample), keep=False)
             own = self.at(min(self._estimates)).parameters_bytes
             self._rests[batch] = step.peak_bytes - own

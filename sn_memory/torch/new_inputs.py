@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.graph import Graph
 from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
@@ -24,7 +23,7 @@ from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenIn
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
-from .model.signature import OF_CALL, Arguments, InputSignature, Name
+from .model.signature import OF_CALL, Arguments, InputSignature, Name, call_layout
 from .model.step import detached, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
@@ -205,10 +204,8 @@ class _UnseenArguments(UnseenInput[Step]):
     def plan_of_trace(self, traced: Trace) -> Plan:
         # Constants of other kinds take memory while this one runs.
         own = traced.captured.recording.constants.values()
-        others = self.inputs.constants_bytes(excluding=own)
-        return self.plan_of(traced.graph, self.budget_bytes - others)
-
-    def plan_of(self, graph: Graph, budget_bytes: int) -> Plan:
+        budget_bytes = self.budget_bytes - self.inputs.constants_bytes(excluding=own)
+        graph = traced.graph
         plans = [
             (kept.summary.inputs, plan)
             for kept in self.inputs.kept.values()
@@ -312,7 +309,7 @@ class _UnseenArguments(UnseenInput[Step]):
             if kind in inputs.kept:
                 # The step with earlier gradients goes with the one it replaces.
                 inputs.later.pop(inputs.kept[kind].step, None)
-            call = len(self.arguments[0]), tuple(self.arguments[1])
+            call = call_layout(self.arguments)
             inputs.kept[kind] = KeptStep(step, call, planned_kind, inputs.count)
             inputs.make_room(kind, self.budget_bytes)
         return step

@@ -31,7 +31,7 @@ from .errors import TraceError
 from .model.guards import GuardCache, signature_of
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp, register_fsdp_alias
-from .model.signature import Arguments, InputSignature
+from .model.signature import Arguments, InputSignature, call_layout
 from .model.step import device_of
 from .model.wrapping import (
     RECORD,
@@ -222,6 +222,7 @@ def plan(
         update=HOOKS if hooks else "step",
         share=budget if is_part(budget) else "",
     )
+    # Settings that exclude each other.
     if backend == "compile" and "offload" in techniques:
         raise ValueError(
             "got technique offload with backend='compile', where no copy to the host is safe: "
@@ -241,6 +242,7 @@ def plan(
         )
     if state is not None and not hooks:
         _check_state(planning)
+    # From here on the model is as it was before torch.compile; it may have been planned before.
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
         unlike = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
@@ -279,6 +281,8 @@ def plan(
         if result.step.covers_smaller:
             by_parts.add(kind)
         results.append((kind, arguments, result))
+        # If one sample needs a first forward pass, which sets attributes, the others are traced
+        # after it, too.
         planning = replace(planning, after_first=result.after_first or planning.after_first)
         # From the first sample on the budget is in bytes.
         baseline = result.step.plan.baseline_peak_bytes
@@ -290,6 +294,7 @@ def plan(
             )
         what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
+    # Each sample has a step: the planned model differs from the plain one by its class and record.
     twin = uninitialized(planned_class(type(plain), PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
@@ -366,11 +371,12 @@ def _kept_inputs(
         step = replanned.step
         kind = guarded(guards, sampled, plain, arguments, step)
         if step.covers_smaller:
+            # Values that the forward pass sets itself change each time, which is no other kind.
             cache.free |= step.sets
             kind = kind.without(cache.free)
             cache.measured.append((kind, step))
         planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
-        cache.kept[kind] = KeptStep(step, (len(arguments[0]), tuple(arguments[1])), planned_kind)
+        cache.kept[kind] = KeptStep(step, call_layout(arguments), planned_kind)
         cache.laid_out_otherwise |= replanned.laid_out_otherwise
     return cache
 

@@ -78,6 +78,7 @@ class StepCache:
         """Return the kind of the kept step that accepts it; else it, without values that change."""
         if kind is None or kind in self.kept:
             return kind
+        # A step for these very values comes before one that leaves them out.
         free = kind.without(self.free)
         accepts = (step for like in (kind, free) for step in self.kept if step.accepts(like))
         return next(accepts, free)
@@ -106,6 +107,7 @@ class StepCache:
     @property
     def all_steps(self) -> list[Step]:
         """All steps, with those in `later`."""
+        # Each once: a step by parts serves all kinds that it covers.
         return [*dict.fromkeys((*(kept.step for kept in self.kept.values()), *self.later.values()))]
 
     def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
@@ -124,6 +126,7 @@ class StepCache:
         while True:
             # Kinds of the samples of `plan` have no `used`, and stay.
             online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
+            # The newest is about to run.
             if len(online) <= 1 or (
                 len(online) <= KINDS and not self._holds_too_much(budget_bytes)
             ):

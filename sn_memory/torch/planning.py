@@ -343,10 +343,11 @@ class PlanOptions:
             arguments = max(
                 (arguments, *self.alike), key=lambda sample: Probe(model, sample).saved_bytes
             )
-        # As leaves: what computed them is no part of the step that is measured.
-        args, kwargs = detached(arguments)
         step = ModuleStep(
-            *(model, args, kwargs, self.budget),
+            model,
+            # As leaves: what computed them is no part of the step that is measured.
+            detached(arguments),
+            self.budget,
             resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
             earlier_bytes=earlier_bytes,
             safely=safely,

@@ -103,6 +103,7 @@ _TENSORS: Final = ("_parameters", "_buffers")
 
 
 def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    # With the dictionaries of tensors, as those that a forward pass assigns go into these.
     return held | {slot: dict(held[slot]) for slot in _TENSORS}
 
 
@@ -253,6 +254,7 @@ class _ByImages(torch.autograd.Function):
         again = torch.is_grad_enabled()
         at_once = again or is_batched(gradient)
         sums: list[Any] = [None] * len(wanted)
+        # Inside, the layers are as they were in the forward pass, with leaves as their weights.
         with ExitStack() as stack:
             for layer in ctx.layers:
                 stack.enter_context(layer)

@@ -104,7 +104,7 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
     args = call.arguments("input", "inplace")
     x: Any = args.get("input")
     inplace = call.name == "relu_" or bool(args.get("inplace"))
-    # An autograd function would drop the type of any other tensor.
+    # Autograd functions know nothing of subclasses of Tensor.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     if not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -141,7 +141,7 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
     """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
     inputs = tensors((call.args, call.kwargs))
-    # As large as the input of these: a norm may have as many statistics as weights.
+    # Of these only the input's size counts: a norm may have as many statistics as weights.
     if call.name == "linear" or call.name.startswith("conv") or call.name.endswith("_norm"):
         return bool(inputs) and tensor.numel() == inputs[0].numel()
     sizes = {argument.numel() for argument in inputs}
@@ -195,8 +195,8 @@ def window_of(call: Call) -> Window | None:
     return Window(pairs[0], pairs[1], pairs[2], pairs[3], args["input"].shape[-1])
 
 
-# The shortest rows that get grids of their own in the input of a module that runs again, which may
-# be a norm written in several ops.
+# The shortest rows that get grids of their own, of 6 bytes each, in the input of a module that runs
+# again, which may be a norm written in several ops.
 _LEAST_ROW = 32
 
 

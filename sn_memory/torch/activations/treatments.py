@@ -53,6 +53,7 @@ class Layout:
     @classmethod
     def dense(cls, tensor: torch.Tensor) -> Layout:
         """Return a tensor's layout; of one with gaps in its memory, that of a copy without."""
+        # On the meta device an empty tensor is its strides only.
         packed = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return cls(tuple(tensor.shape), packed.stride(), tensor.dtype, tensor.device)
 
@@ -154,7 +155,7 @@ def copy_seconds(device: torch.device) -> float:
 
 
 class Shape:
-    """Nothing: the backward pass asks for the shape only."""
+    """No values: the backward pass needs the shape only."""
 
     nbytes = 0
 
@@ -297,6 +298,7 @@ class OnHost:
             packing.as_numpy(values), bits, packing.GROUP, bound, key, threads, self._grids(), run,
             look,
         )  # fmt: skip
+        # Elements that escape the grids, as they are, with their places.
         self._lost = (torch.tensor(kept.at), torch.tensor(kept.values)) if kept.at.size else None
         self.variance = kept.variance(n) if look else None
         self.nonzero = 1 - float(kept.zeros) / max(n, 1) if look else None

@@ -138,6 +138,7 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     for group in groups:
         if group._all_gather_result is not None:  # prefetched
             group.wait_for_unshard()
+    # All that a step changes, as it is now: fields, containers, gathered parameters, gradients.
     contexts = list({id(state._state_ctx): state._state_ctx for state in states}.values())
     shared = list({id(state._comm_ctx): state._comm_ctx for state in states}.values())
     before += _fields(states, "_training_state")

@@ -388,17 +388,23 @@ def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
+def call_layout(arguments: Arguments) -> CallLayout:
+    """Return how arguments are written."""
+    return len(arguments[0]), tuple(arguments[1])
+
+
 def as_sampled(model: torch.nn.Module, sample: CallLayout, arguments: Arguments) -> Arguments:
     """Return arguments written as the sample was: the same by position, the same by name.
 
     Both have one signature, so that an argument which one of them leaves out is at its default.
     """
     places, names = sample
-    if (len(arguments[0]), tuple(arguments[1])) == sample:
+    if call_layout(arguments) == sample:
         return arguments
     signature = _signature(type(model).forward)
     if signature is None:
         return arguments
+    # None stands for `self`.
     bound = signature.bind(None, *arguments[0], **arguments[1])
     bound.apply_defaults()
     by_place: list[Any] = []
@@ -443,6 +449,7 @@ def _named(
             yield name, value
 
 
+# Each step asks, and inspect takes ten to twenty microseconds.
 @lru_cache(maxsize=256)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
     try:
@@ -452,4 +459,5 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is(value: Any, default: Any) -> bool:
+    # Only numbers by value: whether tensors or arrays are equal is no single answer.
     return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))

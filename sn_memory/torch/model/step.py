@@ -63,6 +63,7 @@ class Generators:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(number)
             elif isinstance(generator, np.random.Generator):
+                # It has no method for that, so it gets the state of a new one.
                 generator.bit_generator.state = type(generator.bit_generator)(number).state
             else:
                 generator.seed(number)
@@ -266,6 +267,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
+    # functional_call may swap in parameters that are no leaves; asked for `grad`, torch warns.
     held = (param.grad for param in model.parameters() if param.is_leaf and param.grad is not None)
     return sum(piece.nbytes for tensor in held for piece in pieces(tensor))
 
@@ -328,6 +330,11 @@ def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples and mappings."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that are not tensors themselves."""
+    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
 
 
 def _held_bytes(held: Sequence[torch.Tensor]) -> int:
@@ -402,6 +409,7 @@ def run_step(
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
+    # What waits for the backward pass: what autograd saved, and the outputs.
     left = tracker.live_bytes - tracker.start_bytes
     output_bytes = _held_bytes([leaf for leaf in outputs if isinstance(leaf, torch.Tensor)])
     output_gradients = _output_gradients(ends)
