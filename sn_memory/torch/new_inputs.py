@@ -133,6 +133,7 @@ class _UnseenArguments(UnseenInput[Step]):
         if not often:
             return ""
         names, on_host = self.names(often), self.record.state is not None
+        # Once for each: with state on the host, further values are planned for and come here.
         if not self.record.strict and (
             not on_host or any(inputs.changes[part] == _VALUES for part in often)
         ):

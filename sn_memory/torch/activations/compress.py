@@ -542,6 +542,7 @@ class CompressedActivations:
                     buffer.copy_(before)
             return list(exact)
 
+        # Random numbers and buffers are the same in all passes, so that only rounding differs.
         self.active = False
         try:
             plain = gradients()

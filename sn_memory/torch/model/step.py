@@ -480,6 +480,7 @@ def restore_step(
         *weights,
         *(tensor for tensor in input_tensors if tensor.requires_grad or not inputs_too),
     ]
+    # With tensors in objects among the arguments, which torch's pytree does not look into.
     inside = StateSnapshot([("arguments", inputs)]).values()
     before = ModelSnapshot(model, inputs, (*model.buffers(), *input_tensors, *inside), spared)
     overwritten = Values(written or (), ())

@@ -173,6 +173,7 @@ class StorageTracker(TorchDispatchMode):
             if self._moved is not None:
                 self._moved(key, 0)
 
+        # It lives as long as any tensor that lies in the storage.
         self._held[key] = weakref.ref(memory, gone)
 
 

@@ -135,6 +135,7 @@ class Chooser:
                 spared = self.seconds[result.call]
                 if number not in chosen and spared > 0:
                     items.append((spared / max(1, result.bytes), rooms.first(path), path, number))
+        # Of equal ones those of later blocks first, which are held for a shorter time.
         for _, _, path, number in sorted(items, reverse=True):
             result = self.blocks[path].results[number]
             if rooms.take(path, result.bytes, result.beyond_bytes):

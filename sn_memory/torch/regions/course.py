@@ -134,8 +134,10 @@ class Course:
         self._seen[path] += 1
         chosen = self._chosen
         at = chosen.places.get((path, number), -1)
+        # One call more of this module than expected, or one in another order.
         if at < self._at:
             return self._unexpected(path, kind)
+        # Those expected before it did not come.
         if at > self._at:
             self._own().leave_out(range(self._at, at))
         self._at = at + 1
