@@ -274,6 +274,7 @@ class PlanOptions:
                 f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
                 "step, and a replay would not see it. Pass the tensors and numbers in it."
             )
+        # A GPU that is not here: its step can be traced, and not be run.
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
             traced = trace(
                 model,
@@ -313,7 +314,7 @@ class PlanOptions:
         )
         with outside_saved_tensors_hooks():
             try:
-                return CompiledStep(model, *arguments, measuring)
+                return CompiledStep(model, arguments, measuring)
             except TraceError:
                 if self.trial:
                     # If the model itself fails on the sample, this raises that instead.

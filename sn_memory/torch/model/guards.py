@@ -189,6 +189,7 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
     elif isinstance(value, _BY_TEXT):
         content = type(value), repr(value)
     elif isinstance(value, np.ndarray | np.generic):
+        # A hash of the values, which holds no copy of them.
         content = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
     elif not isinstance(value, _CONTAINERS):
         content = _of_object(value, watch, room)
@@ -245,14 +246,13 @@ class _Watch:
             self._containers.append((value, [*map(id, value)]))
         else:
             self.identity(value)
-            if (
-                isinstance(content, tuple)
-                and type(held := getattr(value, "__dict__", None)) is dict
-            ):
+            if not isinstance(content, tuple):
+                return  # compared by identity alone
+            held = getattr(value, "__dict__", None)
+            if type(held) is dict:
                 self.dicts.append(held)
                 self._objects.append((value, held))
-            slotted = any("__slots__" in kind.__dict__ for kind in type(value).__mro__)
-            if isinstance(content, tuple) and slotted:
+            if any("__slots__" in kind.__dict__ for kind in type(value).__mro__):
                 self._others.append((value, content))
 
     def identity(self, value: Any) -> None:
@@ -563,6 +563,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
     first: dict[int, int] = {}
     waiting: list[Any] = [args, *kwargs.values()]
+    # The list grows while it is gone through: what is in a container comes after all before.
     for value in waiting:
         kind = type(value)
         if isinstance(value, torch.Tensor):
