@@ -1,11 +1,11 @@
-"""Gradients that are there when a step begins: of earlier micro-batches, or zeros nobody dropped.
+"""Gradients that exist when a step begins: of earlier micro-batches, or zeros nobody dropped.
 
-A step is planned as torch's first: it finds no gradient. With those of an earlier micro-batch it
-takes at most their bytes more than planned. Where the budget has no room for that, the step is
-planned once more, with these bytes resident and each new gradient added to its own as soon as it
-is made; from then on there are two plans, one for each case.
+A step is planned as torch's first: without gradients. With those of an earlier micro-batch it takes
+at most their bytes more than planned. Where the budget has no room for that, the step is planned
+once more, with these bytes resident and each new gradient added to the old one as soon as it is
+computed; from then on there are two plans, one for each case.
 
-Several forward passes before one backward pass are counted: what those hold that wait, and the
+Several forward passes before one backward pass are counted: what the waiting ones hold, and the
 gradients of one pass, which wait for those of the next. No plan is made for that; where it is more
 than the budget a warning says by how much.
 """
@@ -39,23 +39,23 @@ def fitting(
     arguments: Arguments,
     parameters: Sequence[torch.nn.Parameter],
 ) -> Step:
-    """Return the step to run in place of one that was planned: another where gradients are there.
+    """Return the step to run in place of one that was planned: another if there are gradients.
 
     model : the planned model; what is planned now is kept in its record
     step : the step planned for its input
-    arguments : the input, as the sample was written
+    arguments : the input, written as the sample was
     parameters : the model's
     """
     record: PlanRecord = model.__dict__[RECORD]
-    # Where all of the state is planned, gradients that are there lie on the host, or are counted.
-    # Those of functional_call need be no leaves, and then have none.
+    # With state on the host, earlier gradients lie on the host or are counted. Parameters that
+    # functional_call swaps in need be no leaves, and then have no gradients.
     if record.state is None and any(
         param.is_leaf and param.grad is not None for param in parameters
     ):
         step = _with_gradients(model, record, step, arguments)
     inputs = record.inputs
     if "several" not in inputs.warned:
-        waiting = {step: step.waiting for step in inputs.every if step.waiting}
+        waiting = {step: step.waiting for step in inputs.all_steps if step.waiting}
         if waiting and _several(model, record.budget_bytes, step, waiting):
             inputs.warned.add("several")
     return step
@@ -64,14 +64,14 @@ def fitting(
 def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Any, int]) -> int:
     """Return the most that a step takes while forward passes wait for their backward passes.
 
-    waiting : of each plan, how many
+    waiting : per step, how many passes
 
-    The first backward pass runs beside all that wait. Each later one runs beside one less, and
-    beside the gradients of those before, as autograd hands a gradient over when it has come from
-    all; it may add two of them into a third.
+    During the first backward pass all of them are held. During each later one, one less, and the
+    gradients of those before: autograd accumulates a gradient once it has come from all passes, and
+    may add two of them into a third.
     """
     held = sum(count * step.waiting_bytes[0] for step, count in waiting.items())
-    # The caller may hold inputs and outputs longer.
+    # The caller may hold inputs and outputs longer than the pass.
     less = min(every - callers for every, callers in (step.waiting_bytes for step in waiting))
     adding = max(step.adding_peak_bytes for step in waiting)
     largest = max((param.nbytes for param in model.parameters() if param.requires_grad), default=0)
@@ -82,7 +82,7 @@ def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Any, in
 def _several(
     model: torch.nn.Module, budget_bytes: int, step: Step, waiting: Mapping[Any, int]
 ) -> bool:
-    """Warn if forward passes that wait break the budget; whether they do."""
+    """Warn if waiting forward passes break the budget; return whether they do."""
     need = peak_of_several(model, step, waiting)
     if need <= budget_bytes:
         return False
@@ -100,7 +100,7 @@ def _several(
 def _with_gradients(
     model: torch.nn.Module, record: PlanRecord, step: Step, arguments: Arguments
 ) -> Step:
-    """Return the step for gradients that are there; plan it if the budget has no room for them."""
+    """Return the step that has room for earlier gradients; plan it if the given one has none."""
     inputs = record.inputs
     if step in inputs.later:
         return inputs.later[step]
@@ -114,22 +114,22 @@ def _with_gradients(
         from .regions.step import RegionStep
 
         if isinstance(step, RegionStep):
-            replanned = step.for_gradients_of(held)
+            replanned = step.with_gradients(held)
         else:
             replanned = step
-            # To measure anew is collectives, and other ranks may have no reason for it.
+            # Measuring issues collectives, which other ranks may have no reason to join.
             if not is_sharded(model):
-                # Gradients are there while it is measured, so they are not made a second time: what
-                # is measured is a step that finds none, which holds each new gradient beside its
-                # own to the end, and thus no less.
+                # The user's gradients exist while it is measured, so no others are allocated: the
+                # measured step begins without, and holds each new gradient beside the user's to the
+                # end, which is no less.
                 replanned = planning.by_modules(plain, arguments, safely=True, earlier_bytes=held)
         need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     else:
         if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
-            # As it was planned itself: nothing is timed, and the search is short.
+            # As the step itself was planned while training: nothing is timed, the search is short.
             speeds = None if step.trace is None else step.trace.graph.device
             planning = planning.at_once(budget_bytes, speeds)
-        # Modes that the caller has on would see, and might change, what is traced.
+        # The caller's modes would see, and might change, what is traced.
         with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
             replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
         need = replanned.plan.peak_bytes
@@ -159,12 +159,12 @@ def _planned_with(
     plain: torch.nn.Module,
     arguments: Arguments,
 ) -> tuple[Step, BudgetError | None]:
-    """Return a step with gradients in place, and the error where the budget cannot be kept.
+    """Return a step that begins with gradients, and the error if it cannot keep the budget.
 
-    Then it is planned for the same percentage, where one was asked for, of its own unplanned peak;
+    Then it is planned for the same percentage, if one was asked for, of its own unplanned peak;
     else at the smallest peak that is found.
     """
-    # A plan that was passed in is of a step that finds no gradients.
+    # A plan that was passed in is of a step without earlier gradients.
     name = "auto" if isinstance(planning.planner, Plan) else planning.planner
     anew = replace(planning, accumulate=True, planner=name)
     least: BudgetError | None = None
@@ -174,7 +174,7 @@ def _planned_with(
         try:
             return step.replan(replace(anew, budget=budget), plain, arguments), least
         except BudgetError as error:
-            # That of the bytes asked for; the second attempt is at the percentage.
+            # The error of the first attempt, at the bytes; the second is at the percentage.
             least = least or error
     assert least is not None
     if least.plan is None:

@@ -1,7 +1,7 @@
-"""Models, optimizers and types by name, for who has no Python at hand: the command line.
+"""Models, optimizers and dtypes by name, for the command line.
 
-A model is a `config.json` of Hugging Face transformers: it is made from that alone, on the meta
-device, so no weights are read and none are fetched.
+A model is a `config.json` of Hugging Face transformers: it is built from that alone, on the meta
+device, so no weights are read and none are downloaded.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
         config = library.AutoConfig.for_model(data["model_type"], **settings)
     except ValueError as error:
         raise PlanError(f"{path}: {str(error).splitlines()[0]}") from error
-    # For generating; in training the keys and values of all layers would only be held.
+    # The cache is for generation; in training it would only hold keys and values of all layers.
     config.use_cache = False
     named = str(next(iter(data.get("architectures") or ()), ""))
-    # Of a model that reads images as well, the part that reads words.
+    # Of a model of images and text, the part for text.
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(words, "vocab_size", None) is None:
         raise PlanError(

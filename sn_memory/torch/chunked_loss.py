@@ -1,7 +1,7 @@
-"""What the op behind `torch.nn.functional.linear_cross_entropy` takes and computes.
+"""Scratch and arithmetic of the op behind `torch.nn.functional.linear_cross_entropy`.
 
-It makes product, loss and gradients some rows at a time (torch 2.13). What it calls for that is
-inside one op, where no trace sees it.
+It computes product, loss and gradients some rows at a time (torch 2.13), inside one op, where no
+trace sees what it calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def is_chunked_loss(target: Any) -> bool:
 
 
 def chunked_counter(target: Any) -> Callable[..., float] | None:
-    """Return what counts the arithmetic of torch's chunked loss; None for another op.
+    """Return a function that counts the flops of torch's chunked loss; None for another op.
 
-    As the functions of torch's own counter it takes sizes in the place of tensors.
+    Like those of torch.utils.flop_counter it takes sizes in the place of tensors.
     """
     return partial(_flops, target) if is_chunked_loss(target) else None
 
@@ -44,7 +44,7 @@ def no_values(view: Any) -> torch.Tensor:
 
 
 def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> int:
-    """Return at least what torch's chunked loss takes beside its arguments and results.
+    """Return at least the scratch memory of torch's chunked loss.
 
     Read off the buffers of its code in torch 2.13. In half types kernels of the CPU copy the weight
     and its gradient in float32 besides. Where ops are timed it is measured.

@@ -1,4 +1,4 @@
-"""What can go wrong between torch and the planner.
+"""Errors between torch and the planner, and the texts they have in common.
 
 TraceError(RuntimeError)    the model cannot be recorded, or not replayed as recorded; says where
 SetsStateError(TraceError)  the forward pass sets Python state, which a replay would not
@@ -28,7 +28,7 @@ class SetsStateError(TraceError):
 
 
 class SampleError(TraceError):
-    """The model itself fails on the sample, so that no other way to plan it helps."""
+    """The model itself fails on the sample, so that no other back end helps."""
 
 
 class ReplayError(RuntimeError):
@@ -47,7 +47,7 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
 
 
 def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what a model was given, in words: shapes and types of tensors, types of the rest."""
+    """Describe the arguments of a model: shapes and types of tensors, types of the rest."""
 
     def shown(value: Any) -> str:
         if not isinstance(value, torch.Tensor):
@@ -60,7 +60,7 @@ def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def fails_on_sample(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException
 ) -> SampleError:
-    """Return the refusal of a sample on which a model fails; quotes the model's own error."""
+    """Return the refusal of a sample on which a model fails; it quotes the model's own error."""
     return SampleError(
         f"{name} does not run on the sample, {sample_line(args, kwargs)}: "
         f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that the model "
@@ -69,5 +69,5 @@ def fails_on_sample(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an error that says something."""
+    """Return the first line of an error's message that is not empty."""
     return next((line for line in str(error).splitlines() if line.strip()), "no message")

@@ -25,7 +25,7 @@ from .model.signature import MOST_KNOWN, check_layout
 from .model.step import Measured, device_of, tensors
 from .model.wrapping import check_model, check_optimizer
 from .target.capacity import allocator_settings
-from .target.gpu import Gpu, gpu_of
+from .target.gpu import gpu_of
 from .trace.fake import is_known
 from .trace.fake_step import OptimizerMemory, fake_step, fake_step_on, optimizer_memory
 from .trace.op_seconds import scratch_of_steps
@@ -40,7 +40,7 @@ def estimate(
     optimizer: Any = None,
     device: Device | str | None = None,
 ) -> Estimate:
-    """Tell what a training step will hold without a plan. Allocates nothing.
+    """Return what a training step will hold without a plan. Allocates nothing.
 
     Parameters
     ----------
@@ -75,10 +75,19 @@ def estimate(
     rates = speeds(device)
     for tensor in tensors(call_arguments(sample)):
         check_layout(tensor)
-    traced, refusal = _traced(model, sample, rates, gpu)
+    # The step may run where the trace fails: it has values of small integers.
+    traced: Trace | None = None
+    refusal: TraceError | None = None
+    try:
+        traced = trace_unplanned(model, sample, rates, gpu)
+    except TraceError as error:
+        refusal = error
     held = OptimizerMemory(0, 0) if optimizer is None else optimizer_memory(model, optimizer, gpu)
-    state = _as_allocated(held.sizes) if gpu is not None else held.state_bytes
+    state = held.state_bytes
+    if gpu is not None:
+        state = int(rounded(np.array(held.sizes, np.int64), "torch").sum())
     kept = 0 if gpu is None else gpu.named.kept_bytes
+    # Bytes by role; without a trace every parameter that requires a gradient is taken to get one.
     sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
     constants = [] if traced is None else list(traced.captured.recording.constants.values())
@@ -91,7 +100,10 @@ def estimate(
             return fake_step(model, arguments, constants, scratch=scratch)
         if memory is None:
             return fake_step_on(gpu, model, arguments)
-        _take_all(memory, gpu, held)
+        # What is allocated when a step begins, besides what the step itself reports.
+        memory.allocate("libraries", gpu.named.kept_bytes)
+        for place, size in enumerate(held.sizes):
+            memory.allocate(("optimizer", place), size)
         return fake_step_on(gpu, model, arguments, moved=memory.allocate)
 
     # The loop holds the batch while the optimizer updates.
@@ -106,15 +118,14 @@ def estimate(
     except Exception as error:
         if refusal is None:
             raise
-        # The step has values of small integers, the trace has none, and a step may draw random
-        # numbers again in its backward pass, which no plan may; it stumbled over something else.
+        # Both failed, and the trace's message says what to do.
         raise refusal from error
     named = None if gpu is None else gpu.named
     step_bytes = measured.peak_bytes + state + kept
     update_bytes = rest + sums["input"]
     reserved = memory.peak_reserved_bytes
     if gpu is not None:
-        # The update is not followed block by block; it takes segments as well.
+        # The update is not simulated block by block, but its memory lies in segments as well.
         reserved = max(reserved, -(-update_bytes // ROUND_LARGE) * ROUND_LARGE)
     return Estimate(
         parameters_bytes=sums["parameter"],
@@ -138,16 +149,6 @@ def estimate(
     )
 
 
-def _traced(
-    model: torch.nn.Module, sample: Any, rates: Device | None, gpu: Gpu | None
-) -> tuple[Trace | None, TraceError | None]:
-    """Return a trace; or none and the reason, where values of the sample may be what is missing."""
-    try:
-        return trace_unplanned(model, sample, rates, gpu), None
-    except TraceError as error:
-        return None, error
-
-
 def _peak_op(traced: Trace | None, measured: Measured) -> str:
     if traced is not None:
         highest = peak(traced.graph)
@@ -158,7 +159,7 @@ def _peak_op(traced: Trace | None, measured: Measured) -> str:
 
 
 def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
-    """Bytes by role without a trace; all parameters that want a gradient get one."""
+    """Bytes by role without a trace."""
 
     def total(held: Iterable[torch.Tensor]) -> int:
         return sum({id(tensor): tensor.nbytes for tensor in held}.values())
@@ -169,17 +170,6 @@ def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
         "input": total(tensors(call_arguments(sample))),
         "gradient": total(param for param in model.parameters() if param.requires_grad),
     }
-
-
-def _as_allocated(sizes: tuple[int, ...]) -> int:
-    return int(rounded(np.array(sizes, np.int64), "torch").sum())
-
-
-def _take_all(memory: CachingAllocator, gpu: Gpu, held: OptimizerMemory) -> None:
-    """Take what is there when a step begins, beside what the step itself tells."""
-    memory.allocate("libraries", gpu.named.kept_bytes)
-    for place, size in enumerate(held.sizes):
-        memory.allocate(("optimizer", place), size)
 
 
 def _seconds(
@@ -197,7 +187,7 @@ def _seconds(
 
 
 def _logits(traced: Trace) -> int:
-    """Bytes at the loss of storages as large as the input of the last logarithm of a softmax."""
+    """Bytes at the loss of storages as large as the input of the last log-softmax."""
     recording, boundary = traced.captured.recording, traced.captured.boundary
     calls = recording.calls[:boundary]
     last = next((call for call in reversed(calls) if call.name == "_log_softmax"), None)
@@ -206,7 +196,7 @@ def _logits(traced: Trace) -> int:
     count = math.prod(next(arg.size for arg in last.flat if isinstance(arg, View)))
     graph, logit_bytes = traced.graph, 0
     names = {number: name for name, number in traced.named.storage_of.items()}
-    # A storage that only the forward pass reads is gone when the loss is there.
+    # A storage that only the forward pass reads is gone by the loss.
     readers = {read for call in recording.calls[boundary:] for read in call.reads}
     outputs = {output.storage for output in traced.captured.outputs if isinstance(output, View)}
     for call in calls:
@@ -251,7 +241,7 @@ def resized(sample: Any, batch: int) -> Any:
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     """Return a tensor like this one, of another batch: without memory, or with its rows repeated.
 
-    Of integers the step looks at values, so as in the sample's own step they are there.
+    A step may look at the values of a few integers, so these have some.
     """
     size = (batch, *tensor.shape[1:])
     if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):

@@ -1,17 +1,18 @@
 """How large a batch fits a device of the table, in each way to train, and how fast it would be.
 
-Plain steps are run without values at each batch that is looked at. Plans are made on the graph of
-the step at that batch, which follows from two traces (`run/estimate.py`). Nothing is measured.
+Plain steps are run without values at each batch that is tried. Plans are made on the graph of the
+step at that batch, which follows from two traces (`run/estimate.py`). Nothing is measured.
 
-With all of the state on the host, and with the parameters there as well, the host makes the updates
-beside the device (ZeRO-Offload, Ren et al. 2021), or the device does with state that is brought and
-sent back, whichever ends first. That is predicted, and was not run on a GPU.
+With all of the state on the host, and with the parameters there as well, the host computes updates
+in parallel to the device (ZeRO-Offload, Ren et al. 2021), or the device does with state that is
+copied there and back, whichever ends first. That is predicted, and was not run on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -46,10 +47,10 @@ from .trace.fake_step import fake_step_on
 from .trace.trace import Trace, call_arguments, trace
 
 P = TypeVar("P", Plan, StatePlan)
-# Of a batch and a length (None: the sample's own), a model and its sample.
+# Returns a model and its sample, of a batch and a length (None: the sample's own).
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
 _PLACES = {"state": "state on the host", "host": "parameters and state on the host"}
-# Of a server: eight channels or more. An assumption, which the answer states.
+# The memory of a server, of eight channels or more. An assumption, which the answer states.
 HOST_BYTES_PER_S = 100e9
 # Sizes are a straight line in the batch, so two traces do for all of them (decision 64).
 _TRACED = (2, 4)
@@ -107,32 +108,30 @@ def fit(
     Raises
     ------
     TraceError
-        For a model whose step cannot be told without values.
+        For a model whose step cannot be run without values.
     """
     question = _Question(make, named(device).name, optimizer, length, amp, time_limit_s, batches)
     host = host_bytes_per_s if state else None
     return question.answer(sorted({card for card in cards if card > 1}), extra, host)
 
 
+@dataclass
 class _Question:
-    """A model, a device and a range of batches, and what was found out of them by now."""
+    """A model, a device and a range of batches, and what is known of them by now."""
 
-    def __init__(
-        self,
-        make: Make,
-        device: str,
-        optimizer: Any,
-        length: int | None,
-        amp: torch.dtype | None,
-        time_limit_s: float,
-        batches: tuple[int, int],
-    ) -> None:
-        self.make, self.device, self.optimizer = make, device, optimizer
-        self.length, self.amp, self.time_limit_s = length, amp, time_limit_s
-        self.batches, self.room = batches, named(device).usable_bytes
+    make: Make
+    device: str
+    optimizer: Any
+    length: int | None
+    amp: torch.dtype | None
+    time_limit_s: float
+    batches: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        self.room = named(self.device).usable_bytes
         self._estimates: dict[int, Estimate] = {}
         self._rests: dict[int, int] = {}
-        # Per kind of plan and batch; of those that differ in what they may take, once.
+        # Per kind of plan and batch: rows that differ in the time they may take share them.
         self._plans: dict[tuple[str, int], Any] = {}
         # The graph of the step at any batch, once it was traced.
         self._graphs: Batches | None = None
@@ -141,8 +140,9 @@ class _Question:
         self, cards: Sequence[int], extra: Sequence[float], host_bytes_per_s: float | None
     ) -> Fit:
         least, most = self.batches
+        # The share of plans that are made for one share only: with offload, and with state.
         middle = sorted(extra)[len(extra) // 2] if extra else 0.10
-        self._say(PLAIN)
+        self._report_progress(PLAIN)
         plain = largest(self.fits, least, most)
         ways = [self.plain(plain)]
         notes = [_ALLOCATED, *self.at(plain or least).notes]
@@ -182,7 +182,9 @@ class _Question:
             return Way(PLAIN, 0, allocated_bytes=short.peak_bytes, note=_TOO_LARGE)
         estimate = self.at(batch)
         return self._way(
-            *(PLAIN, batch, estimate.seconds),
+            PLAIN,
+            batch,
+            estimate.seconds,
             allocated_bytes=estimate.peak_bytes,
             reserved_bytes=estimate.reserved_bytes,
             pinned_bytes=0,
@@ -201,12 +203,14 @@ class _Question:
         def quick(plan: Plan) -> bool:
             return plan.overhead <= share
 
-        # What fits as it is fits with a plan that does nothing.
+        # The batch that fits without a plan fits with one that keeps everything: begin there.
         batch, plan = self._largest(name, str(techniques), planned, quick, plain)
         if plan is None:
             return Way(name, 0, note=_NO_PLAN)
         return self._way(
-            *(name, batch, plan.seconds + self._update_s()),
+            name,
+            batch,
+            plan.seconds + self._update_s(),
             allocated_bytes=plan.peak_bytes,
             pinned_bytes=check_plan(graphs.at(batch), plan).host_peak_bytes,
         )
@@ -217,6 +221,7 @@ class _Question:
             raise PlanError(
                 "state on the host needs the optimizer whose state it is: pass its name."
             )
+        # Traced without the optimizer, whose state is planned: it would count twice.
         (few, _, small), (many, model, large) = self._steps(None)
         graphs = Batches((few, small.graph), (many, large.graph))
         units = StateUnits(self.optimizer(model.parameters())).of(model, large, host_bytes_per_s)
@@ -251,7 +256,9 @@ class _Question:
         # Parameters do not grow with the batch.
         sizes = {storage.name: storage.bytes for storage in graphs.at(1).storages}
         return self._way(
-            *(name, batch, plan.lanes.seconds),
+            name,
+            batch,
+            plan.lanes.seconds,
             allocated_bytes=plan.plan.peak_bytes,
             pinned_bytes=host_bytes(plan, units, sizes),
             note=f"{by_host} of {len(plan.updaters)} parameters are updated by the host, whose "
@@ -261,10 +268,10 @@ class _Question:
 
     def on_cards(self, count: int, units: Units) -> Way:
         name = f"{count} cards, FSDP2"
-        self._say(f"{count} cards")
+        self._report_progress(f"{count} cards")
 
         def held(batch: int) -> Held:
-            # Parameters, gradients and state are the same at any batch.
+            # Parameters, gradients and state are the same at any batch, so one that was tried.
             estimate = self.at(min(self._estimates))
             return on_cards(
                 count,
@@ -280,7 +287,10 @@ class _Question:
             return Way(name, 0, count, note=_TOO_LARGE)
         estimate = held(batch)
         return self._way(
-            *(name, batch, self._step_s(batch, count), count),
+            name,
+            batch,
+            self._step_s(batch, count),
+            count,
             allocated_bytes=estimate.peak_bytes,
             pinned_bytes=0,
             bytes={
@@ -298,6 +308,7 @@ class _Question:
             model, sample = self.make(batch, self.length)
             with self._casting():
                 gpu = Gpu(named(self.device))
+                # Without gradients of parameters, which `on_cards` counts.
                 step = fake_step_on(gpu, model, call_arguments(sample), keep=False)
             own = self.at(min(self._estimates)).parameters_bytes
             self._rests[batch] = step.peak_bytes - own
@@ -312,7 +323,7 @@ class _Question:
         start: int = 0,
     ) -> tuple[int, P | None]:
         """Return the largest batch that has a plan which is quick enough, and that plan."""
-        self._say(name)
+        self._report_progress(name)
 
         def plan(batch: int) -> P | None:
             if (kind, batch) not in self._plans:
@@ -341,7 +352,7 @@ class _Question:
     def _steps(self, optimizer: Any) -> Iterator[tuple[int, torch.nn.Module, Trace]]:
         """Trace the step at two batches, with this optimizer's state."""
         for batch in _TRACED:
-            self._say(f"trace, batch {batch}")
+            self._report_progress(f"trace, batch {batch}")
             model, sample = self.make(batch, self.length)
             with self._casting():
                 yield batch, model, trace(model, sample, device=self.device, optimizer=optimizer)
@@ -349,9 +360,9 @@ class _Question:
     def _update_s(self) -> float:
         """Seconds of the optimizer's step: those of a whole step beyond its graph."""
         estimate = self.at(max(self._estimates))
-        moved = (
-            2 * (estimate.parameters_bytes + estimate.optimizer_bytes) + estimate.gradients_bytes
-        )
+        # It reads weights, gradients and state, and writes weights and state.
+        moved = 2 * (estimate.parameters_bytes + estimate.optimizer_bytes)
+        moved += estimate.gradients_bytes
         rate = named(self.device).device().bytes_per_s
         return moved / rate if rate and estimate.optimizer_bytes else 0.0
 
@@ -371,12 +382,11 @@ class _Question:
                 held["tokens_per_s"] = held["samples_per_s"] * self.length
         return Way(name, batch, cards, seconds, **held)
 
-    @contextmanager
-    def _casting(self) -> Iterator[None]:
-        with torch.autocast("cpu", self.amp) if self.amp is not None else nullcontext():
-            yield
+    def _casting(self) -> AbstractContextManager[Any]:
+        # As `estimate` wants it: autocast for "cuda" is off where no GPU is.
+        return nullcontext() if self.amp is None else torch.autocast("cpu", self.amp)
 
-    def _say(self, what: str) -> None:
+    def _report_progress(self, what: str) -> None:
         of = "" if self.length is None else f"sequence {self.length}: "
         report_progress("fit", 0, 1, f"{of}{what}")
 

@@ -1,8 +1,8 @@
 """The note of a plan that names torch's chunked loss where logits set the peak.
 
-The logits of a language model, their log-softmax and its gradient are there at one op, so no plan
-of ops makes less of them. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes product,
-loss and gradients some rows at a time.
+The logits of a language model, their log-softmax and its gradient are all live at one op, so no
+plan of ops can reduce them. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes
+product, loss and gradients some rows at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PRODUCTS: Final = ("mm", "addmm")
 # Between product and loss: casts, copies of shifted rows, a scale or a soft cap.
 _BETWEEN: Final = ("_to_copy", "clone", "mul", "div", "tanh")
 _GRADIENTS: Final = ("nll_loss_backward", "_log_softmax_backward_data")
-# The part of a peak that a chunked loss must spare before the note names it: it asks for a change
-# to the model, which less is not worth.
+# The part of a peak that a chunked loss must save before the note names it: it asks for a change of
+# the model, which less is not worth.
 _PART: Final = 0.1
 
 

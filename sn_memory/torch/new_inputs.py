@@ -1,9 +1,9 @@
 """A training input of a kind that nobody planned for, in torch: see `run/unseen.py`.
 
-Ops have the same names at any size, so plans are carried over. Values that change from step to
-step, state on the host and sharded parameters are answers to the questions asked there. No
-collective is issued, but in the first step after parameters were sharded: other ranks may see other
-inputs.
+Ops have the same names at any size, so plans are carried over. What torch answers to the questions
+asked there depends on values that change from step to step, state on the host and sharded
+parameters. No collective is issued, but in the first step after parameters were sharded: other
+ranks may see other inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.graph import Graph
 from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
@@ -24,8 +23,8 @@ from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenIn
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
-from .model.signature import OF_CALL, Arguments, InputSignature, Name
-from .model.step import apart, restore_rng_state, tensors
+from .model.signature import OF_CALL, Arguments, InputSignature, Name, call_layout
+from .model.step import detached, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
 from .planning import PlanOptions, guarded
@@ -34,9 +33,10 @@ from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
 from .trace.trace import Trace
 
-# So many choices of modules are remembered.
+# How many choices of modules are remembered.
 _SAFE = 16
-# So many values of one attribute or argument are planned for, the sample's among them.
+# How many values of one attribute or argument are planned for, the sample's among them: one that
+# changes each step, as a schedule does, would else be planned for in each.
 _VALUES = 3
 AGAIN, REGIONS = "modules run again", "planned by regions"
 # Back ends that measured a choice of parts, which runs any input that is no larger.
@@ -52,7 +52,7 @@ def step_for(
     memory. Warns where what runs is slower than a plan of ops, or above the budget.
 
     model, record : the planned model and what it carries; the step is kept there
-    kind, arguments : the input; no kind where an argument cannot be compared
+    kind, arguments : the input; kind is None if an argument cannot be compared
     """
     if of_first_fsdp(model):
         raise first_fsdp_refused()
@@ -73,7 +73,7 @@ class _UnseenArguments(UnseenInput[Step]):
     """Arguments of a kind that came for the first time.
 
     plain, record, kind, arguments : as for `step_for`, but the plain model
-    like : its kind, with types in the place of arguments that cannot be compared
+    like : its kind; of arguments that cannot be compared, the types
     """
 
     log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class _UnseenArguments(UnseenInput[Step]):
         arguments: Arguments,
     ) -> None:
         on_host = record.state is not None
-        # With state on the host there is nothing but a plan of ops. A model that was planned by
-        # parts runs by parts, also where `strict` asks for a plan.
+        # With state on the host only a plan of ops can run. A model that was planned by parts runs
+        # by parts even if `strict` asks for a plan.
         strict = on_host or (record.strict and record.backend not in _BY_PARTS)
         super().__init__(
             type(plain).__name__, record.budget_bytes, strict=strict, clock=record.inputs.time
@@ -100,11 +100,11 @@ class _UnseenArguments(UnseenInput[Step]):
         self.arguments = arguments
         if not record.strict:
             self.demand = "state on the host"
-        # Whether a warning said already that modules run again, and why.
+        # Whether a warning has already said that modules run again, and why.
         self.warned = False
 
-    def is_for(self, step: Step) -> None:
-        """Note what a step takes from modules and from what the input holds: its kind then."""
+    def add_reads(self, step: Step) -> None:
+        """Let the kind depend on what the step was seen to read of modules and of the input."""
         self.like = guarded(self.record.guards, self.like, self.plain, self.arguments, step)
         self.kind = self.kind and self.like
 
@@ -123,7 +123,7 @@ class _UnseenArguments(UnseenInput[Step]):
         return self.changing()
 
     def changing(self) -> str:
-        """Count what changed since the nearest kind; return why no more is planned for it."""
+        """Count what changed since the nearest kind; if that is too often, return why no plan."""
         inputs = self.inputs
         if self.kind is None or self.kind.free or not inputs.kept:
             return ""
@@ -133,6 +133,7 @@ class _UnseenArguments(UnseenInput[Step]):
         if not often:
             return ""
         names, on_host = self.names(often), self.record.state is not None
+        # Once for each: with state on the host, further values are planned for and come here.
         if not self.record.strict and (
             not on_host or any(inputs.changes[part] == _VALUES for part in often)
         ):
@@ -162,7 +163,7 @@ class _UnseenArguments(UnseenInput[Step]):
     def by_ops(self) -> Step:
         with _disable_current_modes(), restore_rng_state(), while_training():
             step = self._by_ops()
-            self.is_for(step)
+            self.add_reads(step)
         return step
 
     def _by_ops(self) -> Step:
@@ -172,21 +173,22 @@ class _UnseenArguments(UnseenInput[Step]):
         planning = record.planning().at_once(self.budget_bytes, speeds)
         if record.backend == "compile":
             return self.compiled(planning)
-        # A kind that is planned once more: what was seen of its kernels holds.
+        # If the kind is planned once more, what its kernels were seen to do still holds.
         before = self.inputs.kept.get(self.kind) if self.kind else None
         seen = dict(before.step.layouts or {}) if before else {}
-        # One step that was laid out otherwise is reason to try each new one before it runs.
+        # Once a step was laid out otherwise than traced, each new one is tried before it runs.
         if seen:
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
-            seen = planning.layouts_seen(seen, self.plain, apart(self.arguments))
+            seen = planning.layouts_seen(seen, self.plain, detached(self.arguments))
         step = planning.by_graph(self.plain, self.arguments, seen, self.plan_of_trace)
-        # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
+        # No trial: a result that a kernel lays out otherwise is copied, and noted here, and the
+        # step is traced anew next time.
         step.layouts = {}
         return step
 
     def compiled(self, planning: PlanOptions) -> Step:
-        """Return a compiled step, with what keeps the budget for other inputs if it does here."""
+        """Return a compiled step, by a setting of other inputs if that keeps the budget here."""
         settings = (kept.step.setting for kept in self.inputs.kept.values())
         known = dict.fromkeys(setting for setting in settings if setting is not None)
         try:
@@ -201,12 +203,10 @@ class _UnseenArguments(UnseenInput[Step]):
         return step
 
     def plan_of_trace(self, traced: Trace) -> Plan:
-        # Constants of other kinds lie in the same memory while this one runs.
+        # Constants of other kinds take memory while this one runs.
         own = traced.captured.recording.constants.values()
-        others = self.inputs.constants_bytes(excluding=own)
-        return self.plan_of(traced.graph, self.budget_bytes - others)
-
-    def plan_of(self, graph: Graph, budget_bytes: int) -> Plan:
+        budget_bytes = self.budget_bytes - self.inputs.constants_bytes(excluding=own)
+        graph = traced.graph
         plans = [
             (kept.summary.inputs, plan)
             for kept in self.inputs.kept.values()
@@ -220,8 +220,8 @@ class _UnseenArguments(UnseenInput[Step]):
     def covering(self) -> Step | None:
         """Return a choice of modules that kept the budget on an input as large or larger.
 
-        Of a sharded model any, once there is one: to measure is collectives, and what is new to
-        one rank may not be to the others. The first time after it was sharded it is, to all.
+        Of a sharded model any, once there is one: measuring issues collectives, and what is new to
+        one rank may not be to the others. The first input after sharding is new to all.
         """
         if self.like.sharded:
             return next((step for kind, step in self.inputs.measured if kind.sharded), None)
@@ -238,7 +238,7 @@ class _UnseenArguments(UnseenInput[Step]):
             return self.kept(known) if keep else known
         step: Step = self.parts()
         self.how = REGIONS if step.backend == "regions" else AGAIN
-        # Modules that break the budget give way to ops that break it by less.
+        # If both break the budget, ops that break it by less run.
         if by_ops is not None and by_ops.plan.peak_bytes < step.plan.peak_bytes > self.budget_bytes:
             step, self.how = by_ops, AT_ONCE
         peak = step.plan.peak_bytes
@@ -251,8 +251,8 @@ class _UnseenArguments(UnseenInput[Step]):
             )
             raise self.error(why)
         if step is not by_ops:
-            self.is_for(step)
-            # What a step sets itself is another value each time, and for that no other kind.
+            self.add_reads(step)
+            # What the forward pass sets itself has a new value each time, which is no other kind.
             if self.kind is not None and not step.sets <= self.inputs.free:
                 self.inputs.free |= step.sets
                 self.kind = self.like = self.kind.without(self.inputs.free)
@@ -278,9 +278,9 @@ class _UnseenArguments(UnseenInput[Step]):
         """Return a choice of parts that was measured on this input."""
         if self.record.backend == "regions":
             planning = self.record.planning().at_once(self.budget_bytes, None)
-            arguments = apart(self.arguments)
+            arguments = detached(self.arguments)
             try:
-                # Modes that the caller has on would see, and might change, what is traced.
+                # The caller's modes would see, and might change, what is traced.
                 with _disable_current_modes(), restore_rng_state(), while_training():
                     return planning.by_regions(self.plain, arguments, "", safely=True)
             except TraceError as error:
@@ -291,7 +291,7 @@ class _UnseenArguments(UnseenInput[Step]):
 
     def remember(self, step: Step) -> None:
         """Keep a choice of modules for inputs that are no larger."""
-        # The new choice serves all inputs that it covers.
+        # Measured for a larger input, the new choice serves all that the ones it covers did.
         rest = [measured for measured in self.inputs.measured if not self.like.covers(measured[0])]
         if not any(kept is step for _, kept in rest):
             self.inputs.measured = [*rest, (self.like, step)][-_SAFE:]
@@ -308,15 +308,15 @@ class _UnseenArguments(UnseenInput[Step]):
                 self.seconds,
             )
             if kind in inputs.kept:
-                # The step for gradients that are there goes with the one it was made from.
+                # The step with earlier gradients goes with the one it replaces.
                 inputs.later.pop(inputs.kept[kind].step, None)
-            call = len(self.arguments[0]), tuple(self.arguments[1])
+            call = call_layout(self.arguments)
             inputs.kept[kind] = KeptStep(step, call, planned_kind, inputs.count)
             inputs.make_room(kind, self.budget_bytes)
         return step
 
     def described(self) -> str:
-        """Say what it is, and what is otherwise than in the nearest kind that is known."""
+        """Return its shapes, and how it differs from the nearest kind that is known."""
         unlike = self.unlike()
         return f"{self.like.shapes()} ({unlike})" if unlike else self.like.shapes()
 

@@ -1,4 +1,4 @@
-"""plan: a model that keeps a budget. It is the model: same class, parameters, state dict, modes.
+"""plan: a model that keeps a budget, with the class, parameters, state dict and modes it had.
 
 What changes is its forward (planned_forward.py). The model passed in stays as it is; both share
 parameters, buffers and modules. How it is planned for an input is in planning.py.
@@ -31,7 +31,7 @@ from .errors import TraceError
 from .model.guards import GuardCache, signature_of
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp, register_fsdp_alias
-from .model.signature import Arguments, InputSignature
+from .model.signature import Arguments, InputSignature, call_layout
 from .model.step import device_of
 from .model.wrapping import (
     RECORD,
@@ -201,10 +201,11 @@ def plan(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     settings.check_profile(profile=profile, backend=backend, measuring="modules")
     check_techniques(techniques)
-    core()  # without it there is no plan: said before anything is traced
+    # What can be refused is refused before anything is traced.
+    core()
     check_model(model)
     check_optimizer(optimizer)
-    speeds(device)  # a name that is none is said before anything is done
+    speeds(device)
     return_freed()
     hooks = state == HOOKS
     planning = PlanOptions(
@@ -221,6 +222,7 @@ def plan(
         update=HOOKS if hooks else "step",
         share=budget if is_part(budget) else "",
     )
+    # Settings that exclude each other.
     if backend == "compile" and "offload" in techniques:
         raise ValueError(
             "got technique offload with backend='compile', where no copy to the host is safe: "
@@ -240,6 +242,7 @@ def plan(
         )
     if state is not None and not hooks:
         _check_state(planning)
+    # From here on the model is as it was before torch.compile; it may have been planned before.
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
         unlike = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
@@ -254,7 +257,7 @@ def plan(
     before: PlanRecord | None = model.__dict__.get(RECORD)
     if budget == LIMIT:
         budget = limit_budget(plain_model(model), sample, optimizer=optimizer, device=device)
-        # In bytes from here on, and no part of a peak.
+        # No part of the plain step's peak, which a step with gradients would be planned for.
         planning = replace(planning, share="")
     plain = plain_model(model)
     planning = replace(planning, budget=budget)
@@ -263,14 +266,14 @@ def plan(
 
         held = ModelState(plain, optimizer, host_buffers_for(plain, state))
         planning = replace(planning, state=held, overlap=False)
-    # The largest first: of several samples the budget is of it.
+    # The largest first: a budget in percent is a part of its plain step's peak.
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
     results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
     by_parts: set[InputSignature] = set()
     for kind, arguments in samples:
         if kind in by_parts:
             continue
-        # A plan of ops is the same for other values; what parts of a model need may be more.
+        # A plan of ops is the same for other values; parts of a model may need more with these.
         alike = tuple(other for its, other in samples if its == kind and other is not arguments)
         output = progress_output(settings.progress)
         with output, explained(arguments), sharing(time_limit_s), op_times(device_of(plain)):
@@ -278,8 +281,10 @@ def plan(
         if result.step.covers_smaller:
             by_parts.add(kind)
         results.append((kind, arguments, result))
+        # If one sample needs a first forward pass, which sets attributes, the others are traced
+        # after it, too.
         planning = replace(planning, after_first=result.after_first or planning.after_first)
-        # Percent are of the first sample's own step.
+        # From the first sample on the budget is in bytes.
         baseline = result.step.plan.baseline_peak_bytes
         planning = replace(planning, budget=parse_bytes(planning.budget, whole=baseline))
         if result.trial.different:
@@ -289,6 +294,7 @@ def plan(
             )
         what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
+    # Each sample has a step: the planned model differs from the plain one by its class and record.
     twin = uninitialized(planned_class(type(plain), PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
@@ -328,7 +334,7 @@ def _check_device(device: Device | str | None, model: torch.nn.Module, backend: 
 
 
 def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
-    """Return the samples, each with its kind; what its step reads is not known yet."""
+    """Return the samples with their kinds, as far as known before a step is traced."""
     kinds = []
     for example in sample if isinstance(sample, list) else [sample]:
         arguments = call_arguments(example)
@@ -351,10 +357,10 @@ def _kept_inputs(
     before: StepCache | None,
     budget_bytes: int,
 ) -> StepCache:
-    """Return what the planned model keeps: what was planned now, and for other inputs before."""
+    """Return the steps that the planned model keeps: the new ones, and those of an earlier plan."""
     cache = StepCache(results[0][2].step)
     if before is not None:
-        # Those that came while training are planned again at sight: the budget may be another.
+        # Kinds that came while training are planned again when they come: the budget may differ.
         cache.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
         asked = {kept.step for kept in cache.kept.values()}
         cache.later |= {
@@ -365,17 +371,18 @@ def _kept_inputs(
         step = replanned.step
         kind = guarded(guards, sampled, plain, arguments, step)
         if step.covers_smaller:
+            # Values that the forward pass sets itself change each time, which is no other kind.
             cache.free |= step.sets
             kind = kind.without(cache.free)
             cache.measured.append((kind, step))
         planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
-        cache.kept[kind] = KeptStep(step, (len(arguments[0]), tuple(arguments[1])), planned_kind)
+        cache.kept[kind] = KeptStep(step, call_layout(arguments), planned_kind)
         cache.laid_out_otherwise |= replanned.laid_out_otherwise
     return cache
 
 
 def _check_state(planning: PlanOptions) -> None:
-    """Raise ValueError for settings that do not go with state on the host."""
+    """Raise ValueError for settings that cannot be combined with state on the host."""
     techniques = set(planning.techniques) - {"keep", "recompute"}
     refused = {
         f"backend={planning.backend!r}": planning.backend not in ("auto", "graph"),
@@ -383,8 +390,8 @@ def _check_state(planning: PlanOptions) -> None:
         "a plan as planner": isinstance(planning.planner, Plan),
         "optimizer=None": planning.optimizer is None,
     }
-    for what, is_given in refused.items():
-        if is_given:
+    for what, is_refused in refused.items():
+        if is_refused:
             raise ValueError(
                 f"got state with {what}. State on the host needs an instance of an optimizer, "
                 "backend 'graph' or 'auto', and the techniques keep and recompute."

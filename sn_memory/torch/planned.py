@@ -23,7 +23,7 @@ from .step import Step
 from .target.allocator import StepPool
 from .trace.trace import Trace
 
-# Of the kinds that come while training so many steps are kept.
+# How many kinds that came while training are kept.
 KINDS = 64
 
 
@@ -34,7 +34,7 @@ class KeptStep:
     step : what runs in place of the forward pass
     call : how the arguments of its sample were written
     summary : how it was planned
-    used : if it was planned while training, the number of the last step; None for what `plan` made.
+    used : if it was planned while training, the count of steps at its last use; else None
     """
 
     step: Step
@@ -47,18 +47,18 @@ class KeptStep:
 class StepCache:
     """The steps of a planned model, and what training has shown by now.
 
-    latest : the step that `plan` made last; of several samples, for the largest.
-    ends : where the backward pass begins, as in `trace`, if steps have shown it
+    latest : the step that `plan` planned last; of several samples, for the largest.
+    ends : which outputs the backward pass begins at, as in `trace`, if steps have shown it
     laid_out_otherwise : whether kernels were seen to lay results out otherwise than traced
     kept : per kind of input
-    later : per step, the one that runs in its place where gradients of parameters are there already
-    measured : choices of modules that were measured on an input, each with its kind
-    changes : of attributes and arguments, for how many values at first sight a plan was made
+    later : per step, the one that runs in its place if parameters have gradients already
+    measured : choices of modules that were measured on an input, with its kind
+    changes : per attribute and argument, how many values were planned for while training
     free : those that change from step to step, whose values are left out; see
         `InputSignature.without`.
-    time : what planning at first sight took, and may take
+    time : what planning while training took, and may take
     count, running : steps so far, and the one that ran last
-    warned : what a warning was given of, once
+    warned : what warnings were about, which are given once
     """
 
     latest: Step
@@ -75,9 +75,10 @@ class StepCache:
     warned: set[str] = field(default_factory=set)
 
     def known(self, kind: InputSignature | None) -> InputSignature | None:
-        """Return a kind as a step is kept for it; if none is, without the values that change."""
+        """Return the kind of the kept step that accepts it; else it, without values that change."""
         if kind is None or kind in self.kept:
             return kind
+        # A step for these very values comes before one that leaves them out.
         free = kind.without(self.free)
         accepts = (step for like in (kind, free) for step in self.kept if step.accepts(like))
         return next(accepts, free)
@@ -88,7 +89,7 @@ class StepCache:
         return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
 
     def unlike(self, kind: InputSignature, model: torch.nn.Module) -> str:
-        """Say what makes a kind another than the nearest of the others; nothing if there is none.
+        """Say how a kind differs from the nearest of the others; nothing if there is none.
 
         model : names the modules
         """
@@ -98,41 +99,43 @@ class StepCache:
         return "; ".join(nearest)
 
     def begins_at(self, ends: Sequence[bool]) -> None:
-        """Plan from now on for gradients of these outputs, beside others that were asked for."""
+        """Plan from now on for gradients of these outputs too, beside those asked for before."""
         if len(self.ends) == len(ends):
             ends = [*map(or_, self.ends, ends)]
         self.ends = tuple(ends)
 
     @property
-    def every(self) -> list[Step]:
-        """All steps, those for gradients that are there among them."""
+    def all_steps(self) -> list[Step]:
+        """All steps, with those in `later`."""
+        # Each once: a step by parts serves all kinds that it covers.
         return [*dict.fromkeys((*(kept.step for kept in self.kept.values()), *self.later.values()))]
 
     def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of what steps hold beside the model's tensors, each storage once.
+        """Bytes of what steps hold besides the model's tensors, counting shared storages once.
 
         excluding : tensors that do not count
         """
-        known = {_key(tensor) for tensor in excluding}
-        held = {_key(tensor): tensor for step in self.every for tensor in step.known}
-        return sum(
-            tensor.untyped_storage().nbytes() for key, tensor in held.items() if key not in known
-        )
+        storages = (tensor.untyped_storage() for step in self.all_steps for tensor in step.known)
+        held = {int(storage._cdata): storage.nbytes() for storage in storages}
+        for tensor in excluding:
+            held.pop(int(tensor.untyped_storage()._cdata), None)
+        return sum(held.values())
 
     def make_room(self, newest: InputSignature, budget_bytes: int) -> None:
-        """Let kinds go that were not used for longest: too many, or too much is held for them."""
+        """Drop the least recently used kinds if there are too many, or they hold too much."""
         while True:
-            # The kinds that `plan` was given have no `used`: they stay.
+            # Kinds of the samples of `plan` have no `used`, and stay.
             online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
+            # The newest is about to run.
             if len(online) <= 1 or (
-                len(online) <= KINDS and not self._is_held_too_much(budget_bytes)
+                len(online) <= KINDS and not self._holds_too_much(budget_bytes)
             ):
                 return
             oldest = self.kept.pop(min(online.keys() - {newest}, key=online.__getitem__))
             self.later.pop(oldest.step, None)
 
-    def _is_held_too_much(self, budget_bytes: int) -> bool:
-        """Whether what is held for other kinds takes one that keeps the budget above it."""
+    def _holds_too_much(self, budget_bytes: int) -> bool:
+        """Whether what other kinds hold takes a step above the budget that keeps it by itself."""
         return any(
             step.plan.peak_bytes <= budget_bytes
             and step.plan.peak_bytes + self.constants_bytes(excluding=step.known) > budget_bytes
@@ -142,7 +145,7 @@ class StepCache:
 
 @dataclass(repr=False, frozen=True, eq=False)
 class PlanRecord(PlannedRecord[Trace]):
-    """What a planned model carries as `model.sn_memory`; made once, when it is planned.
+    """What a planned model carries as `model.sn_memory`; created once, when it is planned.
 
     Parameters
     ----------
@@ -153,14 +156,14 @@ class PlanRecord(PlannedRecord[Trace]):
     strict
         Whether to raise where no plan of ops keeps the budget.
     trial
-        What the trial of the plan made last found.
+        The result of the trial of the plan made last.
     guards
-        What the steps depend on beside tensors; the kinds of the inputs that came last.
+        What the steps depend on besides tensors; the kinds of the inputs that came last.
     pool
         Where the steps allocate, on a device that has such pools (CUDA).
     lock
         Held during a forward pass, and while one is planned: threads that share the model take
-        turns, as both put other things in the place of what its modules have.
+        turns, as both replace attributes of its modules for a while.
     """
 
     inputs: StepCache
@@ -172,16 +175,16 @@ class PlanRecord(PlannedRecord[Trace]):
     lock: Any = field(default_factory=threading.RLock)
 
     def release(self) -> None:
-        """Give what the steps have reserved back to the device; the next step reserves it again.
+        """Return what the steps have reserved to the device; the next step reserves it again.
 
-        On CUDA the steps have a pool of their own. Gradients lie in it: let them go before
-        (`zero_grad`), as memory that something lies in stays. Without such a pool nothing is done.
+        On CUDA the steps have a pool of their own. Gradients lie in it: free them before
+        (`zero_grad`), as blocks in use stay. Without such a pool nothing is done.
         """
         self.pool.release()
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """What carries the plan made last out: `graph`, `regions`, `compile` or `modules`."""
+        """What runs the plan made last: `graph`, `regions`, `compile` or `modules`."""
         return self.inputs.latest.backend
 
     @property
@@ -205,11 +208,11 @@ class PlanRecord(PlannedRecord[Trace]):
 
     @property
     def state(self) -> StateOnHost | None:
-        """All of the state, where it was planned: what lies where, and what that costs."""
+        """All of the state, if it was planned: what lies where, and what that costs."""
         return self.options.state
 
     def all_brought(self) -> AbstractContextManager[Any]:
-        """Where the model's own forward runs: what rests on the host is brought for each op."""
+        """A context for the model's own forward: state on the host is copied in for each op."""
         return nullcontext() if self.state is None else self.state.brought()
 
     @property
@@ -225,7 +228,3 @@ class PlanRecord(PlannedRecord[Trace]):
     def budget_bytes(self) -> int:
         """The budget, for every kind of input."""
         return parse_bytes(self.options.budget, whole=self.latest.plan.baseline_peak_bytes)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

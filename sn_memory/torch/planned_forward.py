@@ -1,8 +1,8 @@
-"""What a planned model does otherwise than its class: its forward pass runs by the plan.
+"""How a planned model differs from its class: its forward pass runs by the plan.
 
-Where gradients are wanted the step of the input's kind runs; one that comes for the first time gets
-a step first (new_inputs.py). Otherwise it is the model's own forward, as when evaluating, and where
-derivatives are asked for that no plan has (eager/higher_derivatives.py).
+With gradients enabled the step of the input's kind runs; a new kind gets a step first
+(new_inputs.py). Otherwise the model's own forward runs: in evaluation, and for derivatives that no
+plan has (eager/higher_derivatives.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .step import Call, Step
 
 
 class PlannedForward:
-    """Stands before the class of the model; see `planned_class`."""
+    """The first base of a planned model's class; see `planned_class`."""
 
     def run_planned(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the forward pass by the plan; as the class does where no gradient is wanted."""
+        """Run the forward pass by the plan; by `plain`, the class's own, where there is none."""
         record: PlanRecord = self.__dict__[RECORD]
         if record.state is not None:
             args, kwargs = record.state.with_inputs((args, kwargs))
@@ -38,7 +38,7 @@ class PlannedForward:
             with record.lock:
                 return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
-            # Not while another thread plans, and has other tensors in the place of parameters.
+            # Locked, as a thread that plans replaces parameters for a while.
             with record.lock, record.all_brought():
                 return plain(self, *args, **kwargs)
         inputs = record.inputs
@@ -60,7 +60,7 @@ class PlannedForward:
                 args, kwargs = as_sampled(self, kept.call, (args, kwargs))  # type: ignore[arg-type]
             step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
             if inputs.running is not step:
-                # Two steps that take turns would else hold the arenas of both on the host.
+                # Two steps that alternate would else hold two arenas on the host.
                 if inputs.running is not None:
                     inputs.running.release()
                 inputs.running, step.pool = step, record.pool
@@ -73,13 +73,13 @@ class PlannedForward:
             return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are plain: lock and recorded calls of a plan are of this process.
+        # Copies and pickles are plain: a plan's lock and recorded calls belong to this process.
         plain = plain_model(self)  # type: ignore[arg-type]
         return uninitialized, (type(plain),), dict(plain.__dict__)
 
 
 def _warn_of_hooks(name: str, inputs: StepCache, step: Step, pack: Callable[..., Any]) -> None:
-    """Warn once where hooks of the caller's do not see what a plan keeps."""
+    """Warn once if the caller's hooks for saved tensors do not see what a plan keeps."""
     what, of_checkpoint = step.hidden_from_hooks, pack.__qualname__.startswith(OF_CHECKPOINT)
     if not what or (of_checkpoint and step.checkpoints_see):
         return

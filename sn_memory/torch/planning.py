@@ -1,6 +1,6 @@
-"""How a model is planned for an input: everything `plan` was told, kept for inputs to come.
+"""How a model is planned for an input: the parameters of `plan`, and the back ends they choose.
 
-The planned model keeps it, so that it can be planned once more when an input of another kind comes.
+The planned model keeps them, so that it can be planned once more for an input of another kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments, InputSignature, changeable
-from .model.step import apart, device_of, restore_rng_state, wanted_bytes
+from .model.step import detached, device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .step import EstimateOnlyStep, Step
 from .target.capacity import planned_settings
@@ -45,10 +45,10 @@ from .trace.trace import Given, Trace, resident_bytes, trace
 
 log = logging.getLogger(__name__)
 
-# Searches of one step with its state, about as many as bisecting its parameters takes.
-STATE_SEARCHES = 8
-# Part by which what a budget's percent are of may be another than the plain step, without a word.
-_APART = 0.005
+# The searches that share the time of a step with its state: about as many as bisecting takes.
+_STATE_SEARCHES = 8
+# Relative difference between the traced baseline and the plain step's peak that needs no note.
+_BASELINE_ERROR = 0.005
 
 
 class StateOnHost(Protocol):
@@ -67,7 +67,7 @@ class PlanningResult:
     """A step that was planned.
 
     step : what carries it out
-    trial : what its trial found
+    trial : the result of its trial
     laid_out_otherwise : whether kernels laid results out otherwise than traced, so that it was
         traced again
     after_first : whether it was traced as it is after a first forward pass
@@ -83,13 +83,12 @@ class PlanningResult:
 class PlanOptions:
     """How to plan a model for an input; the parameters are those of `plan`, and these.
 
-    plan_graph : that of `sn_memory`, handed in: what carries plans out need not know how they are
-        found.
+    plan_graph : that of `sn_memory`, passed in: who carries plans out does not import the search.
     share : the budget as it was asked for, if that was a percentage
-    overlap : whether gradients of parameters are made no later than torch makes them, if a plan of
-        that keeps the budget: ranks exchange them.
+    overlap : whether gradients of parameters are computed no later than torch computes them, if a
+        plan of that order keeps the budget: ranks exchange them.
     update : `hooks`: the caller's own update each parameter when its gradient is complete.
-    accumulate : whether gradients of parameters are there when the step begins
+    accumulate : whether parameters have gradients when the step begins
     trial : whether the step is tried on its input
     """
 
@@ -112,7 +111,7 @@ class PlanOptions:
     state: StateOnHost | None = None
     # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
     after_first: bool = False
-    # Where the backward pass begins, as in `trace`, if steps have shown it.
+    # Which outputs the backward pass begins at, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
     # More samples of the same shapes, for which parts of a model are planned as well.
     alike: tuple[Arguments, ...] = ()
@@ -134,43 +133,45 @@ class PlanOptions:
         )
 
     def planned_step(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan the plain model for an input; as `plan` tells."""
+        """Plan the plain model for an input, by the back end asked for or the first that can."""
         if self.backend == "auto" and self.was_compiled:
-            return self.made_compiled(model, arguments)
+            return self.plan_compiled(model, arguments)
         name = "graph" if self.backend == "auto" else self.backend
         try:
             with restore_rng_state():
                 return self.in_trial(self.by_backend(name, model, arguments), model, arguments)
-        # Nothing that another back end would mend.
+        # No other back end would help.
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
             error: Exception = failure
-            if isinstance(error, SetsStateError) and name == "graph" and self.may_run_first:
+            # A trial has to compare that first forward pass, and state on the host has none.
+            may_run_first = self.trial and self.state is None and not self.after_first
+            if isinstance(error, SetsStateError) and name == "graph" and may_run_first:
                 try:
-                    return self.made_after_first(model, arguments)
+                    return self.plan_after_first(model, arguments)
                 except (BudgetError, SampleError, torch.OutOfMemoryError):
                     raise
                 except TraceError as second:
-                    # Where it sets the same in each step, that is the reason, as at first.
+                    # If later forward passes set attributes as well, the first message stands.
                     error = failure if isinstance(second, SetsStateError) else second
-            # Modules are chosen by what was measured.
+            # Parts are chosen by what was measured, which differs from run to run; none plan state.
             if self.backend != "auto" or settings.deterministic or self.state:
                 if error is failure:
                     raise
                 raise error from failure
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
-        return self.made_by_parts(model, arguments, why)
+        return self.plan_by_parts(model, arguments, why)
 
-    def made_by_parts(
+    def plan_by_parts(
         self, model: torch.nn.Module, arguments: Arguments, why: str
     ) -> PlanningResult:
         """Plan a model that cannot be traced whole: by regions, or where there are none, modules.
 
-        why : it cannot be
+        why : it cannot be traced
         """
-        # Regions are another concern than a plan of one graph, and loaded where they are wanted.
+        # Imported here, as most processes need no regions; tests/frame/test_closure.py counts.
         from .regions.step import RegionsBudgetError
 
         name = type(model).__name__
@@ -185,15 +186,15 @@ class PlanOptions:
             return result
         except RegionsBudgetError as error:
             over = error
-            # Modules run what lies between regions again as well. Where that is most, they may
-            # need less.
+            # Modules run again what lies between regions, too. Where that holds most of the bytes,
+            # they may need less.
             error.args = (f"{error} {name} is planned by regions because {why}",)
             if 2 * error.outside_bytes < error.peak_bytes:
                 raise
             regions = f"its regions need {show_bytes(error.peak_bytes)}"
         except (SampleError, torch.OutOfMemoryError):
             raise
-        # Modules take any model; where it fails itself on the sample, they say so.
+        # Modules take any model; if it fails on the sample itself, they raise that.
         except Exception as error:  # noqa: BLE001
             regions = f"it has no plan by regions: {first_line(error)}"
             log.info("%s: %s", name, regions)
@@ -209,7 +210,7 @@ class PlanOptions:
         except Exception as error:
             if "allocate memory" in str(error):  # the CPU's allocator has no class for it
                 raise
-            # Most of all a sample that the model does not take.
+            # Most often a sample that the model does not take.
             raise fails_on_sample(name, *arguments, error) from error
         warn(
             f"{name} is planned by modules, which saves less than a plan of its ops, because {why} "
@@ -217,16 +218,11 @@ class PlanOptions:
         )
         return self.in_trial(step, model, arguments)
 
-    @property
-    def may_run_first(self) -> bool:
-        """Whether a first forward pass may set what it keeps: a trial compares then."""
-        return self.trial and self.state is None and not self.after_first
-
-    def made_after_first(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan by graph what steps do after the first, which sets what it keeps.
+    def plan_after_first(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
+        """Plan by graph what steps do after the first, in which the model sets attributes.
 
         Classes of transformers write into their configuration then, or install hooks. The trial
-        says whether the first step computes the same.
+        shows whether the first step computes the same.
         """
         later = replace(self, after_first=True)
         with restore_rng_state():
@@ -238,8 +234,8 @@ class PlanOptions:
             )
         return replace(result, after_first=True)
 
-    def made_compiled(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan a model that was compiled: compiled, or as any other, with the reason."""
+    def plan_compiled(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
+        """Plan a model that was compiled: compiled, or as any other, and warn why."""
         try:
             with restore_rng_state():
                 return self.in_trial(self.by_compiler(model, arguments), model, arguments)
@@ -257,7 +253,7 @@ class PlanOptions:
         arguments: Arguments,
         layouts: Layouts | None = None,
     ) -> Step:
-        """Return a step of a back end; layouts : how kernels lay results out, where not traced."""
+        """Return a step of a back end; layouts : of results that kernels lay out otherwise."""
         if name == "graph":
             return self.by_graph(model, arguments, layouts)
         if name == "regions":
@@ -278,6 +274,7 @@ class PlanOptions:
                 f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
                 "step, and a replay would not see it. Pass the tensors and numbers in it."
             )
+        # A GPU that is not here: its step can be traced, and not be run.
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
             traced = trace(
                 model,
@@ -298,7 +295,7 @@ class PlanOptions:
         arguments: Arguments,
         known: tuple[tuple[float, str], ...] = (),
     ) -> Step:
-        """Return a step that torch.compile made; `known`: what kept the budget for other inputs."""
+        """Return a compiled step; known : settings that kept the budget for other inputs."""
         from .compile.backend import CompiledStep, Settings
 
         check_memory(model, arguments, "compiling a model runs parts of it")
@@ -309,17 +306,18 @@ class PlanOptions:
             timed=self.profile and not settings.deterministic,
             recompute="recompute" in self.techniques,
             resident_bytes=resident_bytes(model, self.optimizer),
-            # All that are new come at the end, when the graph returns, beside those.
+            # The compiled graph returns all new gradients at its end, where the earlier ones are
+            # held as well.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
             known=known,
             key=None if known else key,
         )
         with outside_saved_tensors_hooks():
             try:
-                return CompiledStep(model, *arguments, measuring)
+                return CompiledStep(model, arguments, measuring)
             except TraceError:
                 if self.trial:
-                    # Where the model itself fails on the sample, that is what to say.
+                    # If the model itself fails on the sample, this raises that instead.
                     runs_on(model, arguments)
                 raise
 
@@ -335,7 +333,7 @@ class PlanOptions:
         """Return a step in which modules run again.
 
         safely, earlier_bytes : as in ModuleStep
-        held_bytes : what counts beside the step and the optimizer's state
+        held_bytes : what counts besides the step and the optimizer's state
         """
         from .modules.backend import ModuleStep
         from .modules.probe import Probe
@@ -344,13 +342,13 @@ class PlanOptions:
         if self.alike:
             # Of samples of the same shapes the one that saves most.
             arguments = max(
-                (arguments, *self.alike),
-                key=lambda each_input: Probe(model, each_input).saved_bytes,
+                (arguments, *self.alike), key=lambda sample: Probe(model, sample).saved_bytes
             )
-        # As leaves: where they come from is no part of the step that is measured.
-        args, kwargs = apart(arguments)
         step = ModuleStep(
-            *(model, args, kwargs, self.budget),
+            model,
+            # As leaves: what computed them is no part of the step that is measured.
+            detached(arguments),
+            self.budget,
             resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
             earlier_bytes=earlier_bytes,
             safely=safely,
@@ -375,19 +373,19 @@ class PlanOptions:
         check_memory(model, arguments, "planning by regions runs the model")
         if is_sharded(model):
             raise TraceError("parameters are sharded, and regions compute with whole ones")
-        held = resident_bytes(model, self.optimizer)
 
-        def searched(graph: Graph, budget_bytes: int, seconds: float) -> Plan:
-            brief = replace(self, time_limit_s=seconds, planner="auto")
-            return brief.searched(graph, budget_bytes)
+        def search(graph: Graph, budget_bytes: int, seconds: float) -> Plan:
+            # A plan passed in as planner is of a whole model.
+            options = replace(self, time_limit_s=seconds, planner="auto")
+            return options.searched(graph, budget_bytes)
 
         options = RegionOptions(
             self.budget,
-            searched,
+            search,
             self.time_limit_s,
             self.profile,
             self.device,
-            held,
+            resident_bytes(model, self.optimizer),
             why,
             safely=safely,
             alike=self.alike,
@@ -403,11 +401,10 @@ class PlanOptions:
         allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
 
         def search(live_bytes: int, seconds: float | None) -> Plan:
-            if seconds is None:
-                return self.searched(graph, live_bytes)
-            return replace(self, time_limit_s=seconds, from_sqrt_n=False).searched(
-                graph, live_bytes
-            )
+            options = self
+            if seconds is not None:
+                options = replace(self, time_limit_s=seconds, from_sqrt_n=False)
+            return options.searched(graph, live_bytes)
 
         return within_reserved(graph, allowed, search, planned_settings())
 
@@ -426,7 +423,7 @@ class PlanOptions:
         )
         if plan.decided("offload"):
             room = parse_bytes(budget, whole=unplanned_bytes(graph))
-            # Moved copies let other ops wait, so peak and seconds are those of a replay.
+            # Copies that moved make other ops wait, so peak and seconds are taken from a replay.
             actions = spread_copies(graph, plan.actions, room, times=WIDE)
             replayed = carry_out(graph, replace(plan, actions=actions))
             plan = replace(
@@ -448,8 +445,8 @@ class PlanOptions:
 
     def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
         """Return a plan of a step with its updates; one of several searches."""
-        searched = replace(self, time_limit_s=self.time_limit_s / STATE_SEARCHES)
-        return searched.planned(graph, budget_bytes)
+        options = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
+        return options.planned(graph, budget_bytes)
 
     def replay(
         self,
@@ -459,10 +456,10 @@ class PlanOptions:
         planned: Callable[[Trace], Plan],
         profile: bool,
     ) -> Replay:
-        """Return a step that replays what is traced with such layouts, planned so."""
+        """Return a step that replays what is traced with such layouts; planned : plans a trace."""
         if self.overlap:
-            # A plan that was passed in may be of either order.
-            # Gradients made as early as torch makes them may take more than the budget.
+            # In torch's order gradients may need more than the budget (BudgetError), and a plan
+            # that was passed in may be of the other order (PlanError).
             with suppress(BudgetError, PlanError):
                 return self._replay(model, arguments, layouts, planned, profile)
         return replace(self, overlap=False)._replay(model, arguments, layouts, planned, profile)
@@ -500,16 +497,15 @@ class PlanOptions:
         else:
             traced = traced_now()
         if self.state is not None:
-            # Speeds that were handed in, or that stand for any machine, are not measured.
+            # Speeds that were passed in, or are those of any machine, are not measured.
             measured = profile and self.device is None
             return self.state.replay(
                 model, traced, self.budget, self.planned_state, measured=measured
             )
-        plan = planned(traced)
-        return Replay(traced, plan)
+        return Replay(traced, planned(traced))
 
     def layouts_seen(self, first: Layouts, model: torch.nn.Module, arguments: Arguments) -> Layouts:
-        """Return how kernels lay results out on an input, beside what a first trial noted."""
+        """Return how kernels lay results out on an input, with what a first trial noted."""
 
         def smallest_with(known: Layouts) -> Step:
             return self.replay(
@@ -521,7 +517,7 @@ class PlanOptions:
     def in_trial(self, step: Step, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
         if device_of(model).type == "cpu" and step.runs_here:
-            # malloc may still hold what tracing freed, near the limit of this process.
+            # malloc may keep what tracing freed, and a process near its limit needs it now.
             return_freed(step.plan.peak_bytes)
         if self.trial and self.state is not None:
             report_progress("trial", 0, 1)
@@ -541,7 +537,7 @@ class PlanOptions:
             return PlanningResult(step, Trial(False, {}, remark=remark))
 
         if self.update == "hooks":
-            # In a trial no hook lets a gradient go, so that it would hold all of them.
+            # In a trial no hook frees a gradient, so that all of them would be held.
             own = step.plan.peak_bytes + wanted_bytes(model)
             if own > parse_bytes(self.budget, whole=step.plan.baseline_peak_bytes):
                 remark = "the budget has no room for all gradients, which a trial holds"
@@ -550,7 +546,7 @@ class PlanOptions:
         def trial_of_step() -> Trial:
             report_progress("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
-            # Beside an optimizer's state and earlier gradients the step itself is not all of it.
+            # With an optimizer's state or earlier gradients the baseline counts more than the step.
             counted = self.profile and self.optimizer is None and not self.accumulate
             return tried(step, model, arguments, plain_bytes=need, counted=counted)
 
@@ -563,16 +559,16 @@ class PlanOptions:
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
             raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
-        note = _apart(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
+        note = _baseline_note(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
         if note and step.trace is not None:
             step.plan = replace(step.plan, notes=(*step.plan.notes, note))
         return PlanningResult(step, result, otherwise)
 
 
-def _apart(plain_bytes: int, baseline_bytes: int) -> str:
-    """Say by how much the plain step is another than the trace's; nothing for less than 0.5 %."""
+def _baseline_note(plain_bytes: int, baseline_bytes: int) -> str:
+    """Say by how much the traced baseline differs from the plain step's peak; else nothing."""
     part = baseline_bytes / plain_bytes - 1 if plain_bytes else 0.0
-    if abs(part) <= _APART:
+    if abs(part) <= _BASELINE_ERROR:
         return ""
     return (
         f"the plain step had {show_bytes(plain_bytes)} of the allocator, and needs "
@@ -587,7 +583,7 @@ def guarded(
     arguments: Arguments,
     step: Step,
 ) -> InputSignature:
-    """Return the kind that a step is for, by what its forward pass read as it was planned."""
+    """Return the signature that a step is for, by what its forward pass read as it was planned."""
     reads = step.reads
     if not reads:
         # torch.compile follows a forward without running it: a step without values is recorded.
@@ -595,6 +591,6 @@ def guarded(
             try:
                 fake_step(model, arguments)
                 reads = seen()
-            except Exception:  # noqa: BLE001 - it is compiled all the same: everything counts
+            except Exception:  # noqa: BLE001 - compiled it runs: then everything counts
                 reads = every_read(model)
     return guards.add(kind, model, arguments, reads, step.looked)

@@ -1,4 +1,4 @@
-"""What carries the forward pass of a planned model out, whichever back end planned it."""
+"""What runs in place of the forward pass of a planned model, whichever back end planned it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from .trace.trace import Trace
 class Call:
     """What a planned model knows of a call when its step runs.
 
-    parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
-        place.
-    plain : makes what computes derivatives that no plan has (eager/higher_derivatives.py) of a
-        step; None where only first derivatives are asked for.
+    parameters, buffers : of the model in this forward pass; `functional_call` swaps in others.
+    plain : returns, for a step, what computes derivatives that no plan has
+        (eager/higher_derivatives.py); None where nothing can.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -56,27 +55,27 @@ class Step(Protocol):
     """A planned step, for one kind of input.
 
     backend : `graph`, `regions`, `compile` or `modules`
-    plan : what was decided: a Plan, a RegionsPlan or a MeasuredPlan.
-    trace : the graph it was decided on; None where there is none.
-    known, ignored : tensors it holds between steps, beside the model's: those that count as live,
+    plan : a Plan, a RegionsPlan or a MeasuredPlan
+    trace : the trace it was planned on; None where there is none.
+    known, ignored : tensors it holds between steps, besides the model's: those that count as live,
         and those that lie on the host.
-    resident_bytes : what is resident and no part of the step: the optimizer's state.
-    counts_gradients : whether it was planned with gradients of parameters in place
-    layouts : of a trial: how kernels lay their results out, where that is not as traced.
+    resident_bytes : of what is no part of the step: the optimizer's state.
+    counts_gradients : whether it was planned for parameters that have gradients
+    layouts : of results that a trial saw laid out otherwise than traced
     pool : where it allocates; none while it is tried, beside the model's own step.
     waiting : how many forward passes still wait for their backward pass
     runs_here : whether it can run on this machine
     rounds_alike : whether it runs the ops of the model's own step, so that results can be compared
-    by_allocator : whether only the device's allocator sees all that it takes
+    by_allocator : whether only the device's allocator sees all that it allocates
     reads, looked : what the forward pass read of modules as it was planned, None where that is not
-        known; and the places of inputs of which it looked at values.
+        known; and the places of inputs whose values it looked at.
     sets : attributes that the forward pass sets: their values make no other kind of input.
-    hidden_from_hooks : what hooks for saved tensors around it do not see, or see in place of that;
-        nothing if they see all.
-    checkpoints_see : whether a checkpoint around it does
+    hidden_from_hooks : what hooks for saved tensors around it do not see, or see instead; empty if
+        they see all.
+    checkpoints_see : whether a checkpoint around it sees all
     covers_smaller : whether it was measured, and runs any input that is no larger within the same
         bytes
-    setting : of torch's memory budget, as share and solver
+    setting : share and solver of torch's memory budget
     """
 
     backend: str
@@ -116,13 +115,13 @@ class Step(Protocol):
         """Run the forward pass; the rest of the plan happens in the backward pass."""
 
     def replan(self, planner: Planner, model: torch.nn.Module, arguments: Arguments) -> Step:
-        """Plan by the same back end once more; what a trial of this one saw holds for that too."""
-        # Kernels lay results out as a trial saw, whatever the plan.
+        """Plan by the same back end once more."""
+        # Layouts that a trial of this step saw are the kernels' own, whatever the plan.
         seen = None if self.trace is None else self.trace.layouts
         return planner.by_backend(self.backend, model, arguments, seen)
 
     def release(self) -> None:
-        """Let go of memory on the host that no pass uses; it is taken again if the step runs."""
+        """Free memory on the host that no pass uses; it is allocated again if the step runs."""
         return
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
@@ -142,8 +141,8 @@ class _Pass:
 class MeasuredStep(Step):
     """A step of the model's own forward pass with parts of it planned, which was run and measured.
 
-    warned : what a warning was given of
-    waiting_bytes : what a forward pass holds until its backward pass, and what of that the caller
+    warned : what warnings were about, which are given once
+    waiting_bytes : what a forward pass holds until its backward pass, and of that what the caller
         has: input and output.
     """
 
@@ -161,12 +160,12 @@ class MeasuredStep(Step):
 
     @property
     def adding_peak_bytes(self) -> int:
-        """The peak of a backward pass whose gradients are added to those of another, at most."""
+        """At most the peak of a backward pass whose gradients are added to earlier ones."""
         peak: int = self.plan.peak_bytes
         return peak
 
     def follow(self, model: torch.nn.Module, returned: Any) -> None:
-        """Let autograd tell when the graph of a forward pass is gone, used up, or kept."""
+        """Note, by hooks of autograd, when the graph of a forward pass is freed, used, or kept."""
         if inside_checkpoint():
             return  # nothing is held
         one = _Pass()
@@ -181,6 +180,7 @@ class MeasuredStep(Step):
         one.consumed |= not keeps
         if not keeps or self.warned & {"measured", "retained"}:
             return
+        # Enabled in a backward pass only with create_graph.
         differentiated = torch.is_grad_enabled()
         if differentiated and self.backend != "modules":
             return  # regions refuse to be differentiated, by an error
@@ -193,9 +193,9 @@ class MeasuredStep(Step):
 def keeps_graph(
     model: torch.nn.Module, need: int, budget: int, *, differentiated: bool = False
 ) -> str:
-    """Return what to say of a backward pass that keeps its graph; need, budget : in bytes.
+    """Return a warning of a backward pass that keeps its graph; need, budget : in bytes.
 
-    differentiated : whether it makes a graph of its own
+    differentiated : whether it creates a graph of its own
     """
     how = ("create_graph", "more than") if differentiated else ("retain_graph", "up to")
     return (
@@ -207,7 +207,7 @@ def keeps_graph(
 
 
 class EstimateOnlyStep(Step):
-    """The step of a model planned for a GPU that is not here: to be read, and refused if run."""
+    """The step of a model planned for a GPU that is not here: its plan can be read, and not run."""
 
     backend = "graph"
     runs_here = False
@@ -218,7 +218,7 @@ class EstimateOnlyStep(Step):
         self.reads = trace.captured.reads
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
-        """Refuse, whatever the input: the kernels that were planned are not of this machine."""
+        """Refuse, whatever the input: the calls that were planned do not exist here."""
         raise ReplayError(
             f"the model was planned for {self.device}, which is not here: its sn_memory tells the "
             "plan and writes the report, and a step cannot run it. To train, plan on that machine "

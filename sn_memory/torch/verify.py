@@ -1,4 +1,4 @@
-"""verify: a planned model and the plain one side by side; what was predicted, what came true."""
+"""verify: a planned model beside the plain one; what was predicted, and what was measured."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def verify(
 
     parameters = list(model.named_parameters())
     compiled = running.by_allocator
-    # The allocator does not tell what lies on the host from what would lie on a device. Arenas for
-    # copies are made in the first step.
+    # The CPU's allocator cannot distinguish the host's memory from a device's; arenas for copies,
+    # which are allocated in the first step, would count.
     copies = bool(running.ignored or running.plan.decided("offload"))
     kernels = device_of(model).type == "cpu" and not copies
-    # Known by the plain step, which runs first.
+    # Seen in the plain step, which runs first.
     written: list[torch.Tensor] | None = None
 
     def measured(run: Any, *, count: bool) -> Measured:
@@ -108,13 +108,13 @@ def verify(
     expected = measured(plain, count=True)
     earlier_bytes = 0
     if accumulate:
-        # Its plan is made in the first such step, if it needs one of its own.
+        # The first such step plans for gradients, if they need a plan of their own.
         measured(model, count=False)
         running = record.inputs.later.get(running, running)
         earlier_bytes = 0 if running.counts_gradients else wanted_bytes(model)
     got = measured(model, count=True)
     different = differences(expected.results, got.results)
-    # Not counted, as that takes time itself; of two the shorter, as other work only adds.
+    # Not counted, as that takes time itself; the shorter of two, as other processes only add.
     planned_s = min(measured(model, count=False).seconds for _ in range(2))
     plain_s = min(measured(plain, count=False).seconds for _ in range(2))
     return Verification(

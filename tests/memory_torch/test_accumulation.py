@@ -86,7 +86,7 @@ def accumulated(model, samples, known=(), kernels=False):
 
 
 def known_of(planned):
-    return [it for step in planned.sn_memory.inputs.every for it in step.known]
+    return [it for step in planned.sn_memory.inputs.all_steps for it in step.known]
 
 
 def known_bytes(step):

@@ -73,7 +73,7 @@ def planned_and_plain(backend, net=Looks):
     planned.zero_grad()
     model.zero_grad()
     planned.sn_memory.inputs.warned.clear()
-    for step in planned.sn_memory.inputs.every:
+    for step in planned.sn_memory.inputs.all_steps:
         step.warned.clear()
     return planned, model
 

@@ -33,7 +33,7 @@ from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor, copy_seconds, offloadable
 
-# What they save has grids of its own rows, which their input, kept for any module, has not.
+# Not run again: what they save is packed with a grid for each row, their input is not.
 _NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
 
 
@@ -118,7 +118,7 @@ def compress_activations(
 
 
 class CompressedActivations:
-    """Hooks on a model, and what they have seen.
+    """Hooks on a model, and what they have observed.
 
     Attributes
     ----------
@@ -171,6 +171,8 @@ class CompressedActivations:
         self._forward_s: dict[str, float] = {}
         self.price = 0.0
         """Seconds that packing takes for each byte it frees, measured in the first pass."""
+        # Hooks run in this order: the pass begins before the model itself is entered, and ends
+        # after it is left. `_leave` runs even if a forward raises, or the path would keep its name.
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -214,7 +216,12 @@ class CompressedActivations:
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
         if transformed():
-            self._warn_uncompressed()
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"nothing that {type(self.model).__name__} saves is compressed inside "
+                    "torch.func or forward-mode AD, which look at its own forward pass."
+                )
             return
         self.refresh()
         watch = self._watch if self.controller.due(self._step) else None
@@ -225,14 +232,6 @@ class CompressedActivations:
             frozenset(self.offloaded), first=self._step == 1,
         )  # fmt: skip
         self.current.__enter__()
-
-    def _warn_uncompressed(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"nothing that {type(self.model).__name__} saves is compressed inside torch.func "
-                "or forward-mode AD, which look at its own forward pass."
-            )
 
     def _end(self, *_: object) -> None:
         # Called by a module of its own, the model ends where its outer call does.
@@ -273,16 +272,18 @@ class CompressedActivations:
     # What runs again: a GELU of seven ops, attention, a perceptron of two layers.
 
     def _choose_reruns(self, first: Pass) -> None:
-        """Let run again what frees bytes for fewer seconds that way than packed.
+        """Choose what frees bytes for fewer seconds by running again than packed.
 
         Ranks that measure otherwise may choose otherwise: what they exchange, gradients of all
-        weights in the same order, does not depend on it. Where a choice is to be the same in each
-        run, bytes that a module saves stand for the seconds it takes.
+        weights in the same order, does not depend on it. With `settings.deterministic` the bytes
+        that a module saves stand for the seconds it takes.
         """
+        # What packing costs.
         rates = rates_of(first.timed)
         every = packing_of(first.timed, rates)
         freed = every.plain_bytes - every.held_bytes
         self.price = every.seconds / freed if freed > 0 else 0.0
+        # What may run again, and what that costs.
         candidates = {
             name: (self._forward_s[name], self._inputs[name])
             for name in self._inputs
@@ -302,17 +303,20 @@ class CompressedActivations:
             )
             for place, (seconds, inputs) in candidates.items()
         }
-        seen = candidates.keys() & self._inputs.keys()
-        for place in [path for path in candidates if path in seen and self._has_parts(path)]:
-            # What its parts save is all there at once when they run again. Bytes do not tell what
-            # its products take.
+        for place in [path for path in candidates if path in self._inputs]:
+            if next(self.model.get_submodule(place).children(), None) is None:
+                continue
+            # What its parts save is all held at once when they run again. And its bytes do not show
+            # what its products take.
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
-        memories = {} if settings.deterministic else offloadable(first.timed)  # a link has seconds
+        # What may go to the host. Counted bytes say nothing of a link.
+        memories = {} if settings.deterministic else offloadable(first.timed)
         byte_s = copy_seconds(first.device) if memories else 0.0
         for key, saved in memories.items():
             kept[key] = packing_of(saved, rates)
             again[key] = Cost(byte_s * kept[key].plain_bytes, kept[key].plain_bytes, 0.0)
+        # The choice.
         budget, saving = self.controller.budget_bytes, dict[str, float]()
 
         def freed_by(saving: Iterable[str]) -> float:
@@ -328,8 +332,8 @@ class CompressedActivations:
         self.offloaded = [saved.key for group in moved for saved in group]
         for key in self.offloaded:
             self.controller.forget(key)
-        freed = freed_by(saving)
-        held = every.held_bytes - freed
+        held = every.held_bytes - freed_by(saving)
+        # First: layers that take some images at a time run again by that, and not by themselves.
         self._choose_images(first, max(held, self.controller.budget_bytes or 0))
         for place in (path for path in candidates if path in saving):
             if not any(path == place or _is_within(path, place) for path in self.by_images):
@@ -337,7 +341,7 @@ class CompressedActivations:
         self._inputs = {}
 
     def _choose_images(self, first: Pass, least_bytes: float) -> None:
-        """Let layers take some images at a time whose gradients take more bytes than all else."""
+        """Make layers whose gradients take more bytes than all else take some images at a time."""
         for module in list(self.model.modules()):
             chains = runs_of(module, self._layers, least_bytes) if is_sequential(module) else []
             runs = [run for layers in chains if (run := self._run_of(layers, first)) is not None]
@@ -350,13 +354,14 @@ class CompressedActivations:
         seen = [step for layer in layers if (step := self._layers[layer]) is not None]
         names, x = [self._names[layer] for layer in layers], seen[0].x
         saved = [tensor for tensor in first.timed if not tensor.within.isdisjoint(names)]
-        # From rounded values ReLUs and poolings would decide otherwise: a tenth of a gradient.
+        # From rounded inputs ReLUs and poolings decide otherwise: a gradient was 12 % off (decision
+        # 106). So it is kept exactly.
         first_input = replace(self._inputs[names[0]][0], packed=False)
         growth = max(max(step.x.numel(), step.y.numel()) for step in seen) / x.numel()
         plain_bytes = sum(tensor.plain_bytes for tensor in saved)
-        plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # which those after it may save, too
+        plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # a layer after the run may save it, too
         run = Run(layers, names, x.dim(), growth, plain_bytes / x.numel())
-        # Gradients of the run's own input and output are there whole.
+        # The gradients of the run's own input and output are held whole.
         ends = x.nbytes + seen[-1].y.nbytes
         if (
             len(run.parts(x)) == 1
@@ -403,7 +408,7 @@ class CompressedActivations:
         module.forward = ours
 
     def _let_rerun(self, place: str, plain_bytes: float, inputs: list[Input], first: Pass) -> None:
-        """Let a module, or a call of attention, run again from now on."""
+        """Make a module, or a call of attention, run again from now on."""
         plain = plain_bytes / sum(call.elements for call in inputs)
         self.rerun.append(place)
         self.controller.forget(place or "model")
@@ -416,9 +421,6 @@ class CompressedActivations:
         places = (f":{count}" if count > 1 else "" for count in range(1, len(inputs) + 1))
         keys = (f"{place or 'model'}/input{index}/0" for index in places)
         first.foresee(dict(zip(keys, inputs, strict=True)))
-
-    def _has_parts(self, name: str) -> bool:
-        return next(self.model.get_submodule(name).children(), None) is not None
 
     def _least(self, inputs: list[Input]) -> int:
         """Bytes of inputs that are kept compressed, or as they are."""
@@ -458,7 +460,7 @@ class CompressedActivations:
                 **kwargs,
             )
 
-    # Statistics: sums of squares of what arrives at a layer's output, and the yardstick.
+    # Statistics: sums of squares of gradients at a layer's output, and the yardstick.
 
     def _watch(self, op: Call, result: Any) -> None:
         weight = weight_of(op)
@@ -472,7 +474,7 @@ class CompressedActivations:
             "coverage": coverage_of(op, result, weight),
         }
 
-        keys = op.lossy  # not the call itself, which holds its arguments
+        keys = op.lossy  # hooks that held the call would keep its arguments alive
 
         def arrived(gradient: torch.Tensor) -> None:
             exact = gradient.detach().float()
@@ -540,6 +542,7 @@ class CompressedActivations:
                     buffer.copy_(before)
             return list(exact)
 
+        # Random numbers and buffers are the same in all passes, so that only rounding differs.
         self.active = False
         try:
             plain = gradients()

@@ -1,13 +1,12 @@
-"""Floats in 1, 2, 4 or 8 bits where they are: array code of torch for any device.
+"""Floats in 1, 2, 4 or 8 bits on their own device, by torch's array code.
 
-The same grids, random numbers and codes as the host's C++ (sn_compress/ops/groups.py,
-whose NumPy form is the oracle): groups of 256 elements with a lowest point and a step, rounded up
-with the probability of the distance. Groups begin anew with each run, so that none lies in two
-rows. Random numbers are a hash of key and position, so nothing is
-kept of them, and a step draws the same ones on every machine. Two things are other than on the
-host, as a list of escaped elements would make the device wait for its length: a group with an
-element that is not finite comes back as NaN, and with 1 bit a group of both signs has no zero on
-its grid.
+The same grids, random numbers and codes as the host's C++ (sn_compress/ops/groups.py, whose NumPy
+form is the oracle): groups of 256 elements with a lowest point and a step, rounded up with the
+probability of the distance. Groups begin anew with each run, so that none lies in two rows. Random
+numbers are a hash of key and position, so they need no memory, and are the same on every machine.
+Two things differ from the host, where escaped elements are in a list, whose length the device would
+have to wait for: a group with an element that is not finite is unpacked as NaN, and with 1 bit a
+group of both signs has no zero on its grid.
 
 Nothing here depends on values: no branch, no copy to the host.
 """
@@ -28,11 +27,11 @@ from ...base.errors import core
 from ..model.modes import warn
 
 GROUP: Final = 256
-# Elements of which temporaries exist at a time, where no fused kernel does the work: ten numbers of
-# four bytes for each. A multiple of the group.
+# Elements that are packed at a time without a fused kernel, with ten temporaries of four bytes for
+# each. A multiple of the group.
 _CHUNK: Final = 1 << 20
 UNFIT: Final = 2.0**120  # from here on a group is lost, as on the host an element escapes
-_FINEST: Final = 2.0**-110
+_FINEST: Final = 2.0**-110  # groups.FINEST
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def kernels(device: torch.device) -> Any:
     try:
         from . import kernels as fused
 
-        # Compiled once before anything depends on it: a machine may have Triton and no compiler.
+        # Compiled here, before anything depends on it: a machine may have Triton and no compiler.
         probe = torch.zeros(GROUP, device=device)
         out = (probe[:1].clone(), probe[:1].bfloat16(), probe.byte(), probe[:1].clone())
         fused.pack(probe, 8, (0, 0), GROUP, *out)
@@ -161,7 +160,7 @@ def pack_mask(values: torch.Tensor, test: Test) -> torch.Tensor:
 def spread_mask(bits: torch.Tensor, values: torch.Tensor | float, out: torch.Tensor) -> None:
     """Fill [n] with values, [n] of the same type or one for all, where a bit is set, and zeros.
 
-    Elements go as words: what goes is +0, NaN too, where a product would keep it.
+    Elements are masked as words, so that NaN becomes +0 as well; a product would keep it.
     """
     wide = _WORDS[out.element_size()]
     source, word = None, 0
@@ -188,14 +187,14 @@ def two_values(values: torch.Tensor) -> float | None:
         kind = np.uint32 if values.element_size() == 4 else np.uint16
         held = torch.from_numpy(np.array([max(word, 0)], kind)).view(values.dtype)
         return None if word < 0 or bool(held.isnan()) else float(held)
-    # This waits for the device; there, dropout saves a mask of booleans and does not come here.
+    # This waits for the device. Dropout does not come here: there it saves a mask of booleans.
     low, high = (float(value) for value in values.aminmax()) if values.numel() else (0.0, 0.0)
     top = low if high == 0 else high
     return top if bool(((values == 0) | (values == top)).all()) else None
 
 
 def as_numpy(run: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor of the host as NumPy sees it: bfloat16, which it has no type for, as its bits."""
+    """Return a tensor of the host as an array; bfloat16, for which NumPy has no type, as bits."""
     return np.asarray((run.view(torch.uint16) if run.dtype == torch.bfloat16 else run).numpy())
 
 
@@ -225,7 +224,8 @@ def _pack(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bases, steps, codes and spread of up to `_CHUNK` values in runs, [runs, length]."""
     n, top = values.shape[1], float((1 << bits) - 1)
-    # What a run's last group is filled up with changes neither its extremes nor if it has a zero.
+    # The last group of a run is filled up with its last element, which changes neither the group's
+    # extremes nor whether it has a zero.
     x = torch.cat([values.float(), values[:, -1:].float().expand(-1, -n % GROUP)], 1)
     x = x.view(-1, GROUP)
     fits = x.abs() < UNFIT
@@ -269,7 +269,8 @@ def _grid(
 
 def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
     """[n] random numbers of 16 bits as int32, of the positions from `first` on: two of a word."""
-    # int32 wraps around as uint32 does, which torch has no arithmetic for; shifts are masked.
+    # lowbias32, as in groups.py. int32 wraps around as uint32 does, for which torch has no
+    # arithmetic; its shifts extend the sign, which masks undo.
     pair = first >> 1
     other = _signed(key[1] + (pair >> 32) * 0x85EBCA6B)
     x = torch.arange((first + n + 1 >> 1) - pair, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """What runs again in the backward pass: modules as they were, and layers by a few images at a time.
 
-A layer's gradients, of its output and of its input, are there at once, whole, however little is
+A layer's gradients, of its output and of its input, are held at once, whole, however little is
 kept for them. Layers that treat each image of a batch by itself need not take the batch whole: a
 few images go through all of them, forward and then in the backward pass again, before the next
 (Lym et al., Mini-batch Serialization, MLSys 2019; micro-batches of one convolution: Oyama et al.,
@@ -24,7 +24,7 @@ from ..model.snapshot import GLOBAL_HOOKS, HOOKS, StateSnapshot, version_of
 from ..model.step import OUTSIDE_TORCH, Generators
 from .treatments import in_memory, parts_of
 
-# Ops by which values decide what runs next, which element is meant, or how many there are.
+# Ops whose values decide what runs next, which elements are read, or how many results there are.
 _DECIDES = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal"),
@@ -36,7 +36,7 @@ _DECIDES = frozenset(
 
 
 def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call would do something else on rounded values, or draw other numbers again."""
+    """Whether a second call could differ by rounded values, or by other random numbers."""
     if name == "__getitem__":
         places = (place for place in tree_leaves(args[1:]) if isinstance(place, torch.Tensor))
         return any(place.dtype == torch.bool for place in places)
@@ -44,9 +44,9 @@ def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class SideEffects:
-    """What a module's forward pass leaves changed, from when this is made.
+    """What a module's forward pass has changed since this was created.
 
-    A second run would change it once more, or find it changed.
+    A second run would change it once more, or read what was changed.
     """
 
     def __init__(self, module: nn.Module, x: torch.Tensor, start: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class SideEffects:
 
 
 class Versions:
-    """How often some tensors had been changed in place when this was made."""
+    """How often some tensors had been changed in place when this was created."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._before = [(tensor, version_of(tensor)) for tensor in tensors]
@@ -71,10 +71,10 @@ class Versions:
 
 
 class RestoredModule:
-    """A module as it is when this is made, whenever this is entered: mode, attributes, weights.
+    """Inside, a module is as it was when this was created: mode, attributes, weights.
 
     What the forward pass assigns inside is dropped again. A weight that was changed in place since
-    cannot be brought back, and is an error, as it is without running again.
+    cannot be restored, and is an error, as it is without running again.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,13 +103,15 @@ _TENSORS: Final = ("_parameters", "_buffers")
 
 
 def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    # With the dictionaries of tensors, as those that a forward pass assigns go into these.
     return held | {slot: dict(held[slot]) for slot in _TENSORS}
 
 
-# Axes of a batch that layers are given; 0: of any number.
+# By class, how many axes its input has if it is a batch; 0: any number.
 _CONVOLUTIONS: Final = {getattr(nn, f"Conv{n}d"): n + 2 for n in (1, 2, 3)}
 _POOLS: Final = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
-# What they return is a tensor of its own, so that nothing after them writes on what they are given.
+# They return a new tensor, so that nothing after them writes into their input, which is all that a
+# run keeps; its first layer is one of these.
 _NEW: Final = {
     **_CONVOLUTIONS,
     **{getattr(nn, f"{kind}{n}d"): n + 2 for kind in _POOLS for n in (1, 2, 3)},
@@ -143,10 +145,10 @@ class Layer:
 def layer_of(
     module: nn.Module, args: tuple[Any, ...], y: Any, saved: Callable[[Any], bool]
 ) -> Layer | None:
-    """Return what there is to know of a layer that was called; None of any other module.
+    """Return input and output of a layer that was called; None of any other module.
 
-    Random numbers, or a batch norm in training, make one image depend on the others; code of the
-    user's may do anything.
+    Random numbers, or a batch norm in training, make an image depend on the others; the user's own
+    classes may do anything.
     """
     axes = _AXES.get(type(module))
     x: Any = args[0] if args else None
@@ -154,6 +156,7 @@ def layer_of(
         return None
     if not y.requires_grad or len(x) != len(y) or x.dim() != (axes or x.dim()):
         return None
+    # An expanded scalar has their shape and `nbytes`, and no memory to speak of.
     empty = [tensor.detach().new_empty(()).expand(tensor.shape) for tensor in (x, y)]
     return Layer(empty[0], empty[1], saved(y))
 
@@ -161,10 +164,10 @@ def layer_of(
 def runs_of(
     layers: Iterable[nn.Module], seen: Mapping[nn.Module, Layer | None], least_bytes: float
 ) -> list[list[nn.Module]]:
-    """Return runs of layers, of some of which the gradients take more than so many bytes.
+    """Return runs of layers in which some layer's gradients take more than so many bytes.
 
-    A convolution of which they do not takes its batch whole, but for the first; what has no
-    products does not take long, and often makes the output smaller.
+    A convolution whose gradients take less ends the run before it, and may begin the next. Layers
+    without products stay in it: they take little time, and often have a smaller output.
     """
     runs: list[list[nn.Module]] = [[]]
     large = {name for name, layer in seen.items() if layer and layer.gradients_bytes > least_bytes}
@@ -246,11 +249,12 @@ class _ByImages(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and of the weights."""
         (x,), run, wanted = ctx.saved_tensors, ctx.run, ctx.needs_input_grad[1:]
-        # Gradients of gradients need all as parts of the graph; several at once cannot be put
-        # into one tensor.
+        # Gradients of gradients need the whole batch as part of the graph, and slices of a batched
+        # gradient (`is_grads_batched`) cannot be written into one tensor.
         again = torch.is_grad_enabled()
         at_once = again or is_batched(gradient)
         sums: list[Any] = [None] * len(wanted)
+        # Inside, the layers are as they were in the forward pass, with leaves as their weights.
         with ExitStack() as stack:
             for layer in ctx.layers:
                 stack.enter_context(layer)
@@ -270,7 +274,7 @@ class _ByImages(torch.autograd.Function):
                         sums[0] = torch.empty_like(x) if sums[0] is None else sums[0]
                         sums[0][part] = part_gradient
                     else:
-                        # Sums of halves would be rounded with each part.
+                        # Sums in 16 bits would be rounded with each part; torch rounds them once.
                         narrow = part_gradient.element_size() < 4
                         wide = part_gradient.float() if narrow else part_gradient
                         sums[slot] = wide if sums[slot] is None else sums[slot].add_(wide)
@@ -282,7 +286,7 @@ class _ByImages(torch.autograd.Function):
 
 
 def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
-    """Return a tensor to differentiate by: without its hooks, and linked to it if asked for."""
+    """Return a tensor to differentiate by: without hooks, and a view in the graph if linked."""
     if linked:
         with torch.enable_grad():
             return tensor.view_as(tensor)
@@ -290,7 +294,7 @@ def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
 
 
 def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch.Tensor]:
-    """Let layers that were restored have leaves in the places of their weights; return these."""
+    """Replace the weights of restored layers by leaves; return these."""
     weights = run.weights()
     pairs = zip(weights, wanted, strict=True)
     leaves = {weight: _leaf(weight, want, linked=linked) for weight, want in pairs}
@@ -302,7 +306,7 @@ def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch
 
 @contextmanager
 def _casting(casts: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    """Cast as in the forward pass. Its cache would hand casts without a graph to other layers."""
+    """Cast as in the forward pass; a cache would give casts that have no graph to other layers."""
     with ExitStack() as stack:
         for kind, (enabled, dtype) in casts.items():
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
@@ -310,20 +314,20 @@ def _casting(casts: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
 
 
 def _of_images(piece: torch.Tensor, count: int) -> torch.Tensor:
-    """Return an empty tensor of so many images that lies as one of a few does."""
+    """Return an empty tensor of so many images, in the order of memory of a piece of a few."""
     order = [0, *(axis + 1 for axis in in_memory(piece[0]))]
     shape = [count, *(piece.shape[axis] for axis in order[1:])]
     return piece.new_empty(shape).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _is_batch(value: Any) -> bool:
-    """Whether it is a plain tensor of floats with elements: others' types have ops of their own."""
+    """Whether it is a plain tensor of floats; subclasses of Tensor have ops of their own."""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_floating_point()
     return plain and value.dim() > 1 and value.numel() > 0
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no hooks, and no forward in place of its class's, but ours."""
+    """Whether a module has its class's forward and no hooks, apart from those of this package."""
     hooks = [hook for slot in HOOKS for hook in getattr(module, slot).values()]
     return _runs(type(module), module) and all(map(_is_ours, hooks)) and not any(GLOBAL_HOOKS)
 

@@ -1,6 +1,6 @@
 """One forward pass, watched: each tensor that autograd saves gets a name, and is kept compressed.
 
-torch offers hooks that pack and unpack saved tensors, but a hook is given a bare tensor: not which
+torch has hooks that pack and unpack saved tensors, but a hook receives a bare tensor: not which
 layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
 Here a function mode sees each call of an op and forward hooks see each module, so a tensor is
 known by module path, op and slot; what an op needs of it decides how it is kept: see
@@ -10,7 +10,7 @@ known by module path, op and slot; what an op needs of it decides how it is kept
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ... import settings
 from ...activations import coverage, treatment
 from ...activations.saved import LossyTreatment, Saved, Timed, Treatment, compressed_bytes
 from ..model.snapshot import version_of
+from ..model.step import tensors
 from ..target.accelerator import is_apart, synchronize
 from .packing import GROUP, Test, two_values
 from .rerun import decides
@@ -59,7 +59,7 @@ ATTENTION = "scaled_dot_product_attention"
 
 @dataclass
 class Call:
-    """A call of an op that is running: its name, where, and what it saved so far."""
+    """A running call of an op: its name, its place, and what it has saved so far."""
 
     name: str
     place: str
@@ -67,7 +67,7 @@ class Call:
     kwargs: dict[str, Any]
     slots: int = 0
     lossy: list[str] = field(default_factory=list)
-    kept: list[weakref.ref[Kept]] = field(default_factory=list)  # let go when autograd does
+    kept: list[weakref.ref[Kept]] = field(default_factory=list)  # weak: freed when autograd does
     by_images: bool = False
 
     def arguments(self, *names: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Call:
 
 
 class Calls(TorchFunctionMode):
-    """Hands each call of an op on: the function, its arguments and its keywords."""
+    """Passes each call of an op to a function: the op, its arguments and its keywords."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -89,17 +89,13 @@ class Calls(TorchFunctionMode):
 
 
 def now(device: torch.device) -> float:
-    """Return seconds, once all before is done; of a host this thread's own, as others run there."""
+    """Return seconds once the device is idle; on a host of this thread, as others run there."""
     synchronize(device)
     return perf_counter() if is_apart(device) else thread_time()
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
-
-
 def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
-    """What a ReLU is given whose backward pass can read bits, and if it is changed in place.
+    """Return the input of a ReLU whose backward pass can read bits, and whether it is in place.
 
     None of any other call.
     """
@@ -108,7 +104,7 @@ def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
     args = call.arguments("input", "inplace")
     x: Any = args.get("input")
     inplace = call.name == "relu_" or bool(args.get("inplace"))
-    # Of other types of tensors, autograd functions know nothing.
+    # Autograd functions know nothing of subclasses of Tensor.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     if not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -144,14 +140,13 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
     """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
-    # Of norms, statistics may be as many as weights.
+    inputs = tensors((call.args, call.kwargs))
+    # Of these only the input's size counts: a norm may have as many statistics as weights.
     if call.name == "linear" or call.name.startswith("conv") or call.name.endswith("_norm"):
-        first = next(iter(_tensors((call.args, call.kwargs))), None)
-        return first is not None and tensor.numel() == first.numel()
-    inputs = list(_tensors((call.args, call.kwargs)))
+        return bool(inputs) and tensor.numel() == inputs[0].numel()
     sizes = {argument.numel() for argument in inputs}
     if call.name == ATTENTION and len(inputs) > 1:
-        # Where no fused kernel runs: a number for each query and key.
+        # Without a fused kernel it saves a number for each query and key.
         query, key = inputs[:2]
         sizes.add(query.numel() // query.shape[-1] * key.shape[-2])
     return tensor.numel() in sizes or not sizes
@@ -159,11 +154,11 @@ def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
 
 def storages_of(values: Any) -> frozenset[int]:
     """Return the storages of the tensors among some values."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(values))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors(values))
 
 
 def weight_of(call: Call) -> torch.nn.Parameter | None:
-    """The parameter whose gradient an op's input makes, if it is one the theory knows."""
+    """The parameter whose gradient is computed from an op's input, if the theory covers the op."""
     if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     weight = call.arguments("input", "weight").get("weight")
@@ -171,7 +166,7 @@ def weight_of(call: Call) -> torch.nn.Parameter | None:
 
 
 def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float:
-    """The part of a layer's products that do not meet padding."""
+    """The part of a layer's products that are not with padding."""
     if call.name == "linear":
         return 1.0
     args = call.arguments("input", "weight", "bias", "stride", "padding", "dilation")
@@ -189,7 +184,7 @@ def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float
 
 
 def window_of(call: Call) -> Window | None:
-    """Return the windows that a pooling call looks at; None of any other call."""
+    """Return the windows of a pooling call; None of any other call."""
     if call.name != "max_pool2d":
         return None
     args = call.arguments("input", "kernel_size", "stride", "padding", "dilation")
@@ -200,7 +195,8 @@ def window_of(call: Call) -> Window | None:
     return Window(pairs[0], pairs[1], pairs[2], pairs[3], args["input"].shape[-1])
 
 
-# Of a module that runs again, and may be a norm of several ops: a row costs eight bytes.
+# The shortest rows that get grids of their own, of 6 bytes each, in the input of a module that runs
+# again, which may be a norm written in several ops.
 _LEAST_ROW = 32
 
 
@@ -232,7 +228,7 @@ def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
 
 
 def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `axes` that are meant; None: the last."""
+    """Return those of `axes` that an argument `dim` names; None names the last."""
     if dim is None:
         return axes[-1:]
     return tuple(axes[axis] for axis in ([dim] if isinstance(dim, int) else dim))
@@ -267,7 +263,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Input:
-    """What a module was given: where it lies, and whether it would be packed or left alone."""
+    """A module's input: where it lies, and whether it would be packed or left alone."""
 
     elements: int
     nbytes: int
@@ -281,11 +277,10 @@ class Input:
 class Pass:
     """What a forward pass saves while it is entered.
 
-    compressor : compresses
-    left_alone : storages that are there anyway: of the model, and of what it was given
+    left_alone : storages that exist anyway: of the model, and of its arguments
     watch : called with each call that saved something lossy, and its result
-    attention : plain bytes for each element that calls of attention are given, by the place of
-        those that run again; `attended` has seconds and inputs of the others
+    attention : by place of the calls of attention that run again, the bytes that each would save
+        otherwise for an element of its inputs; `attended` has seconds and inputs of the others
     offloaded : keys of tensors that go to the host
     first : whether to note what packing and unpacking take, in `timed` and `packing_s`
 
@@ -332,7 +327,8 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
         self._storages.clear()
-        for memory in self._memories:  # else what was packed would live until gc finds this pass
+        # The pass is part of a cycle: what was packed would live until gc finds it.
+        for memory in self._memories:
             memory.kept.clear()
             memory.offloaded.clear()
 
@@ -354,7 +350,7 @@ class Pass:
         name = getattr(func, "__name__", "")
         if decides(name, args, kwargs):
             self.decided.update(self.path)
-        # What an op calls is part of that op, and reading an attribute is none.
+        # Calls inside an op are part of it, and reading an attribute is no op.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
         call = self._call = Call(name, self.place(name), args, kwargs)
@@ -367,7 +363,7 @@ class Pass:
         return result
 
     def _run(self, func: Any, call: Call) -> Any:
-        """Run a call, so that its backward pass needs little at a time where there is a way."""
+        """Run a call; if possible so that its backward pass needs little memory at a time."""
         if self.is_innermost():
             if (arguments := rectified(call)) is not None:
                 return SignRelu.apply(arguments[0], call.kept, arguments[1])
@@ -386,7 +382,7 @@ class Pass:
         return f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
 
     def is_innermost(self) -> bool:
-        """Whether autograd calls these hooks: no checkpoint of the user's has put in its own."""
+        """Whether autograd calls these hooks, and not those of a checkpoint of the user's."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is not None and hooks[0] == self._compress
 
@@ -401,19 +397,15 @@ class Pass:
             alone = Exact(tensor)
             call.kept.append(weakref.ref(alone))
             return alone, Layout.of(tensor)
-        return self._delivered(tensor, call, lambda *how: self._keep(tensor, call, *how))
-
-    def _delivered(
-        self, tensor: torch.Tensor, call: Call, keep: Callable[[str, _Memory], Kept]
-    ) -> tuple[Kept, Layout]:
         key, layout = f"{call.place}/{call.slots}", Layout.dense(tensor)
         call.slots += 1
-        memory = self._memory(tensor.untyped_storage())
+        memory = self._memory(storage)
+        # `saving_input` counts the bytes of what runs again.
         new = memory.nbytes if not memory.saved and self._input is None else 0
         memory.saved |= new > 0
         self._elements, self.device = self._elements + layout.numel, tensor.device
         before, start = memory.held_bytes, now(tensor.device) if self.first else 0.0
-        kept = keep(key, memory)
+        kept = self._keep(tensor, call, key, memory)
         call.kept.append(weakref.ref(kept))
         if self.first:
             kept.restore(layout)  # as the backward pass will
@@ -429,7 +421,7 @@ class Pass:
         return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
-        """The record of a storage; an address that is used anew gets a new one."""
+        """Return the record of a storage; an address that is reused gets a new one."""
         entry = self._storages.get(storage._cdata)
         if entry is None or entry[0]() is None:
             entry = weakref.ref(storage), _Memory(storage.nbytes())
@@ -442,7 +434,7 @@ class Pass:
         return self._memory(tensor.untyped_storage()).saved
 
     def _counted(self, kept: Kept, key: str, memory: _Memory) -> Kept:
-        """Note what something kept takes, other than rounded values."""
+        """Count the bytes of what is kept in any form but rounded values."""
         if isinstance(kept, Exact):
             if not memory.exact:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
@@ -456,7 +448,7 @@ class Pass:
     def saving_input(
         self, plain_bytes: float, call: Call | None = None, way: str = MODULES, count: int = 1
     ) -> Iterator[None]:
-        """Keep what is saved directly in here as the input of modules, or a call, that run again.
+        """Treat what is saved inside as the input of modules, or of a call, that run again.
 
         `plain_bytes` are those that autograd would hold of what it saves otherwise.
         """
@@ -469,7 +461,7 @@ class Pass:
             self._input = None
 
     def _attend(self, func: Any, call: Call) -> Any:
-        """Run attention: again in the backward pass, where it keeps more than it is given."""
+        """Run attention; again in the backward pass, if the first pass has chosen that."""
         args = call.arguments("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         parts = [args.pop(name) for name in ("query", "key", "value")]
         size = sum(part.numel() for part in parts)
@@ -483,7 +475,7 @@ class Pass:
         return result
 
     def foresee(self, inputs: dict[str, Input]) -> None:
-        """Tell the controller what inputs will take when what they are given to runs again."""
+        """Tell the controller what these inputs will take once their modules run again."""
         bits = self.controller.nonlinear_bits
         for key, call in inputs.items():
             if call.packed:
@@ -497,7 +489,7 @@ class Pass:
                 self.controller.observe_other(key, nbytes=call.memory.nbytes)
 
     def input_of(self, x: torch.Tensor) -> Input:
-        """Return what is to be known of a tensor, should a module that gets it run again."""
+        """Return what counts of a module's input, should the module run again."""
         storage = x.untyped_storage()
         left_alone = storage._cdata in self._left_alone
         packed = not left_alone and x.dtype in _PACKED and x.numel() >= MIN_ELEMENTS
@@ -538,13 +530,13 @@ class Pass:
             return "exact"
         if self._input is not None:
             return "exact" if self._input.name == RUN else "nonlinear"
-        # Without a name it is an autograd function of the user's, or a checkpoint's input.
+        # No name: saved by an autograd function of the user's, or a checkpoint's input.
         kind = treatment(call.name) if call.name else "exact"
         if kind == "exact" or not of_input_size(tensor, call):
             return "exact"
         if not is_dense(tensor):
             return kind if kind in ("linear", "norm") else "nonlinear"
-        # Attention's dropout is part of its op.
+        # What attention saves may be the mask of its dropout.
         return "mask" if call.name == ATTENTION else kind
 
     def _lossy(
@@ -555,7 +547,7 @@ class Pass:
         if self.compressor.form == "paper" and kind == "linear":
             exact = self.controller.theory == "exact"
             tolerance = self.controller.exact_tolerance(key) if exact else tolerance
-            # Until the first refresh there is no tolerance, and the fixed form does without.
+            # Before the first refresh there is no tolerance, which the fixed form does not need.
             form = "paper" if 2.0**-100 <= tolerance <= 2.0**100 else "fixed"
         where = _where(tensor)
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
@@ -567,7 +559,7 @@ class Pass:
         kept = memory.kept.get(where)
         dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
         rows = None if kind == "linear" else rows_of(call, dense)
-        # Kept before for a reader who needs fewer bits, or no rows.
+        # Again, if it was kept for an op that needs fewer bits, or no rows.
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
             view = (dense, ()) if call.by_images and kind == "linear" else rows

@@ -28,15 +28,18 @@ from . import packing
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
-_AT_ONCE = 2**14  # elements
-_ROWS_AT_ONCE = 2**18  # the same, where each part is packed by itself
+# Elements of which a pooling layer's indices are computed at a time: several integers of 8 bytes
+# each, which for all elements at once set the peak of a step.
+_AT_ONCE = 2**14
+# Elements of the images that are packed, or differentiated, at a time: 1 MiB of float32.
+_ROWS_AT_ONCE = 2**18
 _LEAST_OFFLOADED = 2**20  # bytes: two copies begin in some 20 us, in which a link moves about half
 _LEAST_RUN = 64  # elements of a row side by side that are worth a grid, which takes 6 bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor without its values: what its dense memory is laid out as."""
+    """A tensor without its values: shape, strides, dtype and device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,7 +52,8 @@ class Layout:
 
     @classmethod
     def dense(cls, tensor: torch.Tensor) -> Layout:
-        """Of a part of a memory, that of a copy without gaps."""
+        """Return a tensor's layout; of one with gaps in its memory, that of a copy without."""
+        # On the meta device an empty tensor is its strides only.
         packed = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return cls(tuple(tensor.shape), packed.stride(), tensor.dtype, tensor.device)
 
@@ -63,7 +67,7 @@ class Layout:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a run of memory, each once, in any order of axes."""
+    """Whether its elements fill a range of memory, each once, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -89,7 +93,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Kept(Protocol):
-    """What is kept of a tensor: one of those below."""
+    """What is kept of a tensor: one of the classes below."""
 
     nbytes: int
 
@@ -106,7 +110,7 @@ class Exact:
         self.nbytes = tensor.untyped_storage().nbytes()
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        # Where hooks pack tensors autograd leaves this check out.
+        # autograd does not check versions of tensors that hooks have packed.
         if version_of(self.tensor) != self.version:
             raise ReplayError(
                 f"a tensor of shape {layout.shape} that the backward pass needs was changed in "
@@ -151,7 +155,7 @@ def copy_seconds(device: torch.device) -> float:
 
 
 class Shape:
-    """Nothing: the backward pass asks for the shape only."""
+    """No values: the backward pass needs the shape only."""
 
     nbytes = 0
 
@@ -294,6 +298,7 @@ class OnHost:
             packing.as_numpy(values), bits, packing.GROUP, bound, key, threads, self._grids(), run,
             look,
         )  # fmt: skip
+        # Elements that escape the grids, as they are, with their places.
         self._lost = (torch.tensor(kept.at), torch.tensor(kept.values)) if kept.at.size else None
         self.variance = kept.variance(n) if look else None
         self.nonzero = 1 - float(kept.zeros) / max(n, 1) if look else None
@@ -331,7 +336,7 @@ class OnDevice:
         packed = packing.pack(values, bits, key, run)
         self.variance = float(packed.variance(n)) if look else None
         self.nonzero = float((values != 0).float().mean()) if look else None
-        # The spread is for the variance alone; a slice without a copy would hold all of it.
+        # The spread is for the variance alone; cloned, as a slice would keep its storage.
         self._packed = replace(packed, spread=packed.spread[:0].clone())
         self.nbytes = packed.nbytes
 
@@ -355,7 +360,7 @@ class Turned:
         pack: Callable[[torch.Tensor, int], Lossy],
     ) -> None:
         order, self.by_rows = in_memory(view), bool(axes)
-        # Of the axes in the order of memory, those of a row come last.
+        # Axes in the order of memory, but those of a row last.
         self._turn = sorted(range(len(order)), key=lambda place: order[place] in axes)
         inner = sum(axis in axes for axis in order)
         ordered = view.detach().permute(order)
@@ -394,7 +399,7 @@ class Turned:
 
 
 def parts_of(x: torch.Tensor, growth: float = 1.0) -> list[slice]:
-    """Return runs of the first axis that are worked on at once, where each element makes some."""
+    """Return slices of the first axis to work on at once; growth : elements made of each."""
     shape = x.shape[0], round(math.prod(x.shape[1:]) * growth)
     return list(_parts(shape, x.device, _ROWS_AT_ONCE))
 
@@ -439,7 +444,7 @@ class Coded:
 
 @dataclass
 class Compressor:
-    """What looks at values and compresses them; each tensor draws its own random numbers."""
+    """Compresses values; each tensor draws its own random numbers, by a count of those before."""
 
     controller: Controller
     form: str
@@ -486,7 +491,7 @@ class Compressor:
         return OnDevice(values.reshape(-1), bits, key, run, look=look)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
-        """Return what is kept of a tensor of which nothing is lost."""
+        """Return what is kept of a tensor without any loss."""
         if kind == "exact":
             return Exact(tensor)
         if kind == "shape":
@@ -500,11 +505,10 @@ class Compressor:
 
 
 class SignRelu(torch.autograd.Function):
-    """relu(x); `keep` is given the result and returns what is kept of it, and its layout.
+    """relu(x), whose backward pass reads the bits that are kept of the result.
 
-    Hooks of saved tensors give autograd's own backward pass of a ReLU what it asks for: a number
-    per element. Decompressed, these are as large as the gradient, and often what a step's peak is
-    made of. Here the backward pass reads bits.
+    autograd's own backward pass of a ReLU needs the result itself. Decompressed, that is as large
+    as the gradient, and often part of a step's peak.
     """
 
     @staticmethod
@@ -514,6 +518,7 @@ class SignRelu(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         ctx.kept, ctx.layout = kept, Layout.of(y)
+        # Packed by the hooks, which add a weak reference to what they keep to `kept`.
         ctx.save_for_backward(y)
         return y
 
@@ -523,15 +528,15 @@ class SignRelu(torch.autograd.Function):
         mask = ctx.kept[0]()
         if isinstance(mask, Mask):
             return _Masked.apply(gradient, mask, ctx.layout), None, None
-        # Let go after a first backward pass, which is an error here; or kept as it is.
+        # Freed by a first backward pass, so that reading what was saved raises; or kept as it is.
         return torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0), None, None
 
 
 class ConvByImages(torch.autograd.Function):
     """A convolution whose backward pass unpacks, and works on, some images at a time.
 
-    `kept` has what is kept of its input, once that is packed: the unpacked input is never there
-    whole, nor what a kernel turns it and the gradients into.
+    So the unpacked input never exists as a whole, nor the copies in other layouts that kernels make
+    of it and of the gradients. `kept` has weak references to what is kept of input and weight.
     """
 
     @staticmethod
@@ -551,7 +556,8 @@ class ConvByImages(torch.autograd.Function):
         wanted, back = ctx.needs_input_grad[1:4], torch.ops.aten.convolution_backward
         kept, weight = (unpack() for unpack in ctx.kept)
         layout = ctx.layouts[0]
-        # Gradients of gradients need the input as a part of the graph.
+        # Gradients of gradients need the input as a part of the graph. Without a weight, what was
+        # saved is freed, and reading it raises.
         if torch.is_grad_enabled() or not isinstance(kept, Turned) or weight is None:
             x, weight = ctx.saved_tensors
             gradients = back(gradient, x, weight, ctx.sizes, *ctx.how, wanted)
@@ -575,7 +581,7 @@ class ConvByImages(torch.autograd.Function):
 
 
 class _Masked(torch.autograd.Function):
-    """A gradient through a ReLU, which is linear in it."""
+    """A gradient through a ReLU; linear, so that its own gradient passes the same mask."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, mask: Any, layout: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The back end for torch.compile: its compiled step, cut as torch's own budget cuts it.
+"""The back end for torch.compile: its compiled step, cut as torch's own memory budget cuts it.
 
-What torch's budget means for the peak is measured (search.py). A plan is its setting, so that it is
-kept in a file beside what Inductor keeps: a later process with the same model finds the plan by the
-hash of the traced model, and torch what it compiled.
+What a budget of torch's means for the peak is measured (search.py). A plan is a setting of it, and
+is stored in a file beside Inductor's cache: a later process with the same model finds the plan by
+the hash of the traced model, and torch what it compiled.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ...plan.plan import BudgetError
 from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
 from ..model.modes import is_batched, other_layout, transformed, warn
+from ..model.signature import Arguments
 from ..model.step import tensors
 from ..step import Call, Step
 from ..trace.fake import quiet
@@ -36,7 +37,8 @@ from ..trace.op_seconds import while_training
 
 log = logging.getLogger(__name__)
 
-# What a forward pass calls of a logger; names of libraries' own go on, as `warning_once`.
+# Prefixes of the methods that a forward pass calls of a logger: libraries add others, such as
+# `warning_once`.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
 _HOOKS = (
     ("torch._inductor.compile_fx", "compile_fx"),
@@ -47,13 +49,13 @@ _HOOKS = (
 )
 
 
-class Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
-    """Compiled; raised in place of the first run."""
+class Ready(Exception):  # noqa: N818 - no error: the step is compiled
+    """Raised in place of the first run of a compiled step."""
 
 
 @dataclass(frozen=True, repr=False)
 class CompiledPlan(MeasuredPlan):
-    """A plan by measured steps: what torch saves by itself and now computes again, by a setting.
+    """A plan by measured steps: what torch would save by itself, and now recomputes, by a setting.
 
     setting : of torch's memory budget, as share and solver; None where torch's own partition fits
     """
@@ -77,10 +79,10 @@ class Settings:
     budget : the most bytes, or a share of the plain compiled step's peak
     timed : whether steps are timed
     recompute : whether anything may be computed again
-    resident_bytes : what is resident and no part of the step: the optimizer's state
-    earlier_bytes : gradients that are there when a step begins
+    resident_bytes : what is no part of the step: the optimizer's state
+    earlier_bytes : of gradients that exist when a step begins
     known : settings of torch's budget that kept this one for other inputs, as share and solver
-    key : all else that a plan depends on, as text; None: it is not kept for later processes
+    key : all else that a plan depends on, as text; None: it is not stored for later processes
     """
 
     budget: float | str
@@ -96,8 +98,8 @@ class CompiledStep(Step):
     """A model under torch.compile, with what of it is computed again chosen by measuring.
 
     model : the plain model
-    args, kwargs : a real input; steps are run on it. Parameters, buffers and attributes stay as
-        they are.
+    arguments : a real input; steps are run on it. Parameters, buffers and attributes stay as they
+        are.
     settings : how to plan
 
     Raises TraceError if torch.compile breaks the model into several graphs, or no gradient is
@@ -109,44 +111,42 @@ class CompiledStep(Step):
     hidden_from_hooks = "see what its compiled code keeps, in place of what its ops would"
     # Only the allocator sees the buffers of Inductor's kernels.
     by_allocator = True
-    # Inductor's kernels add in another order.
+    # Inductor's kernels sum in another order.
     rounds_alike = False
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, arguments: Arguments, settings: Settings) -> None:
         for module, name in _HOOKS:
             _check_hook(module, name)
         self.settings, self.resident_bytes = settings, settings.resident_bytes
         self.counts_gradients = bool(settings.earlier_bytes)
-        self.name_of_model = type(model).__name__
         self.compiled_plan: CompiledPlan | None = None
         self.dry, self.warned = True, False
-        known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
+        known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         self.known_tensor_bytes = storage_bytes(known)
-        # Of the plain class: that of a planned model would come back here.
+        # Of the plain class: the planned model's own forward calls this step.
         kind = type(model)
         plain_forward = kind.forward
 
-        # Not the module, whose call runs its hooks: they run around the planned one already.
+        # Not the module itself, whose call runs hooks: they run around the planned model already.
         def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return plain_forward(module, *args, **kwargs)
 
-        # Dynamo keeps what it compiles with the code object, eight times at most, however many
-        # plans share it; so each has one of its own.
+        # Dynamo keeps what it compiles by code object, eight times at most (`recompile_limit`), and
+        # steps of several plans would share one.
         forward.__code__ = forward.__code__.replace()
         self.kind = kind
         self.compiled = torch.compile(forward, backend=self._backend, fullgraph=True, dynamic=False)
-        with quiet():
-            self._prepare(model, args, kwargs)
+        # Compiled now, so that what cannot be planned, or does not fit, raises here.
+        try:
+            with quiet(), until_ready():
+                self.run(model, *arguments)
+            self.plan  # noqa: B018 - raises where there is none
+        finally:
+            self.dry = False
 
     @property
     def plan(self) -> CompiledPlan:
-        """The plan made last; torch.compile compiles again when what it relied on has changed."""
+        """The latest plan; torch.compile compiles again if one of its guards fails."""
         if self.compiled_plan is None:
             raise TraceError(
                 "torch.compile found nothing to differentiate in the model, so there is no "
@@ -167,7 +167,7 @@ class CompiledStep(Step):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the forward pass of the model this was made for."""
         twin: torch.nn.Module = object.__new__(self.kind)
-        # The same dictionary: what the forward pass sets is set on the model.
+        # It shares the dictionary: attributes that the forward pass sets are set on the model.
         object.__setattr__(twin, "__dict__", model.__dict__)
         returned = self.compiled(twin, *args, **kwargs)
         inputs = {id(tensor) for tensor in tensors((args, kwargs))}
@@ -177,7 +177,7 @@ class CompiledStep(Step):
         return returned
 
     def _arrived(self, planned: tuple[int, ...], gradient: torch.Tensor | None) -> None:
-        """Refuse what a compiled backward graph cannot do; say where it may round otherwise."""
+        """Refuse what a compiled backward graph cannot do; warn if it may round otherwise."""
         if gradient is None:
             return  # an output that the loss does not use
         if torch.is_grad_enabled() or is_batched(gradient) or transformed():
@@ -191,19 +191,8 @@ class CompiledStep(Step):
             self.warned = True
             warn(text)
 
-    def _prepare(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Compile now, so that what cannot be planned or does not fit is told now."""
-        try:
-            with until_ready():
-                self.run(model, args, kwargs)
-            self.plan  # noqa: B018 - raises where there is none
-        finally:
-            self.dry = False
-
     def _backend(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        # As users call backward: outside of the `with torch.autocast` of the forward pass.
+        # The backward pass is traced outside of autocast, where users call it.
         clock = nullcontext() if self.dry else while_training()
         with functorch_config.patch(backward_pass_autocast="off"), clock:
             run = self._compiled(module, list(inputs))
@@ -216,11 +205,12 @@ class CompiledStep(Step):
         return ready
 
     def _compiled(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        """Plan a traced model, or find its plan, and compile it."""
-        # Not before it is asked for: it needs torch's hooks of 2.13.
+        """Plan a traced model, or read its stored plan, and compile it."""
+        # Imported here: they need hooks of torch 2.13, which `_check_hook` looks for.
         search: Any = importlib.import_module(".search", __package__)
         partitioner: Any = importlib.import_module(".partitioner", __package__)
         settings = self.settings
+        # Parameters and buffers that the graph does not read are held as well.
         unused = self.known_tensor_bytes - storage_bytes(tensors(inputs))
         resident = max(0, unused) + settings.resident_bytes + settings.earlier_bytes
         path = None if settings.key is None else _path(module, inputs, settings, resident)
@@ -245,8 +235,8 @@ class CompiledStep(Step):
 
 @contextmanager
 def until_ready() -> Iterator[None]:
-    """Let torch.compile compile a model inside; it ends by Ready, or by a TraceError."""
-    # Libraries warn from within a forward pass; that is no reason not to take it whole.
+    """Expect Ready inside, where torch.compile compiles a model; other errors become TraceError."""
+    # Libraries log in a forward pass, which must not break the graph.
     logs = {
         var
         for var in vars(logging.Logger).values()
@@ -259,17 +249,19 @@ def until_ready() -> Iterator[None]:
     except Ready:
         pass
     except Exception as error:
-        cause = _told(error)
+        cause = _wrapped_error(error)
         if cause is not None:
             raise cause from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = "; ".join(lines[:3]).rstrip(".")
         raise TraceError(
-            f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change that "
-            "code, or plan with backend='graph' or 'modules'."
+            f"torch.compile cannot take the model as one graph: {reason}. Change that code, or "
+            "plan with backend='graph' or 'modules'."
         ) from error
 
 
 def storage_bytes(held: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each once."""
+    """Return the bytes of the storages of tensors, counting shared ones once."""
     memories = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
     }
@@ -279,7 +271,7 @@ def storage_bytes(held: Iterable[torch.Tensor]) -> int:
 def _check_hook(module: str, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            # torch's own modules use what torch has deprecated.
+            # torch's own modules import what torch has deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -289,8 +281,8 @@ def _check_hook(module: str, name: str) -> None:
         ) from error
 
 
-def _told(error: BaseException) -> BaseException | None:
-    """Return the error that torch.compile wrapped and that says all by itself, if there is one."""
+def _wrapped_error(error: BaseException) -> BaseException | None:
+    """Return an error for users that torch.compile has wrapped into this one, if there is one."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, BudgetError | TraceError | torch.OutOfMemoryError):
@@ -299,15 +291,10 @@ def _told(error: BaseException) -> BaseException | None:
     return None
 
 
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:3]).rstrip(".")
-
-
 def _path(
     module: fx.GraphModule, inputs: list[Any], settings: Settings, resident_bytes: int
 ) -> Path:
-    """Return where the plan of a traced model is kept: beside what Inductor keeps."""
+    """Return the file of a traced model's plan, in Inductor's cache folder."""
     inductor: Any = importlib.import_module("torch._inductor.config")
     partitioner: Any = importlib.import_module(".partitioner", __package__)
     cache_dir = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir
@@ -321,18 +308,12 @@ def _path(
     for node in (node for graph in graphs for node in graph.nodes):
         what = f"{node.op} {node.name} {_named(node.target)} {node.args} {node.kwargs}\n"
         text.update(what.encode())
-    for graph_module in (*inputs, *module.parameters(), *module.buffers()):
-        if isinstance(graph_module, torch.Tensor):
-            form = (
-                graph_module.shape,
-                graph_module.stride(),
-                graph_module.dtype,
-                graph_module.device,
-                graph_module.requires_grad,
-            )
-            text.update(f"{form}\n".encode())
-        else:
-            text.update(f"{graph_module}\n".encode())
+    for value in (*inputs, *module.parameters(), *module.buffers()):
+        form = value
+        if isinstance(value, torch.Tensor):
+            layout = value.shape, value.stride(), value.dtype, value.device
+            form = (*layout, value.requires_grad)
+        text.update(f"{form}\n".encode())
     for value in (
         *(inductor.get_hash(), functorch_config.get_hash(), torch.__version__),
         *(partitioner.version(), partitioner.SOLVERS),
@@ -346,7 +327,7 @@ def _path(
 
 
 def _cards(inputs: list[Any]) -> tuple[str, ...]:
-    """Return the names of the cards that tensors lie on: seconds and scratch are theirs."""
+    """Return the names of the GPUs that tensors lie on, which seconds and scratch depend on."""
     devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
     return tuple(
         sorted(torch.cuda.get_device_name(device) for device in devices if device.type == "cuda")
@@ -354,14 +335,14 @@ def _cards(inputs: list[Any]) -> tuple[str, ...]:
 
 
 def _named(target: Any) -> str:
-    """Return what a node calls, without the address that some functions have in their text."""
+    """Return the target of a node as text, without the address that `repr` has for functions."""
     if isinstance(target, str | torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
 def _read(path: Path | None) -> CompiledPlan | None:
-    """Return the plan that was kept; None where none was, or it cannot be read."""
+    """Return the plan that was stored; None if there is none, or it cannot be read."""
     if path is None or not path.exists():
         return None
     try:
@@ -380,7 +361,7 @@ def _write(path: Path | None, plan: CompiledPlan) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: other processes may read it now.
+        # Written to another file and renamed, as other processes may read it now.
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w") as file:
             json.dump(asdict(plan), file)

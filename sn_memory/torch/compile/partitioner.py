@@ -1,10 +1,10 @@
 """torch's own partitions of a joint graph, one for each setting of its memory budget.
 
 `activation_memory_budget` caps what is saved between the passes, as a share of what torch saves by
-itself, and a knapsack solver says what is saved within it. torch computes the rest again in the
-backward pass, random numbers included, and those are then others than in the forward pass (pytorch
-issue 190758). So each node that draws is marked as one to save before torch cuts the graph, and a
-budget of 0, which heeds no mark, is never asked for.
+itself, and a knapsack solver chooses what is saved within it. torch recomputes the rest in the
+backward pass, random numbers included, which then differ from those of the forward pass (pytorch
+issue 190758). So each node that draws is marked MUST_SAVE before torch cuts the graph, and a budget
+of 0, which ignores marks, is never used.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 with warnings.catch_warnings():
-    # torch's own modules use what torch has deprecated.
+    # torch's own modules import what torch has deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-# What torch.compile's back ends return: it takes their inputs, and returns a list of outputs.
+# What a back end of torch.compile returns: called with the inputs, it returns a list of outputs.
 Run = Callable[..., Any]
 
 # `ilp` needs SciPy, and is often the better one (benchmarks/compiled_peaks.py).
@@ -65,7 +65,7 @@ class Partition:
     outputs: int
 
     def saved(self) -> dict[str, int]:
-        """Return what is saved for the backward pass, parameters and inputs aside, with bytes."""
+        """Return what is saved for the backward pass, but for parameters and inputs, with bytes."""
         return {
             node.name: node.meta["val"].nbytes
             for node in results_of(self.forward)[self.outputs :]
@@ -86,7 +86,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return partitioned(gm, joint_inputs, options, self.setting)
 
     def uuid(self) -> str:
-        """Return a hash of the setting and of how it is carried out."""
+        """Return a hash of the setting and of this package's code."""
         return hashlib.sha256(f"{self.setting} {version()}".encode()).hexdigest()
 
 
@@ -109,11 +109,11 @@ class JointRecorder(CustomPartitionerFn):
         return forward, backward
 
     def __deepcopy__(self, _: Any) -> JointRecorder:
-        # Inductor copies its configuration, this among it.
+        # Inductor copies its configuration, and with it this.
         return self
 
     def uuid(self) -> None:
-        """Return None: torch's caches would keep what was compiled, but not the joint graph."""
+        """Return None, which disables torch's caches: from them no joint graph would come here."""
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the types of all values of the joint graph."""
@@ -149,18 +149,18 @@ def compile_step(
 ) -> Run:
     """Compile a traced model.
 
-    separately : from the compilation that is under way, to be run and measured. What follows upon
-        it is compiled without Inductor's assertions, 190 calls in a U-Net's step: sizes and strides
-        were checked when it was measured, and do not change from step to step.
+    separately : in a tracing context of its own, to be run and measured. Otherwise Inductor's
+        assertions are left out, 190 calls in a U-Net's step: sizes and strides were checked when it
+        was measured, and do not change from step to step.
     """
     patches: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
     if partitioner is not None and not separately:
         patches |= {"size_asserts": False, "alignment_asserts": False}
     context = torch._guards.TracingContext.get()
-    # The backward graph is compiled now as well: what fails is told when planning. What was
-    # compiled before would be found without the joint graph that a recorder waits for.
+    # The backward graph is compiled now as well, so that a failure is one of planning.
     settings = {"force_non_lazy_backward_lowering": True}
     if isinstance(partitioner, JointRecorder):
+        # What is in this cache is not partitioned, and the recorder would see no joint graph.
         settings["enable_autograd_cache"] = False
     with functorch_config.patch(**settings):
         if not separately:
@@ -170,10 +170,10 @@ def compile_step(
 
 
 def mark_unrepeatable(joint: fx.GraphModule) -> None:
-    """Mark what computes something else when it runs again as what is to be saved.
+    """Mark nodes MUST_SAVE that would compute something else when they run again.
 
-    That is what draws random numbers, and what reads an input that the forward pass overwrites.
-    Of Inductor's own random numbers only the seeds are drawn; what is made of a seed is the same.
+    They draw random numbers, or read an input that the forward pass overwrites. Of Inductor's own
+    random numbers only seeds are drawn; what is computed from a seed is the same again.
     """
     write = torch.ops.aten.copy_.default
     writes = list(joint.graph.find_nodes(op="call_function", target=write))
@@ -189,7 +189,7 @@ def mark_unrepeatable(joint: fx.GraphModule) -> None:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph of its own; fake tensors stay the same, or two copies were two storages."""
+    """Return a copy of a graph that shares its fake tensors, whose storages identify aliases."""
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -199,7 +199,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
             copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
-    # By these AOTAutograd knows parameters from inputs, which torch's partition depends on.
+    # By these AOTAutograd distinguishes parameters from inputs, which partitions depend on.
     if hasattr(module, "_param_name_to_source"):
         result._param_name_to_source = module._param_name_to_source
     return result

@@ -1,9 +1,9 @@
 """Which of torch's own partitions of a step is taken: the fastest that was measured in a budget.
 
-What a compiled step holds is known when it has run: fusion decides which values are in memory, the
-order of kernels when, and neither is what the solver of a memory budget counts. A smaller share
-may hold more (pytorch issue 197838), and a solver may save what it said it would not (197871). So
-each candidate is compiled and run once. It counts only if it computes what the plain compiled step
+What a compiled step holds is known once it has run: fusion decides which values are in memory, the
+order of kernels when, and the solver of a memory budget counts neither. A smaller share may hold
+more (pytorch issue 197838), and a solver may save what it does not count (197871). So each
+candidate is compiled and run once. It is taken only if it computes what the plain compiled step
 does, and holds no more than the budget.
 """
 
@@ -23,10 +23,10 @@ from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
 from ..eager.trial import NOISE, ROUNDING
 from ..model.results import Results, differences
-from ..model.step import tensors
+from ..model.step import Measured, tensors
 from ..target.accelerator import is_apart
 from .backend import CompiledPlan, storage_bytes
-from .measure import ROUNDS, MeasuredStep, measured_step, step_seconds
+from .measure import ROUNDS, measured_step, step_seconds
 from .partitioner import (
     SOLVERS,
     BudgetPartitioner,
@@ -39,19 +39,19 @@ from .partitioner import (
 
 log = logging.getLogger(__name__)
 
-# Shares are spread before any is halved in, as the peak does not always grow with the share: a
-# U-Net holds 9.3 MiB at 0.7 and 10.4 at 0.5. The first keeps some budget soonest, should seconds
-# run out.
+# Shares that are tried before any between them, as the peak does not always grow with the share: a
+# U-Net holds 9.3 MiB at 0.7 and 10.4 at 0.5. In this order one that keeps the budget comes soon,
+# should time run out.
 _GRID = (0.5, 0.7, 0.3, 0.9, 0.1)
-# How often what lies between the largest share that keeps the budget and the next is halved in;
-# with another solver it is done near to where that ended.
+# Bisections between the largest share that keeps the budget and the next; with another solver,
+# within this distance of where the first ended.
 _HALVED = 3
 _NEAR_SHARE = 1 / 8
-# These are tried where nothing else keeps the budget.
+# Tried if nothing else keeps the budget.
 _LAST_SHARES = (0.2, 0.05, 0.8, 0.6, 0.4, 0.02)
-# These are measured for the smallest budget that a refusal names.
+# Measured for the smallest budget that a refusal names.
 _LEAST_SHARES = (0.1, 0.05, 0.02)
-# With fewer seconds left, what keeps the budget is taken as it is.
+# With fewer seconds left no more settings are tried, if one keeps the budget.
 _LEAST_S = 5.0
 # Products in TF32 round as 16-bit floats do.
 _TF32 = ROUNDING[torch.float16]
@@ -59,12 +59,11 @@ _TF32 = ROUNDING[torch.float16]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a search.
+    """What a search is for.
 
     budget : the most bytes, or a share of the plain compiled step's peak
-    resident_bytes : what is there beside the tensors that the step is given
-    timed : whether steps are timed. Else the one that saves most is taken, which computes least
-        again.
+    resident_bytes : of what is no input of the step
+    timed : whether steps are timed. Else the one that saves most is taken, which recomputes least.
     recompute : whether anything may be computed again
     known : settings that kept the budget on other inputs: the first that does is taken, untimed.
     """
@@ -83,7 +82,7 @@ class Candidate:
     setting: Setting | None
     partition: Partition
     run: Run
-    step: MeasuredStep
+    step: Measured
 
     @property
     def saved_bytes(self) -> int:
@@ -94,8 +93,7 @@ class Candidate:
 class Search:
     """A search for one traced model.
 
-    module, inputs : as torch.compile hands them to a back end
-    request : what is asked for
+    module, inputs : as torch.compile passes them to a back end
 
     plain : the step as torch compiles it by itself; None where there is nothing to differentiate
     """
@@ -120,9 +118,9 @@ class Search:
         self._by_saved[tuple(self.recorder.plain.saved())] = self.plain
 
     def _rounding(self, second: Results) -> float:
-        """Return how far apart steps may be that compute the same in another order.
+        """Return the largest error of steps that compute the same in another order.
 
-        second : of the plain step once more; kernels that add in any order differ from run to run
+        second : of a second plain step: kernels that sum in any order differ from run to run
         """
         noise = max(differences(self.expected, second).values(), default=0.0)
         errors = [NOISE * noise, *(ROUNDING.get(dtype, 0.0) for dtype in self.recorder.dtypes())]
@@ -132,7 +130,7 @@ class Search:
         return max(errors)
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        """Return the peak of a candidate with all that is resident beside it."""
+        """Return the peak of a candidate, with the resident bytes."""
         return candidate.step.peak_bytes + self.request.resident_bytes
 
     def best(self) -> CompiledPlan:
@@ -151,6 +149,7 @@ class Search:
         kept = self.within(allowed) if self.request.recompute else []
         if not kept:
             raise self.refusal(allowed)
+        # Without times the one that saves most is taken.
         kept.sort(key=lambda choice: (-choice.saved_bytes, choice.step.peak_bytes))
         chosen, seconds = kept[0], (0.0, 0.0)
         if self.request.timed and not counts_work():
@@ -178,7 +177,7 @@ class Search:
         return list(kept.values())
 
     def settings(self, allowed: int) -> Iterator[Setting]:
-        """Yield the settings that are tried for a budget, in turn, as earlier ones turned out."""
+        """Yield the settings to try for a budget, which depend on the results of earlier ones."""
         first, *more = SOLVERS
         best = yield from self._spread(first, allowed)
         if best:
@@ -197,7 +196,7 @@ class Search:
                     return
 
     def _spread(self, solver: str, allowed: int) -> Generator[Setting, None, float]:
-        """Yield settings of shares all over; return the largest share that keeps the budget."""
+        """Yield settings of the grid; return the largest share that keeps the budget."""
         best = 0.0
         for share in _GRID:
             setting = Setting(share, solver)
@@ -224,10 +223,10 @@ class Search:
         return candidate is not None and self.peak_bytes(candidate) <= allowed
 
     def candidate(self, setting: Setting, allowed: int) -> Candidate | None:
-        """Return the partition of a setting, measured; each partition is, once.
+        """Return the partition of a setting, measured once if several settings have it.
 
-        None where it cannot keep the budget, as all that is saved is there at once; where it has
-        no room to run; and where it does not compute what the plain step does.
+        None if what it saves is above the budget already, if there is no memory to run it, or if it
+        does not compute what the plain step does.
         """
         if setting not in self._partitions:
             with stage():
@@ -252,7 +251,9 @@ class Search:
         if worst and errors[worst] > self.rounding:
             log.warning(
                 "%s gives other results than the plain compiled step (%s by %.1e); left out",
-                *(setting, worst, errors[worst]),
+                setting,
+                worst,
+                errors[worst],
             )
             return None
         log.info("%s holds %s", setting, show_bytes(step.peak_bytes))
@@ -262,6 +263,7 @@ class Search:
         """Return the plan of a candidate; seconds are its step's and the plain one's."""
         assert self.plain is not None
         saved = chosen.partition.saved()
+        # Fused kernels compute several values, so that none has seconds of its own.
         choices = tuple(
             Choice(name, "keep" if name in saved else "recompute", size, 0.0)
             for name, size in self.plain.partition.saved().items()
@@ -282,7 +284,7 @@ class Search:
         """Return the error that no candidate keeps a budget."""
         assert self.plain is not None
         if self.request.recompute:
-            # Some that save least may not have been compiled, as even they save more than that.
+            # Those that save least may not have been measured, as even they save too much.
             for share in _LEAST_SHARES:
                 self.candidate(Setting(share, SOLVERS[0]), 1 << 62)
         tried = [measured for measured in self._by_saved.values() if measured is not None]

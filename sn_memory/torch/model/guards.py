@@ -1,14 +1,14 @@
 """Guards: what a trace read of the modules, compared before each planned step.
 
 A dropout rate that is changed between steps is in the recorded calls with its old value, and so is
-a number in a list, a function that a module was given, a field of its configuration. So names that
-a forward reads are recorded while it is traced (`recorded_reads`); what these hold is part of the
+a number in a list, a function that a module has, a field of its configuration. So names that a
+forward reads are recorded while it is traced (`recorded_reads`); what these hold is part of the
 signature of the input (`signature_of`), and a step is for signatures whose reads hold.
 
 To evaluate all reads takes some microseconds a module, and hardly ever has any of it changed. So
 `GuardCache` keeps what was read as it was: compiled code compares the dictionaries that modules and
 objects have, by addresses, and Python only what lies in no dictionary. A U-Net's 55 modules have
-1,100 attributes, and to take each in hand in Python cost 0.2 ms of a step of 27.
+1,100 attributes, and to compare each in Python cost 0.2 ms of a step of 27.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from .signature import (
 )
 from .snapshot import GLOBAL_HOOKS, HOOKS, OPAQUE, SLOTS, TRACING_HOOKS, attributes_held
 
-# Per module, the names that count of it; of modules beyond the last, all.
+# Per module, the names that count; of modules beyond the last, all.
 Reads = tuple[frozenset[str], ...]
 
-# torch's own notes in a module: tensors, modules, hooks, and of what kind these are.
+# Attributes that torch gives every module: its tensors, modules and hooks, and flags of hooks.
 OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
-# What calls a module, of which an instance may have another; other methods of all do not count, and
-# neither does `compile` of a module: it computes the same.
+# Methods that an instance may override, as accelerate does. No other method of every module counts,
+# and neither does `_compiled_call_impl`: what it holds computes the same.
 _CALLED = frozenset({"forward", "_call_impl"})
 _NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
 _WANTED = attrgetter("requires_grad")
@@ -75,8 +75,8 @@ def _reading(module: Any, name: str) -> Any:
     for recording in _RECORDINGS:
         names = recording.get(id(module))
         if names is None:
-            # A module inside may hold the model that was planned, of which this is another form:
-            # both share their modules.
+            # A module inside may hold the model that was planned, while its plain twin is traced:
+            # both share one dictionary of modules.
             own = object.__getattribute__(module, "__dict__").get("_modules")
             names = recording.get(id(own))
         if names is None:
@@ -90,17 +90,17 @@ def _reading(module: Any, name: str) -> Any:
 
 @contextmanager
 def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
-    """Record which attributes of a model's modules are read inside; gives what returns them."""
+    """Record which attributes of a model's modules are read inside; yields a function for them."""
     modules = list(model.modules())
     recording: dict[int, set[str]] = {id(module): set() for module in modules}
-    # Found by it also in another form of the model, which shares its modules; see `_reading`.
+    # The key by which `_reading` knows the model's planned twin.
     recording[id(model.__dict__["_modules"])] = recording[id(model)]
     kind: Any = torch.nn.Module
     with _RECORDING:
         _RECORDINGS.append(recording)
         kind.__getattribute__ = _reading
     try:
-        yield lambda: _once(_counted(recording[id(module)]) for module in modules)
+        yield lambda: _shared(_counted(recording[id(module)]) for module in modules)
     finally:
         with _RECORDING:
             # By identity: dictionaries that are equal may be of two recordings.
@@ -117,11 +117,11 @@ def _counted(names: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _once(reads: Iterable[frozenset[str]]) -> Reads:
-    # Most modules are like others, and share one set with these.
+def _shared(reads: Iterable[frozenset[str]]) -> Reads:
+    """Return sets of names, equal ones as one object: most modules are like others."""
     alike: dict[frozenset[str], frozenset[str]] = {}
     return tuple(
-        # What others put on the outermost to call runs around its own forward.
+        # A forward that others put on the outermost instance runs around the planned one.
         alike.setdefault(names, names) if place else names - _CALLED
         for place, names in enumerate(reads)
     )
@@ -134,22 +134,22 @@ def every_name(module: torch.nn.Module) -> frozenset[str]:
 
 
 def every_read(model: torch.nn.Module) -> Reads:
-    """Return what counts where no forward could be recorded: everything that is there now."""
-    return _once(map(every_name, model.modules()))
+    """Return what counts where no forward could be recorded: all names that are there now."""
+    return _shared(map(every_name, model.modules()))
 
 
 def joined(reads: Reads, others: Reads) -> Reads:
     """Return what either read; the same object where the others add nothing."""
     both = zip_longest(reads, others, fillvalue=frozenset[str]())
-    pairs = _once(mine | theirs for mine, theirs in both)
+    pairs = _shared(mine | theirs for mine, theirs in both)
     return reads if pairs == reads else pairs
 
 
-# What it finds there
+# What the names hold
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-# Types that say all they are by their text.
+# Compared by their text: before Python 3.12 a slice has no hash.
 _BY_TEXT = (range, slice)
 _CONTAINERS = (Mapping, list, tuple, Set, deque)
 # Containers are followed six deep, and objects, which count twice, three: a configuration has two.
@@ -157,7 +157,7 @@ _ROOM = 6
 
 
 class _Same:
-    """Equal to what stands for the same object; tensors and objects are not kept alive by it."""
+    """Compares by the identity of an object, which it does not keep alive where it can."""
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
@@ -182,13 +182,14 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
 
     Containers and objects are looked into; tensors, modules and functions count by identity.
 
-    watch : told of all that would have to change for this to change
+    watch : receives all that would have to change for this to change
     """
     if isinstance(value, _PLAIN):
         content: Hashable = plain(value)
     elif isinstance(value, _BY_TEXT):
         content = type(value), repr(value)
     elif isinstance(value, np.ndarray | np.generic):
+        # A hash of the values, which holds no copy of them.
         content = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
     elif not isinstance(value, _CONTAINERS):
         content = _of_object(value, watch, room)
@@ -217,7 +218,7 @@ def _of_object(value: Any, watch: _Watch | None, room: int) -> Hashable:
 
 
 class _Watch:
-    """What some values are made of, to tell quickly whether any of it has changed."""
+    """What some values consist of, to see quickly whether any of it has changed."""
 
     def __init__(self) -> None:
         # Compared by the addresses of what they hold.
@@ -226,15 +227,15 @@ class _Watch:
         # What lies in no dictionary: arrays, objects with slots.
         self._others: list[tuple[Any, Hashable]] = []
         self._objects: list[tuple[Any, dict[str, Any]]] = []
-        self._of_classes: dict[tuple[type, str], Any] = {}
-        # An address is another object's only once its own is gone: so numbers are kept, and of
-        # tensors and objects it is noted when one goes.
+        self.of_classes: dict[tuple[type, str], Any] = {}
+        # An address can belong to another object only once the first is gone: so numbers are kept
+        # alive, and of tensors and objects it is noted when one goes.
         self._kept: list[Any] = []
         self._references: list[Any] = []
         self._gone: list[Any] = []
 
     def add(self, value: Any, content: Hashable) -> None:
-        """Watch a value of which this was found, but for what is in it: that is added as well."""
+        """Watch a value with these contents; what is in it is added on its own."""
         if type(value) is dict:
             self.dicts.append(value)
         elif isinstance(value, _PLAIN + _BY_TEXT):
@@ -245,29 +246,24 @@ class _Watch:
             self._containers.append((value, [*map(id, value)]))
         else:
             self.identity(value)
-            if (
-                isinstance(content, tuple)
-                and type(held := getattr(value, "__dict__", None)) is dict
-            ):
+            if not isinstance(content, tuple):
+                return  # compared by identity alone
+            held = getattr(value, "__dict__", None)
+            if type(held) is dict:
                 self.dicts.append(held)
                 self._objects.append((value, held))
-            slotted = any("__slots__" in kind.__dict__ for kind in type(value).__mro__)
-            if isinstance(content, tuple) and slotted:
+            if any("__slots__" in kind.__dict__ for kind in type(value).__mro__):
                 self._others.append((value, content))
 
     def identity(self, value: Any) -> None:
-        """Watch that a value is still there."""
+        """Watch that a value is still alive."""
         try:
             self._references.append(weakref.ref(value, self._gone.append))
         except TypeError:
             self._kept.append(value)
 
-    def of_class(self, kind: type, name: str, value: Any) -> None:
-        """Watch an attribute that a class has."""
-        self._of_classes[kind, name] = value
-
     def begin(self) -> None:
-        """Note what dictionaries hold; when all were named."""
+        """Note what the dictionaries hold, once all of them are added."""
         self._known = core().contents(self.dicts)
 
     def holds(self) -> bool:
@@ -281,16 +277,16 @@ class _Watch:
             and all(value.__dict__ is held for value, held in self._objects)
             and all(
                 getattr(kind, name, None) is value
-                for (kind, name), value in self._of_classes.items()
+                for (kind, name), value in self.of_classes.items()
             )
         )
 
 
 def hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """Return the numbers of a module's hooks; torch gives none twice.
+    """Return the ids of a module's hooks; torch uses none twice.
 
     Those that transformers registers when a model is first asked for hidden states are left out:
-    they do nothing but while it collects some, and then other outputs were asked for.
+    they act only while it collects some, and then the arguments differ as well.
     """
     return tuple(
         number
@@ -301,7 +297,7 @@ def hooks(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashable:
-    """Return what a module has by a name, itself or of its class; None if only the class knows."""
+    """Return what a module or its class has by a name; None for methods and the like."""
     if name in module.__dict__:
         return contents(module.__dict__[name], watch)
     kind = type(module)
@@ -309,20 +305,19 @@ def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashab
     if value is None or not isinstance(value, _PLAIN):
         return None
     if watch is not None:
-        watch.of_class(kind, name, value)
+        watch.of_classes[kind, name] = value
     return "of its class", plain(value)
 
 
 def settings_of(
     model: torch.nn.Module, reads: Reads, watch: _Watch | None = None
 ) -> tuple[Settings, ...]:
-    """Return per module what of it counts: class, hooks, tensors, what names hold that were read.
+    """Return what counts of each module: class, hooks, tensors, what the names hold that were read.
 
-    Classes of modules and hooks are part of what was recorded, but for those of the outermost: a
-    planned one has another, and hooks and a forward that others put on it run around its own.
-    Hooks of all modules count once, with the outermost.
+    The class and hooks of the outermost do not count: planned it has another class, and its hooks
+    run around the planned forward. Global hooks count once, with the outermost.
     """
-    # Copied at once: other threads trace meanwhile, and set hooks of this package's own.
+    # Each is copied in one step: other threads may trace now, which adds hooks of this package.
     of_all = [number for hooks in GLOBAL_HOOKS for number in tuple(hooks)]
     settings, met = [], dict[int, tuple[int, str]]()
     for place, module in enumerate(model.modules()):
@@ -333,12 +328,12 @@ def settings_of(
         else:
             numbers = tuple(hook for hook in of_all if hook not in TRACING_HOOKS)
             held = [("hooks of all modules", numbers)]
-        # A step has its tensors in the order in which modules hold them.
+        # A recorded step takes the tensors in the order in which modules hold them.
         held.append(("its order of tensors", _order(module, place, met)))
         settings.append(
             frozenset((*held, *((name, _held_by(module, name, watch)) for name in names)))
         )
-    # Of the many modules that are alike, what they hold is kept once.
+    # Most modules are like others, and equal settings are kept once.
     alike: dict[Settings, Settings] = {}
     return tuple(alike.setdefault(form, form) for form in settings)
 
@@ -346,7 +341,7 @@ def settings_of(
 def _order(
     module: torch.nn.Module, place: int, met: dict[int, tuple[int, str]]
 ) -> tuple[Hashable, ...]:
-    """Return the names of what a module holds, and of one that was met before, where."""
+    """Return the names of what a module holds; with one that is shared, where it was first."""
     order: list[Hashable] = []
     for name, value in chain.from_iterable(getattr(module, slot).items() for slot in SLOTS):
         first = (place, name) if value is None else met.setdefault(id(value), (place, name))
@@ -363,7 +358,7 @@ def signature_of(
 ) -> InputSignature | None:
     """Return the signature of an input; None if an argument cannot be compared.
 
-    model, arguments : the plain or the planned model, and what its forward is given
+    model : the plain or the planned one
     settings : what counts of the modules
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
@@ -391,7 +386,7 @@ def _ones(places: list[int], model: torch.nn.Module, arguments: Arguments) -> tu
 
 # The signature, None if an argument cannot be compared; the model's parameters, and its buffers.
 Lookup = tuple[InputSignature | None, list[torch.nn.Parameter], list[torch.Tensor]]
-# So many inputs of other forms are known.
+# Forms of arguments that are remembered; each length of a text is one.
 _INPUTS = 256
 
 
@@ -399,16 +394,16 @@ class GuardCache:
     """What steps depend on, and the signatures of the inputs since any of that last changed.
 
     reads : what the steps read of modules
-    value_guards : arguments, each with the place in it, of which steps depend on whether they are
-        all ones. One that counts for one signature counts for all: a shape that came masked first
-        is told from ones of that shape, which the model computes otherwise.
+    value_guards : leaves of arguments, as name and place, of which steps depend on whether they
+        are all ones. One that counts for one signature counts for all: a shape that came masked
+        first must not match ones of that shape, which the model computes by other ops.
     """
 
     def __init__(self, before: GuardCache | None = None) -> None:
         self.reads: Reads = before.reads if before else ()
         self.value_guards: set[tuple[str, int]] = {*before.value_guards} if before else set()
         self._model: _ModelWatch | None = None
-        # Per form of arguments the leaves to look at; with which of them are ones, the signature.
+        # Per form of arguments the leaves to look at; per form and leaves of ones the signature.
         self._places: dict[Hashable, list[int]] = {}
         self._signatures: dict[tuple[Hashable, tuple[int, ...]], InputSignature] = {}
 
@@ -420,7 +415,7 @@ class GuardCache:
         reads: Reads,
         value_places: Iterable[int],
     ) -> InputSignature:
-        """Return the signature that a step is for, and compare what it depends on from now on.
+        """Return the signature that a step is for; what it depends on is compared from now on.
 
         signature, model, arguments : what the step was planned for
         reads : what it read of modules
@@ -430,7 +425,7 @@ class GuardCache:
         flat = tree_leaves(arguments)
         wanted = {id(flat[place]) for place in value_places}
         if signature.free:
-            # One whose values were left out has fewer leaves than the input.
+            # Without the values that change it has fewer leaves than the input.
             signature = replace(signature, arguments=forms_of(model, arguments, loosely=True))
         names = zip(signature.leaf_names(), leaves_of(model, arguments), strict=True)
         names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
@@ -460,14 +455,15 @@ class GuardCache:
 
         known : signatures of which one is returned as it stands here if it accepts this input
         """
-        before, form = self._model, _form(*arguments)
-        tensors = before.tensors(model, self.reads) if before else None
-        if before is None or tensors is None:
-            self._model = now = _ModelWatch(model, self.reads)
-            tensors = now.tensors_of()
-            if before is None or before.state != now.state:
+        watch, form = self._model, _form(*arguments)
+        tensors = watch.tensors(model, self.reads) if watch else None
+        if watch is None or tensors is None:
+            before, self._model = watch, _ModelWatch(model, self.reads)
+            watch = self._model
+            tensors = watch.tensors_of()
+            # What was assigned may be equal to what was there.
+            if before is None or before.state != watch.state:
                 self._places.clear()
-            before = now
         if len(self._places) == _INPUTS:
             self._places.clear()
         if not self._places:
@@ -479,7 +475,7 @@ class GuardCache:
                 if entry not in known:
                     entry = self._signatures[key] = _accepting(known, entry)
                 return entry, *tensors
-        signature = signature_of(model, arguments, before.settings)
+        signature = signature_of(model, arguments, watch.settings)
         if signature is not None:
             signature = _accepting(known, self._with_ones(signature, model, arguments))
             if form is not None:
@@ -496,7 +492,7 @@ def _accepting(known: Iterable[InputSignature], signature: InputSignature) -> In
 class _ModelWatch:
     """What counts of a model's modules, as it was.
 
-    The model itself is not held, only what is in it: it holds who holds this.
+    The model itself is not held, only what is in it: that would be a cycle, as its record has this.
     """
 
     def __init__(self, model: torch.nn.Module, reads: Reads) -> None:
@@ -505,7 +501,7 @@ class _ModelWatch:
         self.settings = settings_of(model, reads, watch)
         inside = list(model.modules())[1:]
         slots = [getattr(module, slot) for module in (model, *inside) for slot in SLOTS]
-        # Of each module most of the three are empty, and stay so while there are as many.
+        # Most of the three are empty; a tensor that is added later changes a dictionary watched.
         self._full = [*filter(None, slots)]
         held = self._held()
         for module in held:
@@ -528,7 +524,7 @@ class _ModelWatch:
         self.state = (self.settings, self._wanted, [*map(is_elsewhere, model.parameters())])
 
     def tensors(self, model: torch.nn.Module, reads: Reads) -> tuple[list[Any], list[Any]] | None:
-        """Return all parameters and buffers, if all is as it was and the same counts."""
+        """Return all parameters and buffers; None if anything changed, or other reads count."""
         if self._reads is not reads or self._addresses(model) != self._own:
             return None
         if not self._watch.holds():
@@ -537,7 +533,7 @@ class _ModelWatch:
         return current if [*map(_WANTED, current[0])] == self._wanted else None
 
     def tensors_of(self) -> tuple[list[Any], list[Any]]:
-        """Return all parameters and buffers, where modules hold as many as they held."""
+        """Return all parameters and buffers, of modules that hold as many as at first."""
         held = self._held()
         return self._parameters(held), self._buffers(held)
 
@@ -549,8 +545,9 @@ class _ModelWatch:
 
 
 def _places(places: Iterable[int]) -> Callable[[list[Any]], list[Any]]:
-    """Return what takes the items at some places of a list."""
+    """Return a function that takes the items at some places of a list."""
     wanted = [*places]
+    # An itemgetter of one returns the item itself, and none can have no place.
     if len(wanted) < 2:
         return lambda held: [held[at] for at in wanted]
     getter = itemgetter(*wanted)
@@ -566,6 +563,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
     first: dict[int, int] = {}
     waiting: list[Any] = [args, *kwargs.values()]
+    # The list grows while it is gone through: what is in a container comes after all before.
     for value in waiting:
         kind = type(value)
         if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ...base.errors import PlanWarning
 from ..target.accelerator import device_types
 
-# The hooks of torch's checkpoint, of a first and of a second run.
+# Names of the hooks that torch's checkpoint puts on in its first and in its second run.
 OF_CHECKPOINT = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
@@ -23,12 +23,12 @@ def casting() -> list[str]:
     return [kind for kind in ("cpu", *device_types()) if torch.is_autocast_enabled(kind)]
 
 
-# Of `is_grads_batched=True`, whose vmap is older than torch.func's and is no transform to torch.
+# `is_grads_batched=True` uses a vmap older than torch.func's, which counts as no transform.
 _BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode AD looks at what runs here."""
+    """Whether torch.func or forward-mode AD transforms what runs here."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
@@ -38,8 +38,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def warn(text: str) -> None:
-    """Warn where the user's code called a model, or for a backward pass."""
-    # Code of torch, and of ours.
+    """Warn at the line of the user's that called a model, or a backward pass."""
+    # The first frame that is neither torch's nor ours: depths differ with hooks and wrappers.
     inside = (torch.__path__[0], __file__.removesuffix("torch/model/modes.py"))
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
@@ -48,9 +48,9 @@ def warn(text: str) -> None:
 
 
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
-    """Return what to say of a gradient that lies otherwise than with these strides, or nothing.
+    """Return a warning of a gradient whose strides are not the expected ones, or nothing.
 
-    One that is a number expanded, as `sum` hands it over, has no layout of its own.
+    An expanded scalar, which is the gradient of `sum`, has no layout of its own.
     """
     pairs = zip(gradient.size(), gradient.stride(), like, strict=True)
     steps = [(have, want) for size, have, want in pairs if size != 1]
@@ -81,17 +81,17 @@ def saved_tensors_hook() -> Callable[..., Any] | None:
 
 
 def inside_checkpoint() -> bool:
-    """Whether a checkpoint around this keeps nothing here, and runs all this again, or does so.
+    """Whether this is the first or the second run of a checkpoint around it.
 
-    What is put in the place of a forward must not do in the first run what it may not do in the
-    second: one of the model's own checkpoints runs again when it is gone.
+    A forward that stands in for a module's own must not do in the first run what it may not do in
+    the second: a checkpoint of the model's runs again when the stand-in is gone.
     """
     pack = saved_tensors_hook()
     return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
 
 
 class Forwards:
-    """Forwards that stand in the place of modules' own, inside `with`."""
+    """Forwards that replace modules' own inside `with`."""
 
     def __init__(self, forwards: Mapping[torch.nn.Module, Callable[..., Any]]) -> None:
         self._forwards = forwards
@@ -110,7 +110,7 @@ class Forwards:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Let the modules have their own, as a trace must see them."""
+        """Give the modules their own back for a while, as a trace must see those."""
         self.__exit__()
         try:
             yield
@@ -120,10 +120,10 @@ class Forwards:
 
 @contextmanager
 def outside_saved_tensors_hooks() -> Iterator[None]:
-    """Where hooks of the caller's, a checkpoint's among them, do not see what autograd saves.
+    """Take the caller's hooks, a checkpoint's among them, off what autograd saves.
 
-    A step that is only traced or measured is none of theirs: they would count it, or be given
-    tensors without values.
+    A step that is only traced or measured must not reach them: they would count it, or get tensors
+    without values.
     """
     autograd = torch._C._autograd
     taken = []
@@ -140,11 +140,11 @@ def outside_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def kernel_of_max_pool1d() -> Iterator[None]:
-    """Lay results of `max_pool1d` out as its kernel of the CPU does where nothing wants a gradient.
+    """Lay results of `max_pool1d` out as its CPU kernel does where nothing requires a gradient.
 
-    torch takes that kernel only where no mode sees ops; all others see max_pool2d, which lays a
-    transposed input's result out by channels. A mode for functions is no way to see the call:
-    attention takes another way where one is on.
+    torch calls that kernel only where no dispatch mode is on; otherwise it calls max_pool2d, whose
+    result for a transposed input is channels last. The function is replaced, as attention takes
+    another path where a function mode is on.
     """
     own = torch.max_pool1d
 

@@ -1,8 +1,8 @@
-"""What a forward pass returns, taken apart into tensors and put together again.
+"""What a forward pass returns, flattened into tensors and put together again.
 
-Nested lists, tuples and mappings are torch's to take apart. Objects of other classes (a cache of
-keys and values, a distribution, a dataclass) it hands over whole, and the tensors in them would be
-missed. They are copied with a place for each tensor; a copy of that copy is made in each step.
+torch's pytree flattens nested lists, tuples and mappings. Objects of other classes (a cache of keys
+and values, a distribution, a dataclass) are leaves to it, and the tensors in them would be missed.
+They are copied with a placeholder for each tensor; each step copies that copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ..errors import TraceError
 from .snapshot import StateSnapshot
 
-# What is handed on as it is: values, and what has no tensors of its own.
+# Leaves that need no copy: values, and what has no tensors of its own.
 _WHOLE = (
     *(type(None), bool, int, float, complex, str, bytes, type, torch.nn.Module),
     *(torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format),
@@ -34,22 +34,22 @@ class Form:
     """How leaves make up what a forward pass returns.
 
     spec : of the first leaves
-    shells : objects among these, as a list copied at once, with a place for each tensor
-    places : per place in the shells, the leaf that stands there
-    tensors : by id, what the copies share with the objects
+    shells : objects among these, copied as one list, with a placeholder for each tensor
+    places : per placeholder in the shells, the leaf that takes its place
+    shared : by id, what the copies share with the objects
     """
 
     spec: TreeSpec
     shells: list[Any]
     places: tuple[tuple[_Place, int], ...]
-    tensors: dict[int, Any]
+    shared: dict[int, Any]
 
     def filled(self, leaves: Sequence[Any]) -> Any:
         """Put leaves together; objects are new ones."""
         first = list(leaves[: self.spec.num_leaves])
         if self.shells:
-            # What deepcopy finds in its memo it takes for the copy.
-            memo = {id(place): leaves[at] for place, at in self.places} | self.tensors
+            # deepcopy takes what its memo has for the copy: so tensors get into the objects.
+            memo = {id(place): leaves[at] for place, at in self.places} | self.shared
             results = copy.deepcopy(self.shells, memo)
             first = [
                 results[output.number] if isinstance(output, Shell) else output for output in first
@@ -65,7 +65,7 @@ class Shell:
 
 
 class _Place:
-    """Stands for a tensor in an object."""
+    """Stands for a tensor in a copied object."""
 
 
 def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Form]:
@@ -84,17 +84,15 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
     ]
     if not at:
         return leaves, Form(spec, [], (), {})
-    tensors: dict[int, Any] = {}
     # Parts of the model that an object refers to are not copied with it.
+    shared: dict[int, Any] = {}
     for module in model.modules():
-        tensors[id(module)] = module
-        for value in module.__dict__.values():
-            if not isinstance(value, torch.Tensor):
-                tensors[id(value)] = value
+        values = (module, *module.__dict__.values())
+        shared |= {id(value): value for value in values if not isinstance(value, torch.Tensor)}
     opened = _Opened(leaves)
     try:
         with opened:
-            shells = copy.deepcopy([leaves[place] for place in at], dict(tensors))
+            shells = copy.deepcopy([leaves[place] for place in at], dict(shared))
     except Exception as error:
         kinds = ", ".join(dict.fromkeys(type(leaves[place]).__name__ for place in at))
         raise TraceError(
@@ -103,21 +101,22 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
         ) from error
     for number, place in enumerate(at):
         leaves[place] = Shell(number)
-    return leaves, Form(spec, shells, tuple(opened.places.values()), tensors)
+    return leaves, Form(spec, shells, tuple(opened.places.values()), shared)
 
 
 def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
-    """Return the leaves of what a forward pass returned, with all tensors in it as far as seen."""
+    """Return the leaves of what a forward pass returned, with the tensors in objects among them."""
     try:
         return flatten_outputs(results, model)[0]
     except TraceError:
+        # What cannot be copied can be looked into.
         leaves = tree_leaves(results)
         inside = {id(tensor): tensor for tensor in StateSnapshot([("results", leaves)]).tensors()}
         return [*leaves, *(value for key, value in inside.items() if key not in {*map(id, leaves)})]
 
 
 class _Opened(TorchFunctionMode):
-    """While objects are copied: puts a place where a tensor would be copied."""
+    """Puts a placeholder where deepcopy would copy a tensor, and adds the tensor to the leaves."""
 
     def __init__(self, leaves: list[Any]) -> None:
         super().__init__()
@@ -159,22 +158,22 @@ def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     return wanted
 
 
-# Of two steps
+# Comparing two steps
 
 
-# Part of a gradient's share of all gradients that counts as its size at least.
+# A gradient counts as at least this part of what it were if all gradients were equally large.
 _SHARE = 0.1
 
 Results = Mapping[str, torch.Tensor | None]
 
 
 def differences(expected: Results, got: Results) -> dict[str, float]:
-    """Return what of two steps is not bit-equal by name, with how far apart it is.
+    """Return the relative errors of the results of two steps that are not bit-equal, by name.
 
-    That is the norm of the difference over the norm expected; for gradients over at least a tenth
-    of what the gradient would be were all gradients equally large, as one that is zero but for
-    rounding (the bias of attention's keys) has an error of the order of 1. Infinite where one is
-    missing, of another type or shape, or NaN in other places.
+    The norm of the difference over the norm expected; for gradients over a tenth of what it would
+    be were all gradients equally large, if that is more: one that is zero but for rounding (the
+    bias of attention's keys) has a relative error of the order of 1. Infinite where one is missing,
+    of another type or shape, or NaN in other places.
     """
     gradients = [
         value for name, value in expected.items() if _is_gradient(name) and value is not None
@@ -212,7 +211,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(numbers: torch.Tensor) -> float:
-    # Of what is finite alone: with an infinite norm any two tensors would be equal.
+    # Of finite numbers alone: over an infinite norm every difference would be zero.
     return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
 
 

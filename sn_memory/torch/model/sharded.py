@@ -26,9 +26,11 @@ _SPARSE = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+# Looked up among the modules that are imported: who shards has imported it, and no one else needs
+# torch.distributed.
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FIRST = "FullyShardedDataParallel"
-# The mark it sets on a flat parameter, of which a module's own may be views.
+# The attribute it sets on a flat parameter, of which a module's own may be views.
 _FLAT = "_is_flat_param"
 
 
@@ -48,9 +50,9 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: one split over a mesh has one piece.
+    """Return what this rank holds of a tensor: of a DTensor its one piece.
 
-    One that is sparse is returned dense, as it is compared.
+    A sparse tensor is returned dense, for comparison.
     """
     if tensor.layout in _SPARSE:
         return tensor.to_dense()
@@ -59,17 +61,17 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether a parameter lies on several ranks, or shows a part of a flat one that does."""
+    """Whether a parameter lies on several ranks, or is a view of a flat one that does."""
     return is_traceable_wrapper_subclass(parameter) or parameter._base is not None
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 looks after parameters of the model: they come before ops and go after."""
+    """Whether FSDP2 manages parameters of the model: it gathers them before ops, and frees them."""
     return bool(_states(model))
 
 
 def of_first_fsdp(model: torch.nn.Module) -> bool:
-    """Whether the first FSDP holds parameters of the model: it wraps modules, and flattens."""
+    """Whether FSDP1 manages parameters of the model: it wraps modules and flattens parameters."""
     return any(
         type(module).__name__ == _FIRST
         or any(
@@ -81,7 +83,7 @@ def of_first_fsdp(model: torch.nn.Module) -> bool:
 
 
 def first_fsdp_refused() -> TraceError:
-    """Return the refusal of a model that the first FSDP wraps."""
+    """Return the refusal of a model that FSDP1 wraps."""
     return TraceError(
         "the model is wrapped by FullyShardedDataParallel, torch's first FSDP, which replaces its "
         "parameters by flat ones. Shard it by torch.distributed.fsdp.fully_shard, after planning "
@@ -90,7 +92,7 @@ def first_fsdp_refused() -> TraceError:
 
 
 def register_fsdp_alias(twin: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Let FSDP2 know a module that shares all that another has, and stands in its place."""
+    """Give a module that shares all attributes of another FSDP2's state of that one."""
     module = sys.modules.get(_STATE)
     state = module and module._get_module_fsdp_state(model)
     if module and state is not None and module._get_module_state(twin) is None:
@@ -103,13 +105,11 @@ def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
     Where no parameter is split over ranks, the values as they are. A collective: each rank calls
     it at the same place.
     """
-    # A dict and no set: all ranks have to go through the meshes in one order.
+    # A dict, as a set has no order, and all ranks have to go through the meshes in the same one.
     meshes: dict[Any, None] = {}
-    for tensor in (*model.parameters(), *_looked_after(model)):
-        if _is_split(tensor):
-            meshes.setdefault(tensor.device_mesh)  # type: ignore[attr-defined]
-    if not meshes:
-        return list(values)
+    for tensor in (*model.parameters(), *_managed_parameters(model)):
+        if is_traceable_wrapper_subclass(tensor) and hasattr(tensor, "device_mesh"):
+            meshes.setdefault(tensor.device_mesh)
     # One mesh after the other: the largest of one is what the next compares.
     for mesh in meshes:
         held = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
@@ -126,17 +126,19 @@ def somewhere(model: torch.nn.Module, flag: bool) -> bool:
 
 @contextmanager
 def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
-    """Put what FSDP2 keeps of the model's modules back as it was; inside, no forward pass runs.
+    """Restore what FSDP2 keeps of the model's modules; inside, its states are idle.
 
-    Gives the identities of the parameters it looks after. These need no stand-ins: gradients reach
+    Yields the identities of the parameters it manages. These need no stand-ins: gradients reach
     copies of its own, and hooks on the user's, which it calls, are taken off meanwhile.
     """
     states = _states(model)
     groups = [group for state in states for group in state._fsdp_param_groups]
-    before = _begun_here(states)
+    # First: it creates the contexts that are read below.
+    before = _initialize(states)
     for group in groups:
-        if group._all_gather_result is not None:  # asked for ahead
+        if group._all_gather_result is not None:  # prefetched
             group.wait_for_unshard()
+    # All that a step changes, as it is now: fields, containers, gathered parameters, gradients.
     contexts = list({id(state._state_ctx): state._state_ctx for state in states}.values())
     shared = list({id(state._comm_ctx): state._comm_ctx for state in states}.values())
     before += _fields(states, "_training_state")
@@ -146,20 +148,23 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     lists += [group._post_forward_indices for group in groups]
     orders = [(order, list(order)) for order in lists]
     pending = [
-        (forward, set(forward)) for forward in (state._modules_to_run_forward for state in states)
+        (state._modules_to_run_forward, set(state._modules_to_run_forward)) for state in states
     ]
     gathered = [group.is_unsharded for group in groups]
     owned = [param for group in groups for param in group.fsdp_params]
     before += _fields(owned, "unsharded_accumulated_grad")
-    known = _looked_after(model)
+    known = _managed_parameters(model)
     gradients = [(param, param.grad) for param in known]
     hooks = [(param, param._post_accumulate_grad_hooks) for param in known]
     for with_hooks, _ in hooks:
         with_hooks._post_accumulate_grad_hooks = None
-    _idle(states, groups, contexts, [*lists, *(state for state, _ in pending)])
+    _set_idle(states, groups, contexts)
+    for container in (*lists, *(forward for forward, _ in pending)):
+        container.clear()
     try:
         yield {id(param) for param in known}
     finally:
+        # While the states are idle: in a forward pass FSDP2 gathers and frees otherwise.
         for group, full in zip(groups, gathered, strict=True):
             if full and not group.is_unsharded:
                 group.unshard()
@@ -180,7 +185,7 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
 
 
 def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
-    """Return some attributes of objects as they are now; one that is missing is left out."""
+    """Return the values of some attributes now; one that is missing is left out."""
     return [
         (holder, name, getattr(holder, name))
         for holder in holders
@@ -189,10 +194,10 @@ def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _begun_here(states: list[Any]) -> list[tuple[Any, str, Any]]:
-    """Let states that have not run yet begin, the outermost as roots; return what undoes it.
+def _initialize(states: list[Any]) -> list[tuple[Any, str, Any]]:
+    """Initialize states that have not run yet, the outermost as roots; return their fields before.
 
-    A module around the model that is sharded may want to be the root, once it runs.
+    A sharded module around the model has to become the root once it runs.
     """
     new = [state for state in states if state._is_root is None]
     groups = [group for state in new for group in state._fsdp_param_groups]
@@ -200,33 +205,26 @@ def _begun_here(states: list[Any]) -> list[tuple[Any, str, Any]]:
     before += _fields(groups, "comm_ctx", "post_forward_mesh_info", "_module_fqn")
     for fresh in new:
         fresh._state_ctx, fresh._comm_ctx = type(fresh._state_ctx)(), type(fresh._comm_ctx)()
-    for fresh in new:  # modules come before those inside them
+    for fresh in new:  # modules come before those inside them, so the outermost become roots
         fresh._lazy_init()
     return before
 
 
-def _idle(states: Any, groups: Any, contexts: Any, containers: Any) -> None:
-    """Let all look as between two steps."""
-    for state in states:
-        state._training_state = type(state._training_state).IDLE
-    for state in groups:
-        state._training_state = type(state._training_state).IDLE
-        state._partial_reduce_output = None
-        for parameter in state.fsdp_params:
+def _set_idle(states: Any, groups: Any, contexts: Any) -> None:
+    """Let FSDP2 see the beginning of a step, though a forward pass around may be under way."""
+    for holder in (*states, *groups):
+        holder._training_state = type(holder._training_state).IDLE
+    for group in groups:
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-    for state in contexts:
-        state.iter_forward_root = None
-        state.post_backward_final_callback_queued = False
-    for state in containers:
-        state.clear()
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor) and hasattr(tensor, "device_mesh")
+    for context in contexts:
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
 
 
 def _states(model: torch.nn.Module) -> list[Any]:
-    """Return FSDP2's states of the model's modules, and of those it runs within."""
+    """Return FSDP2's states of the model's modules, and of all modules under the same root."""
     composable = sys.modules.get(_STATE)
     if composable is None:
         return []
@@ -240,8 +238,8 @@ def _states(model: torch.nn.Module) -> list[Any]:
     return list({id(value): value for value in around}.values())
 
 
-def _looked_after(model: torch.nn.Module) -> list[Any]:
-    """Return the parameters of FSDP2's groups: the shards, and the whole ones where there are."""
+def _managed_parameters(model: torch.nn.Module) -> list[Any]:
+    """Return the parameters of FSDP2's groups: the shards, and the whole ones if gathered."""
     params = []
     for state in _states(model):
         for group in state._fsdp_param_groups:

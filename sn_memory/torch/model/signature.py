@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -59,7 +59,7 @@ def is_ones(value: object) -> bool:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# How arguments are written: how many by place, and the names of the rest.
+# How a call is written: how many arguments by position, and the names of the rest.
 CallLayout = tuple[int, tuple[str, ...]]
 # An attribute, by the place of its module among all, and its name; or a whole argument, at OF_CALL.
 Name = tuple[int, str]
@@ -69,20 +69,34 @@ Settings = frozenset[tuple[str, Hashable]]
 _NUMBERS = (bool, int, float, str, type(None))
 
 
+class TensorForm(NamedTuple):
+    """What of a tensor among the arguments is part of the signature.
+
+    same, shared : the first input that is the same tensor, and that lies in the same memory
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    wanted: bool
+    same: int
+    shared: int
+
+
 @dataclass(frozen=True)
 class InputSignature:
     """The signature of an input; one whose settings hold for another takes the same plan.
 
     arguments : name of each argument that is not left at its default, and its form: how it is
-        nested, and of each tensor in it size, strides, offset, type, whether it requires a
-        gradient, and which inputs are the same tensor and the same memory.
+        nested, and its leaves, of each tensor a TensorForm.
     casts : device type and dtype, where autocast is on
     wanted : per parameter, whether it requires a gradient
     sharded : whether some parameter lies on several ranks, as where FSDP2 has sharded a module
     settings : per module, its class, its hooks, and the attributes that a trace read, with their
         contents
     ones : places, among the leaves of the arguments, of inputs that are all ones, where the step
-        was planned for that (a mask that masks nothing); see `guards.GuardCache`.
+        was planned for that (a mask that masks nothing); see `GuardCache` in guards.py.
     free : attributes and arguments whose values are left out, as they change from step to step:
         only what runs the model's own forward may be planned for such a signature.
     """
@@ -106,21 +120,23 @@ class InputSignature:
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether there is anything to differentiate by."""
-        leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
-        return any(self.wanted) or any(_is_tensor(leaf) and leaf[4] for leaf in leaves)
+        """Whether a parameter or an input requires a gradient."""
+        return any(self.wanted) or any(tensor.wanted for tensor in self._tensors())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors among the arguments."""
+        return sum(prod(tensor.size) * tensor.dtype.itemsize for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[TensorForm]:
         leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
-        return sum(prod(leaf[0]) * leaf[3].itemsize for leaf in leaves if _is_tensor(leaf))
+        return (leaf for leaf in leaves if _is_tensor(leaf))
 
     def shapes(self) -> str:
         """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
         shown, ones = [], self._names_of_ones()
         for name, (_, leaves) in self.arguments:
-            sizes = [str(leaf[0]) for leaf in leaves if _is_tensor(leaf)]
+            sizes = [str(leaf.size) for leaf in leaves if _is_tensor(leaf)]
             more = " and more" if len(sizes) > 3 else ""
             if sizes:
                 held = " of ones" if name in ones else ""
@@ -136,7 +152,10 @@ class InputSignature:
         return {names[at][0] for at in self.ones}
 
     def without(self, free: Iterable[Name]) -> InputSignature:
-        """Return the signature without the values of some attributes and arguments."""
+        """Return the signature without the values of some attributes and arguments.
+
+        Tensors among the arguments still count: their sizes are sizes of the ops that are recorded.
+        """
         free = tuple(sorted({*free, *self.free}))
         if free == self.free:
             return self
@@ -157,7 +176,7 @@ class InputSignature:
         return replace(self, arguments=arguments, settings=tuple(settings), free=free)
 
     def changed_since(self, other: InputSignature) -> set[Name]:
-        """Return the attributes and arguments that have another value, sizes of tensors apart."""
+        """Return the attributes and arguments with another value; forms of tensors do not count."""
         mine, theirs = dict(self.arguments), dict(other.arguments)
         changed = {
             (OF_CALL, name)
@@ -169,7 +188,7 @@ class InputSignature:
         return changed
 
     def settings_hold_for(self, other: InputSignature) -> bool:
-        """Whether modules are as for this one in another, which may count more of them."""
+        """Whether another has all settings of this one; it may have more, if more was read."""
         return len(self.settings) == len(other.settings) and all(
             mine is theirs or mine <= theirs
             for mine, theirs in zip(self.settings, other.settings, strict=True)
@@ -237,8 +256,8 @@ def _changed_settings(now: Settings, then: Settings) -> set[str]:
     return set() if now is then else dict(now - then).keys() & dict(then - now).keys()
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and isinstance(leaf[0], tuple)
+def _is_tensor(leaf: Any) -> TypeGuard[TensorForm]:
+    return isinstance(leaf, TensorForm)
 
 
 def _differ(form: Any, other: Any) -> bool:
@@ -255,12 +274,16 @@ def _holds(leaf: Any, other: Any) -> bool:
     """Whether a tensor's form is that of another, and as large or larger; all else is equal."""
     if not (_is_tensor(leaf) and _is_tensor(other)):
         return bool(leaf == other)
-    same = len(leaf[0]) == len(other[0]) and leaf[3:] == other[3:]
-    return same and all(mine >= its for mine, its in zip(leaf[0], other[0], strict=True))
+    # Strides and offset may differ: what covers an input runs the model's own forward.
+    same = len(leaf.size) == len(other.size) and leaf[3:] == other[3:]
+    return same and all(mine >= its for mine, its in zip(leaf.size, other.size, strict=True))
 
 
 def _shown(form: Any, other: Any) -> str:
-    """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
+    """Show an argument's form: shapes and types of tensors, values of the rest.
+
+    Of tensors that look alike in another form, all else is shown as well.
+    """
     leaves = [_leaf(leaf) for leaf in form[1]]
     if leaves == [_leaf(leaf) for leaf in other[1]]:
         leaves = [_leaf(leaf, with_values=True) for leaf in form[1]]
@@ -286,8 +309,7 @@ def plain(value: Any) -> Hashable:
 def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     """Return what of a leaf among the arguments is part of the signature.
 
-    leaf : the leaf
-    first : per tensor and per memory that was seen, the place where it was first; added to here
+    first : for each tensor and each memory, the place where it was first seen; updated here
     place : the leaf's own
     """
     if not isinstance(leaf, torch.Tensor):
@@ -296,8 +318,8 @@ def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     # Which inputs are the same tensor, or share memory, is part of the trace.
     same = first.setdefault(id(leaf), place)
     shared = first.setdefault(_memory(leaf), place)
-    form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
-    return (*form, leaf.requires_grad, same, shared)
+    size, stride, offset = tuple(leaf.size()), leaf.stride(), leaf.storage_offset()
+    return TensorForm(size, stride, offset, leaf.dtype, leaf.requires_grad, same, shared)
 
 
 def check_layout(tensor: torch.Tensor) -> None:
@@ -337,7 +359,7 @@ def forms_of(
 
 
 def leaves_of(model: torch.nn.Module, arguments: Arguments) -> list[Any]:
-    """Return what the arguments are made of, in the order in which the signature has it."""
+    """Return the leaves of the arguments, in the order in which the signature has them."""
     named = _named(type(model).forward, *arguments)
     return [leaf for _, value in named for leaf in tree_leaves(value)]
 
@@ -366,17 +388,23 @@ def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
+def call_layout(arguments: Arguments) -> CallLayout:
+    """Return how arguments are written."""
+    return len(arguments[0]), tuple(arguments[1])
+
+
 def as_sampled(model: torch.nn.Module, sample: CallLayout, arguments: Arguments) -> Arguments:
-    """Return what is given, written as the sample was: the same by place, the same by name.
+    """Return arguments written as the sample was: the same by position, the same by name.
 
     Both have one signature, so that an argument which one of them leaves out is at its default.
     """
     places, names = sample
-    if (len(arguments[0]), tuple(arguments[1])) == sample:
+    if call_layout(arguments) == sample:
         return arguments
     signature = _signature(type(model).forward)
     if signature is None:
         return arguments
+    # None stands for `self`.
     bound = signature.bind(None, *arguments[0], **arguments[1])
     bound.apply_defaults()
     by_place: list[Any] = []
@@ -421,6 +449,7 @@ def _named(
             yield name, value
 
 
+# Each step asks, and inspect takes ten to twenty microseconds.
 @lru_cache(maxsize=256)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
     try:
@@ -430,4 +459,5 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is(value: Any, default: Any) -> bool:
+    # Only numbers by value: whether tensors or arrays are equal is no single answer.
     return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))

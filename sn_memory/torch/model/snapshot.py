@@ -1,7 +1,7 @@
-"""What lists, mappings and objects hold, to tell whether a forward pass left a mark, and undo it.
+"""What lists, mappings and objects hold, to see whether a forward pass changed it, and undo that.
 
-Assigned attributes are easily told. But a forward may as well append to a list, note something in
-an object it was given (a cache), or register a hook in its first run; a hook may keep what it sees.
+Assigned attributes are easily seen. But a forward may as well append to a list, write into an
+object among its arguments (a cache), or register a hook in its first run; a hook may keep values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
+# Not looked into: what cannot change, what is compared elsewhere, and what the process shares.
 OPAQUE = (
     *(type(None), bool, int, float, complex, str, bytes, type, Enum, ModuleType, logging.Logger),
     *(torch.Tensor, torch.nn.Module, FunctionType, MethodType, BuiltinFunctionType),
 )
 _GROUPS = (list, deque, set, dict)
+# Packages whose objects and functions are no part of a model's state.
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
 HOOKS = (
     "_forward_pre_hooks",
@@ -38,7 +40,7 @@ HOOKS = (
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch_module, f"_global{slot}") for slot in HOOKS
 )
-# Of these, the numbers of those that are there while a thread traces a model; others run then, too.
+# Of these, the ids of those that trace a model in some thread; forwards of other threads see them.
 TRACING_HOOKS: set[int] = set()
 SLOTS = ("_parameters", "_buffers", "_modules")
 
@@ -61,7 +63,7 @@ class _Held:
 
 
 class StateSnapshot:
-    """What some values hold, at every depth, when this is made.
+    """What some values hold, at every depth, when this is created.
 
     named : values with their names. Modules and tensors in them are not looked into.
     """
@@ -94,14 +96,14 @@ class StateSnapshot:
         return [tensor for tensor in self.values() if isinstance(tensor, torch.Tensor)]
 
     def restore(self) -> None:
-        """Let all hold what they held."""
+        """Put back what each of them held."""
         for _, holder, before in self._before:
             if not _held(holder).same(before):
                 _fill(holder, before)
 
 
 class Values:
-    """The values of some tensors when this is made; of leaves that are trained, none."""
+    """Copies of the values of some tensors, but for those among the weights."""
 
     def __init__(self, tensors: Iterable[Any], weights: Iterable[torch.Tensor]) -> None:
         spared = {id(weight) for weight in weights}
@@ -114,11 +116,11 @@ class Values:
     def restore(self) -> None:
         """Let the tensors have these values."""
         for tensor, value in self._before.values():
-            # Beside autograd: a version that counts up would look like a change.
+            # By `data`, as a version that is counted up would look like a change in place.
             _copyable(tensor.data).copy_(value)
 
 
-# Integers of less than a byte take one byte each, and no kernel copies them.
+# Integers of less than a byte take one byte each, and torch has no kernel that copies them.
 _SUB_BYTE = {
     getattr(torch, name)
     for kind in ("int", "uint")
@@ -132,7 +134,7 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WrittenWeights(TorchDispatchMode):
-    """Puts back parameters that are written to inside, which it copies before the first write.
+    """Restores parameters that are written to inside, which it copies before the first write.
 
     Copies of all of them would take as much memory as the model.
 
@@ -143,7 +145,7 @@ class WrittenWeights(TorchDispatchMode):
         super().__init__()
         self._weights = {part.untyped_storage()._cdata: (weight, part) for weight, part in parts}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Called at each write.
+        # Called before each write.
         self.heard: Callable[[], None] | None = None
 
     @classmethod
@@ -155,7 +157,7 @@ class WrittenWeights(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            # A DTensor runs the op on its local tensor, and that call is dispatched here in turn.
             return NotImplemented
         kwargs = kwargs or {}
         for tensor in written_to(func, args, kwargs):
@@ -208,7 +210,7 @@ def kept_by_global_hooks() -> Iterator[tuple[str, Any]]:
 
 
 def kept_by_code(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what methods of modules can write to beside these: globals, what they close over."""
+    """Yield what methods of modules can write to: globals, class attributes, closures."""
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     methods = [
         method
@@ -233,7 +235,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def fingerprint(value: Any) -> Hashable:
-    """Return what differs when something in a value was changed; it holds nothing alive."""
+    """Return a key that differs once something in a value was changed; it keeps nothing alive."""
     prints: list[Hashable] = []
     for holder in _holders(value, set(), _DEPTH):
         held = _held(holder)
@@ -244,7 +246,7 @@ def fingerprint(value: Any) -> Hashable:
 
 def _print_of(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        # An address may be another tensor's by now; hardly with its shape and version too.
+        # An id may be another tensor's by now; hardly with the same shape and version.
         return id(value), tuple(value.shape), version_of(value)
     if isinstance(value, bool | int | float | str):
         return type(value), repr(value)
@@ -252,7 +254,7 @@ def _print_of(value: Any) -> Hashable:
 
 
 def _holders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
-    """Yield what can be changed, outermost first: lists, sets, mappings, objects."""
+    """Yield the mutable objects in a value, outermost first: lists, sets, mappings, objects."""
     if isinstance(value, OPAQUE) or id(value) in seen or depth == 0:
         return
     seen.add(id(value))
@@ -278,9 +280,9 @@ def _held(holder: Any) -> _Held:
 
 
 def attributes_held(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object of the model's own, in slots as well."""
+    """Return the attributes of an object of the user's, those in slots as well."""
     if type(value).__module__.partition(".")[0] in _THEIRS:
-        # Of no forward: an op of torch, for one, keeps where it is dispatched to.
+        # An op of torch, for example, caches its dispatch there.
         return {}
     attributes = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
@@ -294,8 +296,7 @@ def attributes_held(value: Any) -> dict[str, Any]:
 def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield what a function can write to: what it closes over, its object, global containers.
 
-    Those of classes and objects that are global are global as well; functions that it names are
-    followed.
+    Containers of global classes and objects count as well; functions that it names are followed.
     """
     seen = set() if seen is None else seen
     if depth == 0 or id(hook) in seen:
@@ -332,6 +333,8 @@ def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> It
 
 def _fill(holder: Any, before: _Held) -> None:
     if isinstance(holder, dict):
+        # By the methods of dict: those of a subclass may refuse, or do more. An OrderedDict keeps
+        # its order in C, which dict's own methods would leave as it is.
         kind = OrderedDict if isinstance(holder, OrderedDict) else dict
         kind.clear(holder)
         for key, value in zip(before.items[::2], before.items[1::2], strict=True):
@@ -342,6 +345,7 @@ def _fill(holder: Any, before: _Held) -> None:
     elif isinstance(holder, list | deque):
         holder.clear()
         holder.extend(before.items)
+    # By the methods of object: a frozen dataclass refuses to be assigned to.
     for name in attributes_held(holder).keys() - before.attributes.keys():
         object.__delattr__(holder, name)
     for name, value in before.attributes.items():

@@ -23,6 +23,7 @@ from ..target.accelerator import in_use, now, working_device
 from .modes import Forwards, kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
+from .signature import Arguments
 from .snapshot import (
     SLOTS,
     StateSnapshot,
@@ -51,11 +52,8 @@ class Generators:
 
     def changed(self) -> bool:
         """Whether one of them was drawn from."""
-        # The text of a tensor leaves values out.
         return any(
-            not torch.equal(_state(generator), state)
-            if isinstance(generator, torch.Generator)
-            else _comparable(_state(generator)) != _comparable(state)
+            _comparable(_state(generator)) != _comparable(state)
             for generator, state in self._before
         )
 
@@ -65,25 +63,24 @@ class Generators:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(number)
             elif isinstance(generator, np.random.Generator):
+                # It has no method for that, so it gets the state of a new one.
                 generator.bit_generator.state = type(generator.bit_generator)(number).state
             else:
                 generator.seed(number)
 
     def restore(self) -> None:
-        """Let them go on from where they were."""
+        """Put their states back."""
         for generator, state in self._before:
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, np.random.Generator):
+            if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = state
-            elif isinstance(generator, np.random.RandomState):
-                generator.set_state(state)
-            else:
+            elif isinstance(generator, random.Random):
                 generator.setstate(state)
+            else:
+                generator.set_state(state)
 
 
 def seed(model: torch.nn.Module, number: int | None) -> None:
-    """Let a step draw what one draws after this seed; None leaves all generators as they are."""
+    """Seed all generators that a step may draw from; None leaves them as they are."""
     if number is None:
         return
     torch.manual_seed(number)
@@ -109,12 +106,14 @@ def _comparable(state: Any) -> Any:
     # As text a state of NumPy's takes five milliseconds, and each module that is called asks.
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 @contextmanager
 def forbid_external_rng() -> Iterator[None]:
-    """Refuse a forward that draws random numbers outside torch: a replay would go one way only."""
+    """Refuse a forward that draws random numbers outside torch: a replay would repeat them."""
     before = {name: Generators([generator]) for name, generator in OUTSIDE_TORCH.items()}
     drawn = []
     try:
@@ -131,7 +130,7 @@ def forbid_external_rng() -> Iterator[None]:
 
 
 class ModelSnapshot:
-    """All that a step may change of a model and of what it is given, when this is made.
+    """All that a step may change of a model and of its arguments, as of when this is created.
 
     model, arguments : what the step runs on
     others : tensors and generators that it may change beside those that modules hold as attributes
@@ -150,7 +149,7 @@ class ModelSnapshot:
             for path, module in model.named_modules()
         ]
         of_modules = (
-            (_joined(path, name), value)
+            (f"{path}.{name}".lstrip("."), value)
             for path, module, _, _ in self._modules
             for name, value in kept_by(module)
             # The slots may be full of fake tensors by the time they are looked at.
@@ -158,7 +157,7 @@ class ModelSnapshot:
         )
         self._kept = StateSnapshot(chain(of_modules, kept_by_global_hooks()))
         self.arguments = StateSnapshot([("arguments", arguments)])
-        # Put back, and no word of it: a cache of a function may be there.
+        # Restored, and not reported as changed: it may be the cache of a function.
         self._outside = StateSnapshot(kept_by_code(model))
         leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         flags = (*model.parameters(), *model.buffers(), *leaves)
@@ -170,7 +169,7 @@ class ModelSnapshot:
         self.generators = Generators(held)
 
     def changed(self) -> list[str]:
-        """Return the names of attributes that are others, or hold something else, now."""
+        """Return the names of attributes that were replaced, or hold something else now."""
         names = self._kept.changed()
         for path, module, attributes, slots in self._modules:
             now = module.__dict__
@@ -181,11 +180,16 @@ class ModelSnapshot:
             ]
             for slot, before in zip(SLOTS[:2], slots, strict=False):
                 other += getattr(module, slot).keys() ^ before.keys()
-            names += [_joined(path, name) for name in other if not name.startswith("_flat_weight")]
+            names += [
+                f"{path}.{name}".lstrip(".")
+                for name in other
+                # Lists of weights that are refreshed with the parameters (quirks/recurrent.py).
+                if not name.startswith("_flat_weight")
+            ]
         return list(dict.fromkeys(names))
 
     def restore(self) -> None:
-        """Let all be as it was."""
+        """Put everything back as it was."""
         for _, module, attributes, slots in self._modules:
             _refill(module.__dict__, attributes)
             for slot, before in zip(SLOTS, slots, strict=True):
@@ -199,15 +203,11 @@ class ModelSnapshot:
         self.generators.restore()
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     """Let a dict hold what it held before.
 
-    One that still does is left alone: filled anew, the attributes of each module would take three
-    times the memory, as they no longer share their names with those of its kind.
+    One that still does is left alone: refilled, a module's `__dict__` would take three times the
+    memory, as it no longer shares its keys with those of the other instances of its class.
     """
     pairs = zip_longest(held.items(), before.items(), fillvalue=("", None))
     if any(now[0] != then[0] or now[1] is not then[1] for now, then in pairs):
@@ -229,8 +229,8 @@ def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]
     """Put the model, and what its forward is given, back as they were after it was traced.
 
     Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
-    hold: in these, in what it is given, in what hooks of the modules reach. Such a forward means to
-    leave a mark (a count, a new buffer), and a replay of its calls would not.
+    hold: in these, in its arguments, in what hooks of the modules reach. Such a forward has side
+    effects on purpose (a count, a new buffer), and a replay of its calls would not have them.
     """
     before = ModelSnapshot(model, arguments, (), (*model.parameters(), *model.buffers()))
     changed: list[str] = []
@@ -267,6 +267,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
+    # functional_call may swap in parameters that are no leaves; asked for `grad`, torch warns.
     held = (param.grad for param in model.parameters() if param.is_leaf and param.grad is not None)
     return sum(piece.nbytes for tensor in held for piece in pieces(tensor))
 
@@ -296,10 +297,10 @@ class Measured:
         return self.left_bytes + given, self.output_bytes + given
 
 
-def apart(arguments: Any) -> Any:
-    """Return arguments whose tensors are leaves: a step run on them goes back no further.
+def detached(arguments: Any) -> Any:
+    """Return arguments whose tensors are leaves, so that a backward pass ends at them.
 
-    One that is given twice stays one.
+    A tensor that is passed twice stays one tensor.
     """
     leaves: dict[int, torch.Tensor] = {}
 
@@ -314,7 +315,7 @@ def apart(arguments: Any) -> Any:
 
 
 def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
-    """Return what calls a model with another forward, which takes model, args and kwargs.
+    """Return a function that calls a model with another forward, of model, args and kwargs.
 
     Hooks of the model run around it as around its own: FSDP2 gathers parameters in one.
     """
@@ -331,6 +332,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that are not tensors themselves."""
+    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
+
+
 def _held_bytes(held: Sequence[torch.Tensor]) -> int:
     all_pieces = [piece for tensor in held for piece in pieces(tensor)]
     return sum({id(piece): piece.nbytes for piece in all_pieces}.values())
@@ -344,7 +350,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def run_step(
     forward: Forward,
     model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: Arguments,
     *,
     known: Sequence[torch.Tensor] = (),
     ignored: Sequence[torch.Tensor] = (),
@@ -363,11 +369,10 @@ def run_step(
     the loss of any other the outputs' gradients are random (1 for a scalar), always the same.
 
     forward : called with the arguments
-    model : whose parameters and buffers are looked at
-    arguments : positional and by keyword
-    known, ignored : tensors that are there beside the model's, and those that are not counted
-    loss : makes the loss of what the model returns; it runs where the forward pass does.
-    accumulate : gradients of parameters are there from the start: zeros.
+    model : whose parameters and buffers are counted and returned
+    known, ignored : tensors that are counted besides the model's, and those that are not counted
+    loss : computes the loss from what the model returns; it runs where the forward pass does.
+    accumulate : parameters have gradients from the start: zeros.
     by_allocator : ask the device's allocator, which sees the buffers of compiled code as well
     heard, scratch : as in StorageTracker
     kernels : count what kernels take for themselves as well; on the CPU, by its allocator. Not
@@ -404,9 +409,11 @@ def run_step(
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
+    # What waits for the backward pass: what autograd saved, and the outputs.
     left = tracker.live_bytes - tracker.start_bytes
     output_bytes = _held_bytes([leaf for leaf in outputs if isinstance(leaf, torch.Tensor)])
     output_gradients = _output_gradients(ends)
+    # They are allocated between the two contexts, where no tracker sees it.
     for output_gradient in output_gradients:
         tracker.meet(output_gradient)
     with counting, outside_autocast():
@@ -426,6 +433,7 @@ def run_step(
         for place, value in enumerate(inputs)
         if value.is_leaf
     }
+    # Copied, unlike gradients: `restore_step` puts values back into the same tensors.
     results |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left, output_bytes)
 
@@ -436,6 +444,7 @@ def restore_rng_state() -> Iterator[None]:
     outside = Generators(OUTSIDE_TORCH.values())
     try:
         with ExitStack() as stack:
+            # With devices named: by default fork_rng takes all GPUs, and starts CUDA on them.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             for kind in in_use():
                 devices = range(getattr(torch, kind).device_count())
@@ -456,9 +465,9 @@ def restore_step(
     """Put parameters, gradients, buffers, attributes and random states back after a real step.
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
-    that a forward pass or a hook may write to. Gives who watches for writes into parameters, as a
-    momentum encoder's forward makes them. Inside, other parameters with the same memory stand in
-    the model, so that hooks on the user's own, an optimizer's step among them, do not run.
+    that a forward pass or a hook may write to. Yields the watch for writes into parameters, as a
+    momentum encoder's forward does them. Inside, the model has other parameters that share the
+    memory of its own, so that hooks on the user's, an optimizer's step among them, do not run.
 
     model, inputs : what a step runs on
     inputs_too : copy values of inputs, which a forward may scale in place, and put them back
@@ -471,16 +480,15 @@ def restore_step(
         *weights,
         *(tensor for tensor in input_tensors if tensor.requires_grad or not inputs_too),
     ]
+    # With tensors in objects among the arguments, which torch's pytree does not look into.
     inside = StateSnapshot([("arguments", inputs)]).values()
     before = ModelSnapshot(model, inputs, (*model.buffers(), *input_tensors, *inside), spared)
     overwritten = Values(written or (), ())
     watched = WrittenWeights((weight, part) for weight in weights for part in pieces(weight))
     with restore_rng_state(), shards_put_back(model) as shards, _without_hooks(model, shards):
+        watching = watched if written is None else nullcontext()
         try:
-            with (
-                outside_saved_tensors_hooks(),
-                watched if written is None else nullcontext(),
-            ):
+            with outside_saved_tensors_hooks(), watching:
                 yield watched
         finally:
             before.restore()
@@ -491,14 +499,20 @@ def restore_step(
 
 @contextmanager
 def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
+    """Exchange parameters, but for those spared, for new ones, which have no hooks."""
     modules = list(model.modules())
     before = [(module, dict(module._parameters)) for module in modules]
     stand_ins: dict[int, torch.nn.Parameter] = {}
     try:
         for module, parameters in before:
             for name, own in parameters.items():
-                if own is not None and id(own) not in spared:
-                    module._parameters[name] = stand_ins.setdefault(id(own), _stand_in(own))
+                if own is None or id(own) in spared:
+                    continue
+                if id(own) not in stand_ins:  # tied parameters stay tied
+                    param = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+                    param.__dict__.update(own.__dict__)
+                    stand_ins[id(own)] = param
+                module._parameters[name] = stand_ins[id(own)]
         refresh_flat_weights(modules)
         yield
     finally:
@@ -508,21 +522,10 @@ def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
         refresh_flat_weights(modules)
 
 
-def _stand_in(own: torch.nn.Parameter) -> torch.nn.Parameter:
-    param = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
-    param.__dict__.update(own.__dict__)
-    return param
-
-
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return gradients for outputs, always the same."""
-    output_gradients = []
-    for place, end in enumerate(ends):
-        output_gradient = torch.empty_like(end)
-        generator = torch.Generator(end.device).manual_seed(place)
-        output_gradients.append(
-            output_gradient.normal_(generator=generator)
-            if end.dim()
-            else output_gradient.fill_(1.0)
-        )
-    return output_gradients
+    gradients = [torch.ones_like(end) for end in ends]
+    for place, gradient in enumerate(gradients):
+        if gradient.dim():
+            gradient.normal_(generator=torch.Generator(gradient.device).manual_seed(place))
+    return gradients

@@ -2,8 +2,8 @@
 
 torch counts memory on CUDA devices only, and a process's size says little. StorageTracker, a
 dispatch mode, sees each storage that a call returns and notes when it dies; what a kernel uses
-inside is not seen. Compiled code takes its buffers past the dispatcher; AllocationTracker asks the
-CPU allocator, which sees all, and tells a profiler what it gave and took back.
+inside is not seen. Compiled code allocates its buffers without the dispatcher; AllocationTracker
+asks the CPU allocator, which reports all it allocates and frees to a profiler.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            # A DTensor runs the op on its local tensor, and that call is dispatched here in turn.
             return NotImplemented
         device = asked_for_device(func, args)
         if device is not None:
@@ -134,7 +134,7 @@ class StorageTracker(TorchDispatchMode):
                 tracker._sample("resize_")
             return result
 
-        # FSDP2 frees what it gathers, and takes it again, beside all ops.
+        # FSDP2 frees what it gathered, and allocates it again, by this alone: no op is called.
         torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
@@ -173,6 +173,7 @@ class StorageTracker(TorchDispatchMode):
             if self._moved is not None:
                 self._moved(key, 0)
 
+        # It lives as long as any tensor that lies in the storage.
         self._held[key] = weakref.ref(memory, gone)
 
 
@@ -211,7 +212,7 @@ class AllocationTracker:
         self.live_bytes += tensor.untyped_storage().nbytes()
 
     def __enter__(self) -> AllocationTracker:
-        # What was there before and is let go meanwhile would count as given back by what runs.
+        # Older garbage that is collected meanwhile would count as freed by what runs.
         self._collects = gc.isenabled()
         gc.disable()
         if self._device is not None:
@@ -220,8 +221,7 @@ class AllocationTracker:
             memory.reset_peak_memory_stats(self._device)
             self._before = memory.memory_allocated(self._device)
             return self
-        # The older of torch's two profilers: its events are in order, and it writes no lines of its
-        # own to standard output.
+        # The older of torch's two profilers: its events come in order, and it prints nothing.
         kind, more = ProfilerState.CPU, _ExperimentalConfig()
         wanted = ProfilerConfig(kind, False, True, False, False, False, more)
         torch._C._autograd._enable_profiler_legacy(wanted)
@@ -268,14 +268,14 @@ class AllocationTracker:
 
 
 def is_profiled() -> bool:
-    """Whether the caller profiles this thread; an AllocationTracker would raise RuntimeError."""
+    """Whether this thread is profiled already; an AllocationTracker would raise RuntimeError."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def measured_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Return the scratch of what one run of an op takes, as the device's allocator tells it."""
+    """Return the scratch memory of one run of an op, by the device's allocator."""
     with AllocationTracker(kernels=True, device=device) as tracker:
-        # Held until the tracker ends: it counts as live then, and not as scratch.
+        # Held until the tracker ends, so that it counts as live and not as scratch.
         result = run()
     del result
     return max(0, tracker.peak_bytes - tracker.live_bytes)

@@ -1,8 +1,8 @@
 """The class of a planned model: its model's own, with another forward.
 
-To who asks it is the forward of the model's class: signature, annotations and docstring. Trainers
-and text generation choose by these which arguments to pass. What is no model that can be planned
-is refused here, by one error.
+That forward has the signature, annotations and docstring of the class's own, by which trainers and
+text generation choose the arguments to pass. What cannot be planned whatever the sample is refused
+here, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .step import tensors
 
 RECORD = "sn_memory"
 _PLAIN = "_sn_memory_plain_class"
-# By these trainers ask a model of transformers or diffusers to run its layers again.
+# Methods by which trainers turn on checkpointing in models of transformers and diffusers.
 _CHECKPOINTING = (
     "activation_checkpointing_enable",
     "gradient_checkpointing_enable",
@@ -35,14 +35,16 @@ _CHECKPOINTING = (
 def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Module]:
     """Return a class like `kind`, under its name, whose forward is `run_planned` of the mixin.
 
-    An instance without a record is plain: a copy, say, whose forward others have replaced by a
-    function that calls this one.
+    An instance without a record is plain: for example a copy, whose forward others have replaced by
+    a function that calls this one.
     """
 
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
-        if _is_exporting() or (torch.jit.is_tracing() and torch.is_grad_enabled()):
+        # Releases before have no `is_exporting`; there the next check refuses.
+        exporting = getattr(torch.compiler, "is_exporting", bool)()
+        if exporting or (torch.jit.is_tracing() and torch.is_grad_enabled()):
             raise TraceError(
                 f"torch.export, torch.jit.trace or an exporter to ONNX was given a planned "
                 f"{kind.__name__}, whose plan is for training on this machine. Export the model "
@@ -61,18 +63,18 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "forward": dressed(run, kind.forward),
+        "forward": _disguised(run, kind.forward),
         _PLAIN: kind,
     }
-    asking = (name for name in _CHECKPOINTING if hasattr(kind, name))
-    members |= {name: _left_out(getattr(kind, name)) for name in asking}
+    present = (name for name in _CHECKPOINTING if hasattr(kind, name))
+    members |= {name: _ignored(getattr(kind, name)) for name in present}
     return type(kind.__name__, (mixin, kind), members)
 
 
 def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
     """Return an instance without attributes."""
-    twin: torch.nn.Module = object.__new__(kind)
-    return twin
+    model: torch.nn.Module = object.__new__(kind)
+    return model
 
 
 def plain_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -88,7 +90,8 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     plain = uninitialized(plain_class(type(model)))
     for key, value in model.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is model:
-            # A forward that others have put on the instance, as accelerate does for autocast.
+            # A forward that others have put on the instance, as accelerate does for autocast: bound
+            # to the planned model it would run the plan.
             value = MethodType(value.__func__, plain)
         if key != RECORD:
             plain.__dict__[key] = value
@@ -97,10 +100,10 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a planned model as it was before, for who is inside its forward.
+    """Return a planned model as it was before, for use inside its forward.
 
     A forward that others have put on the instance is left out: it runs around the planned one
-    already, and what it enters may not bear to be entered twice. An autocast stays on then.
+    already, and contexts that it enters may not be reentrant. Its autocast is on by then.
     """
     inner = plain_model(model)
     inner.__dict__.pop("forward", None)
@@ -109,7 +112,7 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a model was given to torch.compile, by either of its ways."""
-    # Under the second name, model.compile() keeps what stands in for the model's own call.
+    # Under the second name model.compile() keeps the compiled call.
     stand_in = model.__dict__.get("_compiled_call_impl")
     return type(model).__name__ == "OptimizedModule" or stand_in is not None
 
@@ -132,7 +135,9 @@ def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, 
     return model, True
 
 
-def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that turns on checkpointing in plain instances, and warns in planned ones."""
+
     @wraps(original)
     def enable(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RECORD not in self.__dict__:
@@ -148,35 +153,30 @@ def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(record: Any) -> bool:
-    """Whether torch.compile traces what runs here, or runs it as what it could not trace."""
+    """Whether torch.compile traces what runs here, or runs it because it could not be traced."""
     # Where tracing ended in an error, ours among them, the same code runs under the callback.
     if torch.compiler.is_dynamo_compiling() or callable(eval_frame.get_eval_frame_callback()):
         return True
     if not torch.compiler.is_compiling():
         return False
-    # That is one flag for all threads; another may compile a step of this model.
+    # One flag for all threads: another may compile a step of this model, which it does locked.
     with record.lock:
         return torch.compiler.is_compiling()
 
 
-def _is_exporting() -> bool:
-    # Releases before have it not, and there the next check refuses.
-    return bool(getattr(torch.compiler, "is_exporting", bool)())
-
-
-def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls run(self, args, kwargs) and looks like another."""
+def _disguised(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls run(self, args, kwargs) and looks like the original."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
 
-    # Annotations may be strings, which are looked up among the globals of a function.
+    # Annotations may be strings, which `typing` looks up among the globals of a function.
     theirs = getattr(inspect.unwrap(original), "__globals__", {})
     function = FunctionType(forward.__code__, theirs, forward.__name__, None, forward.__closure__)
     update_wrapper(function, original)
-    # Followed by those who take wrappers off (accelerate does), it would lead past the plan.
+    # Who unwraps functions, as accelerate does, would get past the plan by it.
     del function.__wrapped__  # type: ignore[attr-defined]
-    # One that is written in C has none, and then there is none here.
+    # A function written in C may have no signature.
     with suppress(TypeError, ValueError):
         function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return function
@@ -214,7 +214,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError for what is neither an optimizer nor a class or function that makes one."""
+    """Raise TypeError for what is neither an optimizer nor a class or function that returns one."""
     if optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups"):
         return
     known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
@@ -225,7 +225,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_memory(model: torch.nn.Module, arguments: Any, why: str) -> None:
-    """Raise TraceError for a model or a sample on the meta device; why : what needs memory."""
+    """Raise TraceError for a model or a sample on the meta device; why : what needs values."""
     if any(tensor.is_meta for tensor in (*tensors(arguments), *model.parameters())):
         raise TraceError(
             f"{why}, and the model or the sample is on the meta device. Pass them with memory, or "

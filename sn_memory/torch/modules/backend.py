@@ -1,10 +1,10 @@
 """The back end for models that cannot be traced: chosen modules run again in the backward pass.
 
-torch.utils.checkpoint does the running again, with the state of chance of the first time. Left to
-the user are: which modules, whether it fits then, and what a second run does to statistics. Here
-the sample is run: each module's seconds and saved bytes are measured, modules are kept where a
-byte saves most, and each choice is counted, so the budget is kept on the sample or refused. For an
-input that comes while training there is a safe choice, for which no step without a plan is run.
+torch.utils.checkpoint runs modules again, with the random numbers of the first run. It leaves to
+users which modules, whether that fits, and what a second run does to statistics. Here the sample is
+run: each module's seconds and saved bytes are measured, those stay that save most seconds for a
+byte, and the bytes of each choice are counted, so the budget is kept on the sample or refused. For
+an input that comes while training there is a safe choice, without a step that has no plan.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...base.sizes import parse_bytes
+from ..model.signature import Arguments
 from ..step import Call, MeasuredStep
 from .rerun import rerunning
 from .search import Search
@@ -22,13 +23,12 @@ from .search import Search
 class ModuleStep(MeasuredStep):
     """A model whose chosen modules run again in the backward pass.
 
-    model, args, kwargs : the plain model and a real sample; it is run, and left as it was.
+    model, arguments : the plain model and a real sample; it is run, and left as it was.
     budget : as in `plan`
-    resident_bytes : what counts beside the step: the optimizer's state.
-    earlier_bytes : gradients that are there when a step begins; they count as well.
-    safely : for an input that may not fit without a plan: the model's own step is not run, of the
-        choices the one with the smallest peak stays where none keeps the budget, and seconds are
-        not looked at.
+    resident_bytes : what counts besides the step: the optimizer's state.
+    earlier_bytes : of gradients that exist when a step begins; they count as well.
+    safely : for an input that may not fit without a plan: the model's own step is not run, seconds
+        do not count, and if no choice keeps the budget the one with the smallest peak is taken.
 
     Raises BudgetError if no choice of modules keeps the budget on the sample, unless `safely`.
     """
@@ -38,8 +38,7 @@ class ModuleStep(MeasuredStep):
     def __init__(
         self,
         model: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: Arguments,
         budget: float | str,
         *,
         resident_bytes: int = 0,
@@ -48,10 +47,10 @@ class ModuleStep(MeasuredStep):
     ) -> None:
         super().__init__()
         self.resident_bytes, self.counts_gradients = resident_bytes, bool(earlier_bytes)
-        # Of the plain class: the planned model's own would come back here.
+        # Of the plain class: the planned model's own forward calls this step.
         self._forward = type(model).forward
-        search = Search(model, (args, kwargs), resident_bytes + earlier_bytes)
-        # Values of attributes that the forward sets make no other kind of input; those it reads do.
+        search = Search(model, arguments, resident_bytes + earlier_bytes)
+        # Values that the forward sets make no other kind of input; those it only reads do.
         self.sets, self.reads = search.sets, search.reads
         if safely:
             self.plan, self._again = search.safe(parse_bytes(budget, whole=0))
@@ -61,7 +60,7 @@ class ModuleStep(MeasuredStep):
 
     @property
     def hidden_from_hooks(self) -> str:
-        """What modules keep that run again."""
+        """That of modules which run again; empty if there are none."""
         again = self.plan.decided("recompute")
         return "do not see what modules keep that run again" if again else ""
 

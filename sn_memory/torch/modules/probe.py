@@ -1,9 +1,9 @@
-"""What each module of a model does in one forward pass: seconds, saved bytes, marks it leaves.
+"""What each module of a model does in one forward pass: seconds, saved bytes, side effects.
 
 The sample runs once with gradients on, but what autograd would save is only counted and dropped, so
 the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
-Python's or NumPy's random numbers, changes its input in place, or is given an object (a cache) that
-changes then or later, would not do the same when run again; it is told apart. So is one that leaves
+Python's or NumPy's random numbers, changes its input in place, or gets an object (a cache) that
+changes then or later, would not do the same when run again; it is marked. So is one that leaves
 what it computes where no module holds it: in a list or a global.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from ..model.guards import joined, recorded_reads
 from ..model.sharded import is_elsewhere, is_sharded, most, pieces
 from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
-from ..model.step import Generators, device_of, outside_states, restore_step, tensors
+from ..model.step import Generators, device_of, objects, outside_states, restore_step, tensors
 from ..target.accelerator import rng_state
 
 
@@ -34,14 +34,14 @@ from ..target.accelerator import rng_state
 class Behaviour:
     """What a module did, in all its calls of one forward pass.
 
-    seconds, saved_bytes : of its forward pass; of what it saves beside parameters, buffers and its
-        inputs.
-    given_bytes : of its inputs, beside parameters and buffers: what is saved instead where it runs
-        again.
+    seconds : of its forward passes
+    saved_bytes : of what it saves, but for parameters, buffers and its inputs
+    given_bytes : of its inputs, but for parameters and buffers: what is saved instead if it runs
+        again
     saved_input_bytes : of its inputs that it saves
-    unrepeatable : whether it would do otherwise when run again
-    saves_early : whether an op inside saves what it writes only then, so that a second run may not
-        end when the last tensor is saved
+    unrepeatable : whether it would differ when run again
+    saves_early : whether an op inside saves a tensor before it writes to it, so that a second run
+        must not end when the last tensor is saved
     """
 
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class Probe:
 
     behaviour : per module that was called
     changed : buffers whose values the pass changed, as (module, name)
-    changes_inputs : whether the pass wrote into what the model is given
+    changes_inputs : whether the pass wrote into the model's inputs
     written : parameters that the pass wrote to
     sets, reads : attributes that the pass sets or changes, by the place of their module and their
         name; per module, those it read.
@@ -77,7 +77,7 @@ class Probe:
         looked at.
 
     model, arguments : the plain model and a sample
-    begin : called before the pass, inside of what is put back
+    begin : called before the pass, which may seed generators: they are restored
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
-        # What modules were given, and how it was: to be looked at again in the end.
+        # Objects among the arguments of modules, to be compared once more after the pass.
         self._received: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
             piece.untyped_storage()._cdata
@@ -100,7 +100,7 @@ class Probe:
         }
         args, kwargs = arguments
         entered = [(tensor, version_of(tensor)) for tensor in tensors(arguments)]
-        # Memories that are there before the pass, and those made in it, with who ran then.
+        # Storages that exist before the pass; those created in it, with the modules that ran then.
         self._present = self._resident | {
             piece.untyped_storage()._cdata for whole, _ in entered for piece in pieces(whole)
         }
@@ -120,12 +120,13 @@ class Probe:
             begin()
             with recorded_reads(model) as reads:
                 self._run(lambda: model(*args, **kwargs))
-                # FSDP itself leaves gathered parameters there.
+                # FSDP2 itself leaves gathered parameters behind.
                 if not is_sharded(model) and self._left():
-                    # What only a first pass leaves is a cache.
+                    # What only a first pass leaves behind is a cache.
                     self._run(lambda: model(*args, **kwargs))
                     for module in self._left():
                         self._mark(module)
+            # What the pass has changed: inputs, buffers, attributes, objects among the arguments.
             self.reads = reads()
             self.changes_inputs = any(version_of(tensor) != version for tensor, version in entered)
             for module, name, buffer, before in buffers:
@@ -142,21 +143,21 @@ class Probe:
                 names.update(snapshot.changed())
                 if names:
                     self._mark(module)
-                # What a hook holds is an attribute of no module.
+                # Other names are of what hooks hold, which is no attribute.
                 self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
-            for module, objects, seen in self._received:
-                if fingerprint(objects) != seen:
+            for module, others, seen in self._received:
+                if fingerprint(others) != seen:
                     self._mark(module)
             self._received.clear()
         self.written = written.weights()
 
     def _wrote(self) -> None:
-        """Note that a parameter is written to: who does so would do it twice if run again."""
+        """Mark the running modules: one that writes to a parameter would do so twice."""
         for run in self._running:
             self._mark(run.module)
 
     def _run(self, forward: Callable[[], Any]) -> None:
-        """Run the pass and drop what it saves; keep it where the model differentiates inside."""
+        """Run the pass and drop what it saves; keep that if the model differentiates inside."""
         for keep in (False, True):
             self.behaviour.clear()
             self._running.clear()
@@ -170,14 +171,14 @@ class Probe:
             held = (value for module in self.model.modules() for _, value in kept_by(module))
             generators = Generators(held)
             drawn, python = self._drawn(), outside_states()
-            value_reads = _Looks(self._mark_early, self._note_created)
+            value_reads = _ValueReads(self._mark_early, self._note_created)
             try:
                 hooks = saved_tensors_hooks(saved, _needed)
                 with torch.enable_grad(), self._watched(), hooks, value_reads:
                     forward()
             except _Differentiates:
                 continue
-            # What Python draws has no op that looks at it.
+            # No op shows whether values that Python draws decide what runs.
             in_python = generators.changed() or python != outside_states()
             by_ops = not all(map(torch.equal, drawn, self._drawn()))
             self.by_chance = in_python or (by_ops and value_reads.looked)
@@ -185,7 +186,7 @@ class Probe:
 
     @property
     def saved_bytes(self) -> int:
-        """What the whole model saves for the backward pass, inputs of its own included."""
+        """What the whole model saves for the backward pass, with its inputs."""
         total = self.behaviour.get(self.model, Behaviour())
         return total.saved_bytes + total.saved_input_bytes
 
@@ -194,7 +195,7 @@ class Probe:
         return [torch.get_rng_state(), rng_state(device_of(self.model)).clone()]
 
     def join(self, other: Probe) -> None:
-        """Count what each module does at most in this pass and in another."""
+        """Let each module have done the most of this pass and of another."""
         for module, does in other.behaviour.items():
             mine = astuple(self.behaviour.get(module, Behaviour()))
             self.behaviour[module] = Behaviour(*map(max, mine, astuple(does)))
@@ -206,7 +207,7 @@ class Probe:
         self.reads = joined(self.reads, other.reads)
 
     def agree(self) -> None:
-        """Let ranks that share the model's parameters see the same of each module."""
+        """Take the most of all ranks that share the model's parameters, for each module."""
         modules = list(self.model.modules())
         rows = [astuple(self.behaviour.get(module, Behaviour())) for module in modules]
         agreed = iter(most(self.model, [float(number) for row in rows for number in row]))
@@ -232,7 +233,7 @@ class Probe:
                     self._created[memory._cdata] = StorageWeakRef(memory), running
 
     def _left(self) -> set[torch.nn.Module]:
-        """Return who made what somebody other than the model holds though the pass is over."""
+        """Return the modules that computed what somebody but the model holds after the pass."""
         if any(not memory.expired() for memory, _ in self._created.values()):
             torch.clear_autocast_cache()
             gc.collect()  # hooks on nodes of autograd make cycles
@@ -253,7 +254,7 @@ class Probe:
             weights = [(param, version_of(param)) for param in module.parameters()]
             parts = (piece for tensor in plain for piece in pieces(tensor))
             memories = {piece.untyped_storage()._cdata for piece in parts}
-            rng_state, seen = outside_states(), fingerprint(_beside_tensors(args, kwargs))
+            rng_state, seen = outside_states(), fingerprint(objects(args, kwargs))
             began = time.perf_counter()
             self._running.append(
                 _Running(module, began, rng_state, seen, inputs, weights, memories)
@@ -273,18 +274,18 @@ class Probe:
                 for key, memory in memories.items()
                 if key not in self._resident
             )
-            objects = _beside_tensors(args, kwargs)
-            # Parameters that it writes to, as a momentum encoder does, a second run would move on.
+            others = objects(args, kwargs)
+            # Parameters that it writes to, as a momentum encoder does, would be updated twice.
             read = (*run.inputs, *run.weights)
             changed = any(version_of(tensor) != version for tensor, version in read)
-            if changed or outside_states() != run.rng_state or fingerprint(objects) != run.seen:
+            if changed or outside_states() != run.rng_state or fingerprint(others) != run.seen:
                 behaviour.unrepeatable = True
             elif run.seen:
-                self._received.append((module, objects, run.seen))
+                self._received.append((module, others, run.seen))
 
         hooks = []
         for module in modules:
-            # Outside of the module's own hooks, which are part of what it does.
+            # Around the module's own hooks, which are part of what it does.
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
@@ -295,7 +296,7 @@ class Probe:
 
     def _saved(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-            # One that FSDP2 has gathered is none of the model's, and freed when it likes.
+            # One that FSDP2 has gathered is no parameter of the model's, and FSDP2 frees it.
             return
         if is_batched(tensor):
             return
@@ -306,7 +307,7 @@ class Probe:
         key, size = memory._cdata, memory.nbytes()
         for run in self._running:
             known = run.counted.get(key)
-            # An address counts again when what was there is gone.
+            # An address counts again once its storage is gone.
             if key in self._resident or (known and known() is not None):
                 continue
             run.counted[key] = weakref.ref(memory)
@@ -317,13 +318,8 @@ class Probe:
                 behaviour.saved_bytes += size
 
 
-def _beside_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what is given beside tensors, which would be held to the end of the pass."""
-    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
-
-
 def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    # FSDP2 puts gathered parameters in the place of the shards, and leaves a root's there.
+    # FSDP2 replaces shards by gathered parameters, and leaves those of a root gathered.
     params = module._parameters.values()
     sharded = any(param is not None and is_elsewhere(param) for param in params)
     yield from (entry for entry in kept_by(module) if not (sharded and entry[0] == "_parameters"))
@@ -332,11 +328,11 @@ def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 _RRELU = (torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_)
 
 
-class _Looks(TorchDispatchMode):
-    """Notes whether something looks at a tensor's values, so that what runs may depend on them.
+class _ValueReads(TorchDispatchMode):
+    """Notes whether something reads a tensor's values, so that what runs may depend on them.
 
-    early : called where an op saves what it writes only then; of torch's ops one does: the kernel
-        of RReLU fills the noise that was saved before it ran
+    early : called if an op saves a tensor before it writes to it; of torch's ops one does: the
+        kernel of RReLU fills the noise that was saved before it ran
     created : called with the result of each op
     """
 
@@ -354,17 +350,17 @@ class _Looks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # What returns a number that comes from values, or a tensor whose size does.
+        # Ops that return a number that depends on values, or a tensor whose size does.
         tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         if func is torch.ops.aten.index.Tensor:
-            # Of this it is so with a mask only.
+            # It has the tag, though only a mask decides the size.
             self.looked |= any(arg is not None and arg.dtype == torch.bool for arg in args[1])
         else:
             self.looked |= not tags.isdisjoint(func.tags)
         if func.overloadpacket in _RRELU:
             self._early()
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            # A DTensor runs the op on its local tensor, and that call is dispatched here in turn.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         self._created(result)

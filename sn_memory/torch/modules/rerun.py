@@ -1,6 +1,6 @@
 """Modules whose forward runs again in the backward pass, for one forward pass of a model.
 
-torch.utils.checkpoint does it. What it leaves to its users is what a second run reads, and what it
+torch.utils.checkpoint does that. It does not care for what else a second run reads, and for what it
 does to statistics and other buffers: see `state.py`.
 """
 
@@ -21,7 +21,7 @@ from ..model.step import tensors
 from .probe import Behaviour
 from .state import RunState
 
-# A unit's name, a tensor it was given, and the tensor's version then.
+# A unit's name, a tensor among its arguments, and the tensor's version at that time.
 Input = tuple[str, torch.Tensor, int]
 
 
@@ -41,11 +41,11 @@ class Unit(Behaviour):
 def rerunning(
     model: torch.nn.Module, units: Sequence[Unit], inputs: list[Input] | None = None
 ) -> Forwards:
-    """Return checkpointed forwards in the place of modules' own for one forward pass of a model.
+    """Return a context in which modules have checkpointed forwards, for one forward pass.
 
-    inputs : where what units were given is noted; None where nobody asks
+    inputs : a list to which the units' inputs are added; None if they are not needed
     """
-    # Whether parameters come and go by themselves.
+    # FSDP2 replaces parameters between the two runs.
     sharded, modules = is_sharded(model), dict(model.named_modules())
     again = [(modules[unit.name], unit) for unit in units]
     return Forwards(
@@ -54,7 +54,7 @@ def rerunning(
 
 
 def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """Return a forward that keeps what a module is given, and runs it again for the rest."""
+    """Return a forward that saves a module's inputs only, and runs it again for the rest."""
     return _checkpointed(module, Unit(name=path, saves_early=True), None, False)
 
 
@@ -65,12 +65,12 @@ def _checkpointed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # Where a module is compiled in place, what it reads are inputs of compiled code.
+            # In a module that was compiled in place, what it reads are inputs of compiled code.
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if (
             not torch.is_grad_enabled()
             or inside_checkpoint()
-            # Another thread has the module too, and a pass or a second run of its own.
+            # Another thread that calls the module has a pass or a second run of its own.
             or threading.get_ident() != thread
         ):
             return forward(*args, **kwargs)
@@ -82,9 +82,9 @@ def _checkpointed(
         for tensor in tensors((args, kwargs)):
             state.expect_unchanged(tensor, "an input")
         requires_grad = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
-        # Tensors made in inference mode, which autograd cannot save. Attention asks whether its
-        # query is its key, and computes otherwise if so, while a caller's hooks give back a copy of
-        # each tensor saved: one that is given twice is saved once, and kept as those by name are.
+        # Kept by this closure: tensors of inference mode, which autograd cannot save, and those
+        # passed by name as well. Attention asks whether its query is its key, and a caller's hooks
+        # may return a copy of each tensor saved: so one that is passed twice is saved once.
         by_name = {id(value) for value in kwargs.values()}
         direct = {i: arg for i, arg in enumerate(args) if _is_inference(arg) or id(arg) in by_name}
         first_place = {id(arg): place for place, arg in reversed([*enumerate(args)])}
@@ -100,7 +100,7 @@ def _checkpointed(
                 state.end()
                 return result
             with state.again():
-                # Before they are handed out: one that is made anew here is one tensor, too.
+                # Before places are looked up, so that one replaced here stays one tensor, too.
                 args = tuple(map(_with_requires_grad, args, requires_grad))
                 return forward(*(args[place] for place in same_as), **kwargs)
 
@@ -111,7 +111,7 @@ def _checkpointed(
                 for place, arg in enumerate(args)
             ),
             use_reentrant=False,
-            preserve_rng_state=False,  # the state does, where any is drawn
+            preserve_rng_state=False,  # `state` does, if random numbers are drawn
             early_stop=not unit.saves_early,
         )
 
@@ -123,7 +123,7 @@ def _is_inference(value: Any) -> bool:
 
 
 def _with_requires_grad(value: Any, requires_grad: bool) -> Any:
-    """Return an argument that requires a gradient if it did."""
+    """Return an argument that requires a gradient as it did in the first run."""
     if isinstance(value, torch.Tensor) and value.requires_grad != requires_grad:
         return value.detach().requires_grad_(requires_grad)
     return value

@@ -2,12 +2,13 @@
 
 With a sample that fits: a plain step, cuts of the model at three depths, then as many modules kept
 as the budget allows, by bisection; each choice is a step that is run and counted. With an input
-that may not fit: no step but those in which most runs again.
+that may not fit: only steps in which most modules run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ from .rerun import Input, Unit, rerunning
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
-# Where what runs depends on random numbers, so many steps are looked at, and each choice is
-# measured on so many of them, those that save most.
+# If what runs depends on random numbers: how many courses are probed, and on how many of them,
+# those that save most, each choice is measured.
 _COURSES, _MEASURED = 32, 4
 # A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
 # in a model that adapters and a loss are wrapped around.
@@ -33,7 +34,7 @@ _SAFE_DEPTH = 6
 
 
 class _OverwrittenError(Exception):
-    """A unit's input is not what it was when the unit ran; autograd would refuse to go on."""
+    """A unit's input was changed in place after the unit ran, so that it cannot run again."""
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
@@ -44,29 +45,29 @@ class Search:
     """Looks for the modules to run again: probes once, then measures choices.
 
     model, arguments : the plain model and a real sample
-    resident_bytes : what counts beside a step
-    waiting_bytes : of the step that was chosen, as of MeasuredStep
+    resident_bytes : what counts besides a step
+    waiting_bytes : of the step that was chosen, as in MeasuredStep
     """
 
     waiting_bytes = (0, 0)
 
     def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
         self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
-        # Seeds of the courses that each choice is measured on, and of all; None is the state of
-        # chance as it is.
+        # Seeds of the courses that each choice is measured on, and of all; None leaves generators
+        # as they are.
         self.courses: list[int | None] = [None]
         self.all_courses: list[int | None] = [None]
         probe = Probe(model, arguments)
-        # Ranks that share parameters decide alike.
+        # Ranks that share parameters decide alike here and below, as a rerun may be a collective.
         if most(model, [float(probe.by_chance)])[0]:
-            self._look_at_courses(probe)
+            self._probe_courses(probe)
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
         self.changes_inputs, self.written = probe.changes_inputs, probe.written
         self.sets, self.reads = probe.sets, probe.reads
 
-    def _look_at_courses(self, probe: Probe) -> None:
-        """Let the probe know all modules that some course runs; note the courses, largest first."""
+    def _probe_courses(self, probe: Probe) -> None:
+        """Join probes of many courses to this one; note the courses, largest first."""
         saved: dict[int, int] = {}
         seen = set()
         for course in range(_COURSES):
@@ -81,8 +82,8 @@ class Search:
     def plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         while True:
             plan, again = self._plan(budget)
-            # What is promised was seen: a course in which the choice holds more than the budget is
-            # one that choices are measured on.
+            # The peak that is promised was measured on all courses: if the choice breaks the budget
+            # in one, choices are measured on that, too.
             unmeasured = [course for course in self.all_courses if course not in self.courses]
             peaks = {course: self._measured_on(course, again).peak_bytes for course in unmeasured}
             largest = max(peaks, key=lambda course: peaks[course], default=None)
@@ -93,7 +94,7 @@ class Search:
     def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
-        # The smallest of those that ranks sharing parameters were given.
+        # The smallest budget of all ranks.
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         units, best = self.cut(baseline, budget_bytes)
         again, best = min_recompute(
@@ -117,9 +118,10 @@ class Search:
         return plan, again
 
     def safe(self, budget_bytes: int) -> tuple[MeasuredPlan, list[Unit]]:
-        """Return the first cut, of those that promise least, that keeps the budget.
+        """Return the first cut that keeps the budget, in order of expected peaks.
 
-        Where there is room left then, units are kept by what they save, as far as that is sure.
+        If that leaves room, units are kept that fit by what they save, if that step keeps the
+        budget, too.
         """
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         best: tuple[list[Unit], Measured] | None = None
@@ -139,11 +141,10 @@ class Search:
         units, step = best
         again = self.as_room_allows(units, budget_bytes - step.peak_bytes)
         if len(again) < len(units):
-            try:
+            kept = None
+            with suppress(torch.OutOfMemoryError):
                 kept = self.measured(again)
-            except torch.OutOfMemoryError:
-                kept = step
-            if kept.peak_bytes <= budget_bytes and kept is not step:
+            if kept is not None and kept.peak_bytes <= budget_bytes:
                 step = kept
             else:
                 again = units
@@ -152,7 +153,7 @@ class Search:
             units,
             again,
             step,
-            Measured({}, 0, "", 0.0),  # its own step is the only one there is
+            Measured({}, 0, "", 0.0),  # no step without a plan was run
             budget_bytes=budget_bytes,
             baseline_seconds=max(0.0, step.seconds - sum(unit.seconds for unit in again)),
             courses=len(self.all_courses),
@@ -160,7 +161,7 @@ class Search:
         return plan, again
 
     def safe_cuts(self) -> list[list[Unit]]:
-        """Return the cuts at all depths, that with the smallest expected peak first."""
+        """Return the cuts at all depths, the one with the smallest expected peak first."""
         cuts: dict[tuple[str, ...], list[Unit]] = {}
         for depth in range(1, _SAFE_DEPTH + 1):
             units = list(self.units(depth))
@@ -168,7 +169,7 @@ class Search:
         return sorted((cut for cut in cuts.values() if cut), key=self.expected) or [[]]
 
     def expected(self, units: list[Unit]) -> int:
-        """Return what is saved in a cut when a unit runs again, as far as the probe tells."""
+        """Return what is saved while one unit of a cut runs again, by what the probe saw."""
         does = self.behaviour.get(self.model)
         inside = sum(unit.saved_bytes + unit.saved_input_bytes for unit in units)
         outside = max(0, (does.saved_bytes if does else 0) - inside)
@@ -179,7 +180,7 @@ class Search:
         )
 
     def as_room_allows(self, units: list[Unit], room_bytes: int) -> list[Unit]:
-        """Return what still runs again when those whose rerun costs most for a byte are kept."""
+        """Return the units that run again if those are kept whose rerun costs most for a byte."""
         again = []
         for unit in sorted(units, key=lambda unit: -unit.seconds / max(1, unit.saved_bytes)):
             if unit.saved_bytes <= room_bytes:
@@ -189,7 +190,7 @@ class Search:
         return again
 
     def unrepeatable(self, module: torch.nn.Module) -> bool:
-        """Whether running a module again would do otherwise than the first time."""
+        """Whether a module, or one in it, would differ when run again."""
         return any(
             self.behaviour[inner].unrepeatable
             for inner in self.behaviour.keys() & {*module.modules()}
@@ -225,7 +226,7 @@ class Search:
         def below(module: torch.nn.Module, depth: int) -> Iterator[torch.nn.Module]:
             for child in module.children():
                 if child not in self.behaviour:
-                    # A list of modules is no call of its own, and no depth.
+                    # A ModuleList is never called, so it is no level of its own.
                     yield from below(child, depth)
                 elif (depth > 1 and next(child.children(), None)) or self.unrepeatable(child):
                     yield from below(child, depth - 1)
@@ -259,7 +260,7 @@ class Search:
                     if version_of(tensor) != version:
                         raise _OverwrittenError(unit)
             finally:
-                # Who runs again holds the list, and what is in it would hold who runs again.
+                # The reruns hold the list, and its tensors hold the graph of the reruns: a cycle.
                 noted.clear()
             return outputs
 
@@ -273,6 +274,5 @@ class Search:
                 self.arguments,
                 kernels=device_of(self.model).type == "cpu",
             )
-        # Ranks that share parameters decide by the same numbers, or their collectives would part.
         peak, seconds = most(self.model, [step.peak_bytes + self.resident_bytes, step.seconds])
         return replace(step, results={}, peak_bytes=int(peak), seconds=seconds)

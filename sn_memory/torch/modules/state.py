@@ -1,9 +1,8 @@
-"""What a run of a module reads beside its arguments: kept, and in force when it runs again.
+"""What a run of a module reads besides its arguments, restored when it runs again.
 
 Between a forward pass and its backward pass anything may change: functional_call puts the model's
 own parameters back, a context removes its hooks, weights are frozen, an average is updated. What
-was replaced is put in its place again for the second run; what was changed in place is gone, and is
-an error.
+was replaced is put back for the second run; what was changed in place is lost, and is an error.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _SLOTS = tuple(
 
 
 class RunState:
-    """What a module reads beside its arguments, as it is when this is made.
+    """What a module reads besides its arguments, as it is when this is created.
 
-    name, module : the module, and its path
-    arguments : what it is given; not held.
+    name, module : the module's path, and the module
+    arguments : its arguments, which are not held
     changed : buffers that its run changes, as (module, name); None to compare copies of all.
-    sharded : whether others put parameters in their place and take them away (FSDP2)
+    sharded : whether FSDP2 replaces its parameters
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class RunState:
         self._random = {device: rng_state(device) for device in devices}
         self._held = [_Held(inner, sharded) for inner in module.modules()]
         self._compares = changed is None
+        # Buffers that the run changes are copied, as a second run has to read what the first did.
         if changed is None:
             changed = [(held.module, name) for held in self._held for name in held.module._buffers]
         self._copies = [
@@ -61,6 +61,7 @@ class RunState:
             for owner, name in changed
             if (buffer := owner._buffers[name]) is not None
         ]
+        # All other tensors must not be changed before the second run.
         copied = {id(buffer) for _, _, buffer, _ in self._copies}
         self._versions: list[tuple[torch.Tensor, int, str]] = []
         for held in self._held:
@@ -69,11 +70,12 @@ class RunState:
                     self.expect_unchanged(tensor, what)
 
     def expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
-        """Let it be an error if a tensor is changed in place before the second run."""
+        """Raise in the second run if a tensor was changed in place by then."""
+        # Detached: that shares the version counter, and holds no graph.
         self._versions.append((tensor.detach(), version_of(tensor), what))
 
     def end(self) -> None:
-        """Forget random numbers and buffers that the run left alone, and what it sets itself."""
+        """End the first run: drop generators and buffers that it did not use, and what it set."""
         for device, state in list(self._random.items()):
             if torch.equal(state, rng_state(device)):
                 del self._random[device]
@@ -95,7 +97,7 @@ class RunState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Put it all in force, and back afterwards."""
+        """Restore everything for the second run, and put back what is there now afterwards."""
         for tensor, version, what in self._versions:
             if version_of(tensor) != version:
                 raise ReplayError(
@@ -103,6 +105,7 @@ class RunState:
                     f"after its forward pass: version {version_of(tensor)}, expected {version}. "
                     "Change it after backward(), and call the optimizer's step after that too."
                 )
+        # What is there between the passes, to be put back.
         now = [_Held(held.module, held.sharded) for held in self._held]
         random = {device: rng_state(device) for device in self._random}
         after = [buffer.clone() for buffer in self.changed]
@@ -125,7 +128,7 @@ class RunState:
 
 
 class _Held:
-    """What a module holds: in torch's own dictionaries, and the attributes of others."""
+    """What a module holds: torch's own dictionaries, and all other attributes."""
 
     def __init__(self, module: torch.nn.Module, sharded: bool) -> None:
         self.module, self.sharded = module, sharded
@@ -134,8 +137,9 @@ class _Held:
 
     def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         current, ignored = self.module.__dict__, OF_TORCH | {"forward"}
-        # Whoever replaces a forward keeps it in force.
+        # A forward that others put on the instance is theirs to take off.
         attributes = {name: value for name, value in current.items() if name not in ignored}
+        # FSDP2 gathers its parameters for the second run as for the first.
         slots = (name for name in _SLOTS if not (self.sharded and name == "_parameters"))
         return attributes, {name: dict(current[name]) for name in slots}
 
@@ -154,7 +158,7 @@ class _Held:
                 yield f"attribute {name}", tensor
 
     def forget_changed(self) -> None:
-        """Leave out what is another now: who runs it again would set it again."""
+        """Drop what the run has replaced: a second run replaces it by itself."""
         attributes, slots = self._now()
         missing = object()
         self.attributes = {
@@ -165,7 +169,7 @@ class _Held:
         self.slots = {name: slot for name, slot in self.slots.items() if _same(slot, slots[name])}
 
     def put(self) -> None:
-        """Let the module hold it again."""
+        """Give the module back what it held."""
         attributes = self.module.__dict__
         for name, value in self.attributes.items():
             if attributes.get(name) is not value:
@@ -179,17 +183,18 @@ class _Held:
         for name, param in self.slots.get("_parameters", {}).items():
             required = None if param is None else self.requires_grad[id(param)]
             if param is not None and param.requires_grad != required:
+                # Frozen since, or no longer: replaced, as the flag of the user's own must stay.
                 attributes["_parameters"][name] = param.detach().requires_grad_(required)
                 replaced = True
         if replaced and isinstance(self.module, torch.nn.RNNBase):
-            # It keeps a list of its own, which functional_call writes to.
+            # A list of its weights, which functional_call updates as well.
             names = self.module._flat_weights_names
             attributes["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
 
 def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    # Beside autograd, which would take it for a change of what it saved. The same tensor, as what
-    # is saved of it shows what it is by then.
+    # By `data`, as autograd would take it for a change of what it saved. Into the same tensor, as
+    # saved views of it have to show these values.
     buffer.data.copy_(value)
 
 

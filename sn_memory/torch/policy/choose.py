@@ -1,23 +1,23 @@
 """What each block saves within a budget, by the seconds that a saved byte spares.
 
-Under torch's selective checkpointing a second run makes every op that is not saved, one after the
-other, so what a saved result spares is its op's own seconds, whatever else is saved; and it is held
-from its block's forward pass until that block runs again. So this is a knapsack with one bound for
-each stretch of a step. The sum is a model: the executor, run without values, has the last word,
-and where it holds more than the model said, the bound of that stretch is lowered by as much.
+Under torch's selective checkpointing a second run computes every op that is not saved, so a saved
+result spares its op's own seconds, whatever else is saved; and it is held from its block's forward
+pass until that block runs again. So this is a knapsack with one bound for each stretch of a step.
+The sum of bytes is a model: the executor, run without values, has the last word, and where it holds
+more than the model predicts, the bound of that stretch is lowered by as much.
 
-Under torch.compile fused kernels make fewer values than eager ops do, so the eager peak is too high
-a promise: each choice is compiled and run once; where that holds more or less than was asked for,
-it is chosen anew with so much less or more.
+Under torch.compile fused kernels write fewer values to memory than eager ops do, so the eager peak
+is too high: each choice is compiled and run once, and if that holds more or less than was asked
+for, another choice is made for as much less or more.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,25 +32,15 @@ from .watch import Block, Result
 
 # A block that does not run again at all.
 KEPT = None
-# Each round is a step of the executor without values.
+# What is saved: per block the numbers of its results, or KEPT.
+Choice = dict[str, set[int] | None]
+# Rounds of `Chooser.within` at most: each runs a step of the executor without values.
 _ROUNDS = 8
 
 
 @dataclass
-class Choice:
-    """What is saved: per block the numbers of its results, or KEPT."""
-
-    chosen: dict[str, set[int] | None] = field(default_factory=dict)
-
-    def copy(self) -> Choice:
-        return Choice(
-            {path: saved if saved is None else set(saved) for path, saved in self.chosen.items()}
-        )
-
-
-@dataclass
 class Found:
-    """A choice that was tried: what the executor holds then, and the seconds of second runs."""
+    """A choice that was tried: the executor's step with it, and the seconds of second runs."""
 
     choice: Choice
     step: Step
@@ -72,12 +62,12 @@ class Chooser:
         tried: Callable[[Selection], Step],
     ) -> None:
         self.blocks, self.seconds, self.tried = blocks, seconds, tried
-        self.nothing = self.outcome(Choice({path: set() for path in blocks}))
+        self.nothing = self.outcome({path: set() for path in blocks})
 
     def rerun_s(self, choice: Choice) -> float:
         """Return the seconds of all second runs."""
         total = 0.0
-        for path, chosen in choice.chosen.items():
+        for path, chosen in choice.items():
             if chosen is not KEPT:
                 block = self.blocks[path]
                 total += sum(self.seconds[at] for at in block.calls)
@@ -91,16 +81,16 @@ class Chooser:
         return Found(choice, self.tried(self.selection(choice)), self.rerun_s(choice))
 
     def selection(self, choice: Choice) -> Selection:
-        """Return a choice as the executor takes it."""
+        """Return a choice in the form that the executor takes."""
         return {
             path: KEPT
             if chosen is KEPT
             else saved_of(self.blocks[path].results[result] for result in sorted(chosen))
-            for path, chosen in choice.chosen.items()
+            for path, chosen in choice.items()
         }
 
     def within(self, budget_bytes: int) -> Found | None:
-        """Return the quickest choice found that keeps a budget; None if none does."""
+        """Return the fastest choice found that keeps a budget; None if none does."""
         if self.nothing.step.peak_bytes > budget_bytes:
             return None
         best: Found | None = None
@@ -109,7 +99,7 @@ class Chooser:
         for _ in range(_ROUNDS):
             rooms = _Rooms(start.step, budget_bytes, lowered)
             choice = self.filled(start.choice, rooms)
-            if choice.chosen == start.choice.chosen:
+            if choice == start.choice:
                 if _is_better(start, best):
                     best = start
                 break
@@ -119,7 +109,7 @@ class Chooser:
                     break
                 best = start = tried
                 continue
-            # Where the executor held more than the model said, there is so much less room.
+            # Where the executor held more than predicted, there is as much less room.
             for key, peak in _peaks(tried.step).items():
                 if peak > budget_bytes:
                     lowered[key] += peak - budget_bytes
@@ -127,17 +117,17 @@ class Chooser:
         return best
 
     def filled(self, start: Choice, rooms: _Rooms) -> Choice:
-        """Return a choice with what more there is room for: two ways, the quicker one."""
-        # Single results may take the room that a whole block needs, and the other way round.
+        """Return a choice with as much more as there is room for: the faster of two orders."""
+        # Single results may take the room of a whole block that saves more, and the reverse.
         choices = [self._filled(start, rooms.copy(), blocks_first=first) for first in (False, True)]
         return min(choices, key=self.rerun_s)
 
     def _filled(self, start: Choice, rooms: _Rooms, *, blocks_first: bool) -> Choice:
-        choice = start.copy()
+        choice = deepcopy(start)
         if blocks_first:
             self._keep_whole(choice, rooms)
         items = []
-        for path, chosen in choice.chosen.items():
+        for path, chosen in choice.items():
             if chosen is KEPT:
                 continue
             block = self.blocks[path]
@@ -145,29 +135,30 @@ class Chooser:
                 spared = self.seconds[result.call]
                 if number not in chosen and spared > 0:
                     items.append((spared / max(1, result.bytes), rooms.first(path), path, number))
+        # Of equal ones those of later blocks first, which are held for a shorter time.
         for _, _, path, number in sorted(items, reverse=True):
             result = self.blocks[path].results[number]
             if rooms.take(path, result.bytes, result.beyond_bytes):
-                saved = choice.chosen[path]
+                saved = choice[path]
                 assert saved is not None
                 saved.add(number)
         self._keep_whole(choice, rooms)
         return choice
 
     def _keep_whole(self, choice: Choice, rooms: _Rooms) -> None:
-        """Let blocks not run again at all where there is room for all that autograd saves."""
+        """Keep whole blocks for which there is room for all that autograd saves."""
         blocks = []
-        for path, chosen in choice.chosen.items():
+        for path, chosen in choice.items():
             if chosen is not KEPT:
                 block = self.blocks[path]
                 spared = sum(self.seconds[at] for at in block.calls)
                 blocks.append((spared / max(1, block.saved_bytes), rooms.first(path), path))
         for _, _, path in sorted(blocks, reverse=True):
-            block, chosen = self.blocks[path], choice.chosen[path]
+            block, chosen = self.blocks[path], choice[path]
             held = [block.results[result] for result in chosen or ()]
             more = block.saved_bytes - block.times * sum(result.bytes for result in held)
             if rooms.take(path, more, -sum(result.beyond_bytes for result in held)):
-                choice.chosen[path] = KEPT
+                choice[path] = KEPT
 
 
 class _Rooms:
@@ -180,7 +171,7 @@ class _Rooms:
         self.room = np.array(
             [budget_bytes - peak - lowered.get(key, 0) for key, peak in peaks.items()]
         )
-        # Per block, from where to where what it saves is held: one span for each of its calls.
+        # Per block, where what it saves is held, and its second run: one span for each call.
         self._spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         backward: dict[str, list[int]] = defaultdict(list)
         for at, (path, phase, _) in enumerate(peaks):
@@ -188,14 +179,13 @@ class _Rooms:
                 backward[path].append(at)
         for at, (path, phase, _) in enumerate(peaks):
             if path and phase == "forward":
-                # Second runs come in reverse: the first call has the last of them.
+                # Second runs come in reverse order: the first call has the last of them.
                 own = backward[path].pop() if backward[path] else -1
                 self._spans[path].append((at, own if own >= 0 else len(peaks), own))
 
     def copy(self) -> _Rooms:
-        # Not by `__init__`, which goes through all stretches: the spans stay, the room does not.
-        rooms: _Rooms = object.__new__(_Rooms)
-        rooms.room, rooms._spans = self.room.copy(), self._spans
+        rooms = copy(self)  # the spans do not change
+        rooms.room = self.room.copy()
         return rooms
 
     def first(self, path: str) -> int:
@@ -223,16 +213,14 @@ def _is_better(one: Found, other: Found | None) -> bool:
 
 
 def _peaks(step: Step) -> dict[tuple[str, str, int], int]:
-    """Return the peak of each stretch, by what begins it and how often that began before."""
-    numbers: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
-    return {
-        (
-            stretch.path,
-            stretch.phase,
-            next(numbers[stretch.path, stretch.phase]),
-        ): stretch.peak_bytes
-        for stretch in step.stretches
-    }
+    """Return the peak of each stretch, by its block, its phase, and a number among those."""
+    peaks: dict[tuple[str, str, int], int] = {}
+    numbers: Counter[tuple[str, str]] = Counter()
+    for stretch in step.stretches:
+        kind = stretch.path, stretch.phase
+        peaks[*kind, numbers[kind]] = stretch.peak_bytes
+        numbers[kind] += 1
+    return peaks
 
 
 def saved_of(results: Iterable[Result]) -> Saved:
@@ -246,7 +234,7 @@ def saved_of(results: Iterable[Result]) -> Saved:
 def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
     """Return the most live bytes of a forward and backward pass of a model under torch.compile.
 
-    model : it is compiled and run once, and stays as it is; checkpoints in it are honoured
+    model : it is compiled and run once, and stays as it is; its checkpoints stay in force
     arguments : positional and by keyword: real tensors
 
     Raises TraceError if torch.compile breaks the model into several graphs, or if no gradient is
@@ -254,8 +242,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     """
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
-    # Not before they are asked for: the search needs torch's hooks of 2.13, and torch.compile takes
-    # seconds to import.
+    # Imported here: it needs hooks of torch 2.13, and torch.compile takes seconds to import.
     compiling: Any = importlib.import_module("..compile.backend", __package__)
     search: Any = importlib.import_module("..compile.search", __package__)
     peaks: list[int] = []
@@ -263,9 +250,9 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         inputs = list(inputs)
         unused = compiling.storage_bytes(known) - compiling.storage_bytes(tensors(inputs))
-        # More than any budget: nothing is to run again but what the policy says.
+        # Above any peak, so that nothing runs again but what the policy says.
         request = search.Request(1 << 62, max(0, unused), False, False, ())
-        # As users call backward: outside of the `with torch.autocast` of the forward pass.
+        # The backward pass is traced outside of autocast, where users call it.
         with functorch_config.patch(backward_pass_autocast="off"):
             compiled_search = search.Search(module, inputs, request)
         if compiled_search.plain is not None:
@@ -277,7 +264,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
         return ready
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    # Many tries of one model are many compilations of its forward.
+    # Each try compiles the same forward once more, and dynamo's limit is eight.
     with compiling.until_ready(), torch._dynamo.config.patch(recompile_limit=1 << 20):
         compiled(*args, **kwargs)
     if not peaks:
@@ -287,7 +274,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
 
 # Choices that are measured for one budget and one cut.
 _TRIES = 4
-# So near below the budget a choice is near enough.
+# A choice that leaves at most this part of the budget unused is good enough.
 _NEAR = 0.01
 
 
@@ -296,7 +283,7 @@ def shell(model: torch.nn.Module) -> torch.nn.Module:
     known: dict[int, torch.nn.Module] = {}
 
     def copied(module: torch.nn.Module) -> torch.nn.Module:
-        # By id: a module that is in two places is one module in the copy as well.
+        # A module that is in two places is one module in the copy as well.
         if id(module) not in known:
             copy = known[id(module)] = object.__new__(type(module))
             copy.__dict__.update(module.__dict__)
@@ -312,8 +299,8 @@ class CompiledPeaks:
     """Peaks of a model under torch.compile, by what its blocks save.
 
     model, arguments : as in `compiled_peak`
-    held : bytes beside the step
-    wrapped : puts checkpoints into a model
+    held : bytes besides the step
+    wrapped : wraps blocks of a model in checkpoints
     """
 
     def __init__(
@@ -335,25 +322,25 @@ class CompiledPeaks:
         return compiled_peak(wrapped, self.arguments) + self.held
 
     def outcome(self, chooser: Chooser, chosen: Found) -> Found:
-        """Return what was found, with the peak it has when compiled."""
+        """Return a choice with its peak when compiled."""
         peak = self.of(chooser.selection(chosen.choice)) - self.held
         return replace(chosen, step=replace(chosen.step, peak_bytes=peak))
 
     def within(self, chooser: Chooser, nothing: Found, budget_bytes: int) -> Found | None:
-        """Return the quickest choice found whose compiled step keeps a budget.
+        """Return the fastest choice found whose compiled step keeps a budget.
 
-        nothing : what is held when nothing is saved, measured
+        nothing : the choice that saves nothing, measured
         budget_bytes : without `held`
         """
         if nothing.step.peak_bytes > budget_bytes:
             return None
         best = nothing
         if self.plain_bytes <= budget_bytes:
-            # All is kept: that is the step without a policy.
+            # Everything is kept, which is the step without a policy.
             everything = chooser.within(1 << 62)
             assert everything is not None
             return replace(everything, step=replace(everything.step, peak_bytes=self.plain_bytes))
-        # What is saved costs the same bytes either way, so the peaks move together.
+        # Saved results take the same bytes in both, so the peaks grow together.
         asked = budget_bytes + chooser.nothing.step.peak_bytes - nothing.step.peak_bytes
         low, high = chooser.nothing.step.peak_bytes, 1 << 62
         for _ in range(_TRIES):
@@ -370,8 +357,8 @@ class CompiledPeaks:
                     break
             else:
                 high = min(high, asked)
-            # As if a byte asked for were a byte held; between what kept the budget and what did
-            # not, so that no amount is asked for twice.
+            # As if a byte more in eager were a byte more compiled; but between what kept the budget
+            # and what did not, so that no amount is asked for twice.
             asked = min(max(asked - over, low + 1), high - 1)
             if asked <= low or asked >= high:
                 break

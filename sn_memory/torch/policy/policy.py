@@ -1,10 +1,10 @@
 """checkpoint_policy: what each block saves within a budget, for torch's own checkpointing.
 
-A plan of ops needs an executor that runs it. Who wants none has torch's selective checkpointing:
+A plan of ops needs an executor that runs it. Without one there is torch's selective checkpointing:
 blocks run again in the backward pass, but for results that a policy names. It composes with eager
-torch, torch.compile, FSDP2 and tensor parallelism. It cannot reorder, rebuild one value by itself
-or move one to the host, so its peak is another than that of a plan of ops: it is predicted by
-running this executor itself on tensors without values.
+torch, torch.compile, FSDP2 and tensor parallelism. It cannot reorder, recompute a single value or
+offload one, so its peak is not that of a plan of ops: it is predicted by running torch's executor
+itself on tensors without values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..trace.to_graph import flops
 from ..trace.trace import call_arguments, resident_bytes
 from .choose import Chooser, CompiledPeaks, Found
 from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sharded_peak
-from .watch import OF_CACHE, Watched, watch
+from .watch import OF_CACHE, watch
 
 _ROWS = (torch.nn.Sequential, torch.nn.ModuleList)
 
@@ -40,9 +40,9 @@ _ROWS = (torch.nn.Sequential, torch.nn.ModuleList)
 def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
     """Return cuts of a model into blocks, each as paths of modules, the coarsest first.
 
-    A block is a module in a row (Sequential, ModuleList) that has modules itself; where such lie
-    within each other, the outermost make one cut and the innermost another. A model without any is
-    cut into its own modules.
+    A block is a module in a row (Sequential, ModuleList) that has modules itself; if rows are
+    nested, the outermost make one cut and the innermost another. A model without any is cut into
+    its own modules.
     """
     names = {module: path for path, module in model.named_modules() if module is not model and path}
     paths = [
@@ -174,7 +174,7 @@ class SelectivePolicy:
 
 
 def _key(saved: Mapping[str, Saved]) -> str:
-    # Another torch may make other calls of a block, and what is saved goes by their numbers.
+    # Another torch may call other ops in a block, and what is saved is known by their numbers.
     text = json.dumps([list(saved.items()), torch.__version__], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -189,6 +189,7 @@ def _wrapped(model: torch.nn.Module, saved: Mapping[str, Saved], key: str) -> to
                 f"the {type(model).__name__} has no block {path!r}; expected a model like the one "
                 "the policy was made for."
             ) from error
+        # torch's wrapper, as it hides itself from the names of parameters and the state dict.
         wrapped = checkpoint_wrapper(block, context_fn=context_fn(results, f"{key}/{path}"))
         setattr(model.get_submodule(parent), name, wrapped)
     return model
@@ -199,7 +200,7 @@ def _selected(model: torch.nn.Module, selection: Selection) -> torch.nn.Module:
     return _wrapped(model, saved, _key(saved))
 
 
-# A model of transformers that returns keys and values hands each layer the same cache.
+# A model of transformers that returns keys and values passes the same cache to each layer.
 _WITHOUT_CACHE = "For a cache, pass use_cache=False in the sample, or set it in the config. "
 
 
@@ -261,25 +262,23 @@ def checkpoint_policy(
     held = resident_bytes(model, optimizer)
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
+    # The step without a policy, of which a percentage is a part.
     plain = predicted(model, arguments, {}, known, scratch)
     peaks = CompiledPeaks(model, arguments, held, _selected) if compiled else None
     plain_bytes = held + (plain.peak_bytes if peaks is None else peaks.plain_bytes)
     budget_bytes = parse_bytes(budget, whole=plain_bytes)
     best: Found | None = None
     smallest: Found | None = None
-    choice_made: tuple[Chooser, Watched, list[float]] | None = None
+    choice_made: tuple[Chooser, list[float]] | None = None
     reasons: dict[str, str] = {}
+    # Each cut of the model into blocks has its own choices; the fastest of all is taken.
     for paths in [named(model, blocks)] if blocks is not None else rows(model):
-        watched = watch(model, arguments, paths)
-        able = {
-            path: block
-            for path, block in watched.blocks.items()
-            if block.times and not block.reason
-        }
-        reasons |= {path: block.reason for path, block in watched.blocks.items() if block.reason}
+        watched, recording = watch(model, arguments, paths)
+        able = {path: block for path, block in watched.items() if block.times and not block.reason}
+        reasons |= {path: block.reason for path, block in watched.items() if block.reason}
         if not able:
             continue
-        seconds = _seconds(watched.recording, model, profile=profile, device=device)
+        seconds = _seconds(recording, model, profile=profile, device=device)
 
         def tried(selection: Selection) -> Step:
             return predicted(model, arguments, selection, known, scratch)
@@ -291,15 +290,15 @@ def checkpoint_policy(
         room = budget_bytes - held
         choice = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
         if choice is not None and (best is None or choice.rerun_s < best.rerun_s):
-            best, choice_made = choice, (chooser, watched, seconds)
-        # Everything fits as it is; another cut could spare nothing.
+            best, choice_made = choice, (chooser, seconds)
+        # Everything fits without a policy, so that no cut is better.
         if plain_bytes <= budget_bytes:
             break
+    # No cut has a block that can run again: one sentence for each reason.
     if smallest is None:
-        paths_of = {
-            reason: [path for path in reasons if reasons[path] == reason]
-            for reason in reasons.values()
-        }
+        paths_of: dict[str, list[str]] = {}
+        for path, reason in reasons.items():
+            paths_of.setdefault(reason, []).append(path)
         why = "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in paths_of.items())
         hint = _WITHOUT_CACHE if any(OF_CACHE in reason for reason in paths_of) else ""
         raise TraceError(
@@ -308,7 +307,7 @@ def checkpoint_policy(
         )
     if best is None or choice_made is None:
         raise _refused(smallest, plain_bytes, held, budget_bytes)
-    chooser, watched, seconds = choice_made
+    chooser, seconds = choice_made
     selection = chooser.selection(best.choice)
     return SelectivePolicy(
         saved={path: saved for path, saved in selection.items() if saved is not None},
@@ -343,9 +342,9 @@ def _refused(smallest: Found, plain_bytes: int, held: int, budget_bytes: int) ->
 def _seconds(
     recording: Recording, model: torch.nn.Module, *, profile: bool, device: Device | None
 ) -> list[float]:
-    """Return seconds per call: measured, else a roofline."""
+    """Return seconds per call: measured, else by a roofline model."""
     place = next(iter(model.parameters())).device
-    profile = profile and place.type != "meta"
+    profile = profile and place.type != "meta"  # where nothing runs
     if device is None:
         device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
     costs = measured_costs(recording, place) if profile else [None] * len(recording.calls)

@@ -1,14 +1,14 @@
-"""What a policy will hold: torch's own executor, run on tensors without values.
+"""What a step with a policy will hold: torch's own executor, run on tensors without values.
 
 Where each block's forward pass and second run begin is noted, so that the most live bytes of each
-stretch between them are known, and what one more saved result would do to them.
+stretch between them are known.
 
 torch's selective checkpointing asks a policy at each op of the forward pass, and looks saved
 results up in the second run by (op, number of the call). Two things it leaves to its users: what a
 second run writes is written twice (statistics of batch norm, counters), and a dropout is one op
-under torch.compile where it is four in eager, so that later calls of the same ops would get other
-numbers. Here writes to what was there before are left out of the second run, and the ops of a
-dropout do not count.
+under torch.compile and four in eager, so that later calls of the same ops would get other numbers.
+Here a second run does not write to tensors that exist before it, and the ops of a dropout do not
+count.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def context_fn(saved: Saved, key: str) -> Any:
     return context_of
 
 
-# Others build on torch's class too, so it keeps its signature.
+# torch keeps the constructor of its class, which is private, for others that derive from it, too.
 class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
-    """Gives saved results; leaves out what would be written a second time."""
+    """Returns saved results; skips calls that would write a second time."""
 
     def __init__(self, policy: Any, storage: Any) -> None:
         super().__init__(policy, storage)
@@ -103,7 +103,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         if not isinstance(func, torch._ops.OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if into := self._written_before(func, args, kwargs):
-            # It counts, so that later calls have their numbers.
+            # Counted nevertheless, so that later calls have their numbers.
             self.func_counter[func] += 1
             return into[0] if len(into) == 1 else tuple(into)
         args, kwargs = without_statistics(func, args, kwargs)
@@ -116,7 +116,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
     def _written_before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """Return what a call writes to, if all of it was there before the second run."""
+        """Return what a call writes to, if all of it existed before the second run."""
         into = written_to(func, args, kwargs)
         return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
 
@@ -152,9 +152,9 @@ Selection = Mapping[str, Saved | None]
 
 @dataclass
 class Stretch:
-    """A part of a step: from where a block begins (`forward`, or `backward`: its second run).
+    """A part of a step that begins with a block's forward pass or, `backward`, with its second run.
 
-    peak_bytes, gradient_bytes : the most live bytes; gradients of parameters there at its start
+    peak_bytes, gradient_bytes : the most live bytes; of the parameters' gradients at its start
     """
 
     path: str
@@ -179,10 +179,10 @@ def predicted(
     known: list[torch.Tensor],
     scratch: Scratch,
 ) -> Step:
-    """Return what a step holds in which blocks run again, but for what is saved of each.
+    """Return what a step holds in which blocks run again, with what is saved of each.
 
-    known : tensors that are there beside the model's and the arguments; scratch : what a kernel
-    takes for itself
+    known : tensors that count besides the model's and the arguments
+    scratch : returns the scratch memory of a kernel
     """
     step = Step(stretches=[Stretch("", "forward")])
 
@@ -198,7 +198,7 @@ def predicted(
 
     def started(path: str, phase: str) -> None:
         if len(step.stretches) == 1:
-            # Now they are those without values.
+            # Not before the step runs: inside, the model has parameters without values.
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(accumulated)
@@ -219,7 +219,7 @@ def _around(
     def both() -> tuple[Any, Any]:
         assert saved is not None
         first, second = contexts(saved)
-        return first, _Told(second.storage, lambda: started(path, "backward"))
+        return first, _ObservedRun(second.storage, lambda: started(path, "backward"))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         started(path, "forward")
@@ -228,31 +228,31 @@ def _around(
         else:
             # Only the form that is not reentrant takes a `context_fn`.
             result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
-        # What comes next is of no block.
+        # What comes next is in no block.
         started("", "forward")
         return result
 
     return run
 
 
-class _Told(SecondRun):
-    """A second run that tells when it begins."""
+class _ObservedRun(SecondRun):
+    """A second run that calls a function when it begins."""
 
-    def __init__(self, storage: Any, hear: Callable[[], None]) -> None:
+    def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
         super().__init__(None, storage)
-        self._told = hear
+        self._begins = begins
 
     def __enter__(self) -> Any:
-        self._told()
+        self._begins()
         return super().__enter__()
 
 
 def sharded_peak(
     model: torch.nn.Module, blocks: Iterable[str], stretches: Sequence[Stretch], ranks: int
 ) -> int:
-    """Return the most live bytes of a rank; each block is a unit, all else another.
+    """Return the most live bytes of a rank under FSDP2; each block is a unit, all else another.
 
-    stretches : of a step in one process, with the blocks as they run
+    stretches : of a step in one process
     """
     if ranks < 1:
         raise ValueError(f"got ranks {ranks!r}, expected 1 or more.")
@@ -277,7 +277,7 @@ def sharded_peak(
         else:
             place = order.index(stretch.path)
             ahead = units[order[place - 1]] if place else 0
-            # Its own gathered parameters, those asked for ahead, and its gradients' reduction.
+            # Its own gathered parameters, those prefetched, and its gradients' reduction.
             gathered = units[stretch.path] + 2 * ahead + units[stretch.path]
         most = max(most, round(held + shards + rest + gathered))
     return most

@@ -1,14 +1,13 @@
 """What the blocks of a model do in one forward pass: their ops, what may be saved, what it spares.
 
-The pass runs on tensors without values. Results that may be saved are those that nobody changes
-afterwards (torch looks saved ones up, and a changed one would be another), that are no views, and
-that are not drawn: torch sets the random numbers back at the start of a second run, and a draw that
-is left out would shift those after it.
+The pass runs on tensors without values. Results may be saved that nobody changes in place later
+(torch would return the changed ones), that are no views, and that are not drawn: torch restores the
+generator at the start of a second run, and a draw that is skipped would shift those after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
 from ..model.snapshot import fingerprint
-from ..model.step import restore_model, restore_rng_state, tensors
+from ..model.step import objects, restore_model, restore_rng_state, tensors
 from ..trace.capture import scopes
 from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
@@ -34,13 +33,11 @@ OF_CACHE = "it changes an object it is given, as a cache of keys and values"
 class Result:
     """The result of an op that may be saved.
 
-    op, number : as torch looks it up: the op's name, and the number of the call among those of its
-        op.
+    op, number : by which torch finds it: the op's name, and the number of the call among its op's
     call : the number of the call in the recording
     bytes : what saving it holds, until the block runs again
-    beyond_bytes : how much of that autograd does not save anyway: so much more is held in the
-        block's own backward pass.
-    module : the path of the module that ran it
+    beyond_bytes : how much of that autograd does not save anyway, which is held in the block's own
+        backward pass as well
     """
 
     op: str
@@ -48,7 +45,6 @@ class Result:
     call: int
     bytes: int
     beyond_bytes: int
-    module: str
 
 
 @dataclass
@@ -57,10 +53,10 @@ class Block:
 
     path : of the module
     results : what may be saved, in order
-    calls : numbers of the calls of its ops that a second run makes where nothing is saved; torch
-        ends it when the last tensor that autograd wants is there.
-    saved_bytes : what autograd saves inside, beside parameters and what the block is given
-    reason : why it may not run again; empty where it may.
+    calls : numbers of the calls in a second run if nothing is saved; torch ends it at the last
+        tensor that autograd needs.
+    saved_bytes : what autograd saves inside, but for parameters and the block's inputs
+    reason : why it may not run again; empty if it may.
     times : how often it is called
     """
 
@@ -72,18 +68,17 @@ class Block:
     times: int = 0
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The blocks by path, the paths in the order of their calls, the recorded forward pass."""
-
-    blocks: dict[str, Block]
-    order: tuple[str, ...]
-    recording: Recording
-
-
 @dataclass
 class _Run:
-    """One call of a block: storages it is given, what its objects held, its ops, what is saved."""
+    """One call of a block.
+
+    inputs : storages of its arguments
+    seen : what objects among its arguments held
+    ops : name, number and call of each
+    saved : storages that autograd saves
+    last : how many ops have run when autograd saves its last tensor: a second run ends there
+    saved_last : storages that are saved at that time
+    """
 
     block: Block
     inputs: set[int]
@@ -91,9 +86,7 @@ class _Run:
     numbers: Numbers = field(default_factory=Numbers)
     ops: list[tuple[str, int | None, int]] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
-    # How many of its ops have run when autograd saves its last tensor: a second run ends there.
     last: int = 0
-    # What is saved at that time.
     saved_last: set[int] = field(default_factory=set)
 
 
@@ -113,7 +106,7 @@ class _Ops(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.running is not None:
             number = self.running.numbers.of(str(func))
-            # Numbered in any case, as torch does; what the recorder left out has no call.
+            # Numbered even if the recorder left it out, as torch numbers it.
             if len(calls) > before:
                 self.running.ops.append((str(func), number, before))
         return result
@@ -123,8 +116,8 @@ def watch(
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     paths: Sequence[str],
-) -> Watched:
-    """Run the forward pass on tensors without values and tell what its blocks do.
+) -> tuple[dict[str, Block], Recording]:
+    """Run the forward pass on tensors without values; return its blocks by path, and its calls.
 
     Raises TraceError for a model that cannot be run so, and for blocks within each other.
     """
@@ -144,7 +137,7 @@ def watch(
                 "one of them."
             )
         inputs = {recorder.meet(tensor).storage for tensor in tensors((args, kwargs))}
-        ops.running = _Run(block, inputs, _held_by(args, kwargs))
+        ops.running = _Run(block, inputs, fingerprint(objects(args, kwargs)))
         if any(isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args):
             block.reason = "it is given a tensor made in inference mode, which no checkpoint saves"
         runs.append(ops.running)
@@ -152,13 +145,13 @@ def watch(
     def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         run, ops.running = ops.running, None
         assert run is not None
-        if _held_by(args, kwargs) != run.seen:
+        if fingerprint(objects(args, kwargs)) != run.seen:
             run.block.reason = OF_CACHE
 
     def saved(tensor: torch.Tensor) -> torch.Tensor:
         if ops.running is not None:
             run, storage = ops.running, recorder.meet(tensor).storage
-            # Several tensors may be saved after one op.
+            # One op may save several tensors.
             if run.last != len(run.ops):
                 run.saved_last.clear()
             run.saved.add(storage)
@@ -167,6 +160,7 @@ def watch(
         return tensor
 
     with restore_model(model), restore_rng_state(), swapped(model, mode), torch.enable_grad(), mode:
+        # Known before the pass, so that blocks are not charged for saving them.
         resident = {
             recorder.give(param, "given").storage
             for param in (*model.parameters(), *model.buffers(), *tensors(arguments))
@@ -182,11 +176,11 @@ def watch(
     changed = {write for call in recorder.recording.calls for write in call.writes}
     for run in runs:
         _finish(run, recorder.recording, resident, changed)
-    return Watched(blocks, tuple(run.block.path for run in runs), recorder.recording)
+    return blocks, recorder.recording
 
 
 def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[int]) -> None:
-    """Say of a block what its call showed; of several calls of it the first has its results."""
+    """Add to a block what a call of it did; its results are those of the first call."""
     block, is_rerun = run.block, run.block.times > 0
     block.times += 1
     calls = [recording.calls[at] for _, _, at in run.ops]
@@ -203,7 +197,7 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
     block.calls += [at for _, _, at in run.ops[: run.last]]
     inside = run.saved - resident - run.inputs
     block.saved_bytes += sum(recording.nbytes[storage] for storage in inside)
-    # What is saved goes by numbers that are the same in each call.
+    # Saved results are known by numbers that are the same in each call.
     if is_rerun:
         return
     for op, number, at in run.ops[: run.last]:
@@ -212,13 +206,7 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
             continue
         nbytes = sum(recording.nbytes[make] for make in call.makes)
         held = sum(recording.nbytes[make] for make in call.makes if make not in inside)
-        block.results.append(Result(op, number, at, nbytes, held, call.scope))
-
-
-def _held_by(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    return fingerprint(
-        tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
-    )
+        block.results.append(Result(op, number, at, nbytes, held))
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Which plan each call of a region follows, so that a step with all of them keeps one budget.
 
 A step is a row of moments: what runs between two calls of regions, the forward pass of a call, its
-backward pass. At each moment so many bytes are held outside of regions, which was measured, and
-what the calls add depends on their plans alone: so a peak is a sum, made in microseconds, and the
-choice is a knapsack with several choices an item and one limit a moment. Its relaxation at one
-moment gives the bound on the seconds.
+backward pass. The bytes that are held outside of regions at each moment were measured, and what the
+calls add depends on their plans alone: so a peak is a sum, computed in microseconds, and the choice
+is a multiple-choice knapsack with one limit a moment. Its relaxation at one moment gives the bound
+on the seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 _PRICES, _ATTEMPTS = 24, 20_000
 # Moments at which the relaxation is solved: those with the highest peaks where all is kept.
 _BOUNDED = 16
+# An exchange of plans that takes no time counts as so long, or bytes could not be divided by it.
 _NOTHING_S = 1e-12
 
 
@@ -36,7 +38,7 @@ class Timeline:
     outside : [moments] bytes held outside of regions, the most in each moment
     forward, backward : [calls] the moments of their passes; as many as there are moments where no
         backward pass was seen.
-    gradients : [moments] bytes of gradients of parameters that are there, counted in `outside`
+    gradients : [moments] bytes of the parameters' gradients at each moment, counted in `outside`
     """
 
     outside: Ints
@@ -46,7 +48,7 @@ class Timeline:
 
 
 class Choices:
-    """The plans that the calls of a step may follow, and what a choice of them comes to.
+    """The plans that the calls of a step may follow, and the bytes and seconds of a choice of them.
 
     timeline : the step
     ladders : per call its plans, the fastest first
@@ -59,25 +61,27 @@ class Choices:
         # Short ladders are filled up with their last plan.
         rows = [[ladder[min(i, len(ladder) - 1)] for i in range(most)] for ladder in ladders]
 
-        def table(name: str, kind: type) -> npt.NDArray[np.generic]:
+        def table(name: str, kind: type) -> npt.NDArray[Any]:
             values = [[getattr(plan, name) for plan in row] for row in rows]
             return np.array(values, dtype=kind).reshape(len(ladders), most)
 
-        self.kept: Ints = table("kept_bytes", np.int64)  # type: ignore[assignment]
-        self.in_forward: Ints = table("forward_bytes", np.int64)  # type: ignore[assignment]
-        self.in_backward: Ints = table("backward_bytes", np.int64)  # type: ignore[assignment]
-        self.extra: Floats = table("extra_s", np.float64)  # type: ignore[assignment]
+        self.kept: Ints = table("kept_bytes", np.int64)
+        self.in_forward: Ints = table("forward_bytes", np.int64)
+        self.in_backward: Ints = table("backward_bytes", np.int64)
+        self.extra: Floats = table("extra_s", np.float64)
         self.calls = np.arange(len(ladders))
 
     def peaks(self, choice: Ints) -> Ints:
         """Return the bytes held at each moment."""
         timeline, count = self.timeline, len(self.outside)
+        # What is kept counts between the two passes: the bytes of either pass include it.
         kept = self.kept[self.calls, choice]
         change = np.zeros(count + 2, dtype=np.int64)
         np.add.at(change, timeline.forward + 1, kept)
         np.subtract.at(change, timeline.backward, kept)
         peaks = self.outside + np.cumsum(change)[:count]
         peaks[timeline.forward] += self.in_forward[self.calls, choice]
+        # A call without a backward pass keeps its bytes to the end.
         ran = timeline.backward < count
         peaks[timeline.backward[ran]] += self.in_backward[self.calls, choice][ran]
         return peaks
@@ -86,7 +90,7 @@ class Choices:
         return int(self.peaks(choice).max(initial=0))
 
     def copied(self) -> Choices:
-        """Return what can be changed without a change to this."""
+        """Return a copy whose tables and bytes outside can be changed."""
         other = copy(self)
         other.outside = self.outside.copy()
         for name in ("kept", "in_forward", "in_backward", "extra"):
@@ -101,22 +105,22 @@ class Choices:
         self.extra[call] = [plan.extra_s for plan in plans]
 
     def leave_out(self, calls: Sequence[int]) -> None:
-        """Let these calls not come."""
+        """Count nothing for these calls, which did not come."""
         for table in (self.kept, self.in_forward, self.in_backward, self.extra):
             table[calls] = 0
 
     def scale(self, since: int, factor: float) -> None:
-        """Let all that is still to come from a call on be so much larger."""
+        """Multiply the bytes of everything from a call on."""
         for table in (self.kept, self.in_forward, self.in_backward):
             table[since:] = table[since:] * factor
         timeline = self.timeline
         now = int(timeline.forward[since - 1]) if since else 0
-        # What is there from the beginning stays as it is.
+        # What is held from the beginning, as parameters are, does not grow.
         first = self.outside[0]
         self.outside[now:] = first + (self.outside[now:] - first) * factor
 
     def hold(self, since: int, nbytes: int) -> None:
-        """Count so many bytes more from a moment on."""
+        """Count more bytes from a moment on."""
         self.outside[since:] += nbytes
 
     def seconds(self, choice: Ints) -> float:
@@ -133,7 +137,7 @@ class Choices:
         return added
 
     def solve(self, budget_bytes: int) -> Ints:
-        """Return the fastest choice found that keeps a budget; else that of the smallest peak."""
+        """Return the fastest choice found that keeps a budget; else one of the least excess."""
         last = np.array([len(ladder) - 1 for ladder in self.ladders], dtype=np.int64)
         return np.minimum(self._solved(budget_bytes), last)
 
@@ -145,14 +149,16 @@ class Choices:
         choices = [self.leaner(start, budget_bytes) for start in starts]
         within = [candidate for candidate in choices if self.peak(candidate) <= budget_bytes]
         if not within:
-            # Whatever it costs: of these the smallest is what an error names.
-            choices += [self.leaner(start, 0, free=True) for start in (fastest, self._kept_least())]
+            # At any cost in seconds: an error names the smallest peak.
+            least_kept = np.argmin(self.kept, axis=1)
+            choices += [self.leaner(start, 0, free=True) for start in (fastest, least_kept)]
             return min(choices, key=lambda candidate: self._excess(candidate, budget_bytes))
         faster = (self._faster(candidate, budget_bytes) for candidate in within)
         return min(faster, key=self.seconds)
 
     def _priced(self, budget_bytes: int) -> list[Ints]:
-        """Return choices at a price for each byte kept: about the lowest that keeps the budget."""
+        """Return a choice at about the lowest price for each byte kept that keeps the budget."""
+        # Nobody knows the order of magnitude of that price: so geometric means.
         low, high = 0.0, 1.0
         choices: list[Ints] = []
         for _ in range(_PRICES):
@@ -166,16 +172,13 @@ class Choices:
                     choices = [choice]
         return choices
 
-    def _kept_least(self) -> Ints:
-        return np.argmin(self.kept, axis=1).astype(np.int64)
-
     def leaner(
         self, choice: Ints, budget_bytes: int, *, free: bool = False, since: int = 0
     ) -> Ints:
-        """Give bytes back where they cost least, at the highest moment, until the budget is kept.
+        """Free bytes where they cost least, at the highest moment, until the budget is kept.
 
-        A moment that nothing makes lower is left, and the others are made so: what is simulated of
-        it may be more than it takes.
+        A moment that no plan lowers is left, and the others are lowered: it may take less than is
+        simulated.
         free : seconds do not count; since : only calls from this one on take other plans
         """
         choice, rejected = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
@@ -201,12 +204,12 @@ class Choices:
             if worth[call, plan] <= 0:
                 stuck[moment] = True
                 continue
-            # A plan that was left is not taken again, or two moments could take turns for ever.
+            # A plan that was left is not taken again, or two moments could alternate for ever.
             rejected[call, choice[call]] = True
             choice[call] = plan
 
     def _excess(self, choice: Ints, budget_bytes: int) -> list[int]:
-        """Return the peaks above a budget, the highest first: the fewer the better, in order."""
+        """Return the peaks above a budget, the highest first, which is how choices are compared."""
         above: list[int] = np.sort(np.maximum(self.peaks(choice), budget_bytes))[::-1].tolist()
         return above
 
@@ -233,13 +236,13 @@ class Choices:
         return choice
 
     def floor(self) -> int:
-        """Return bytes that no choice of these plans goes below."""
+        """Return a lower bound on the peak of any choice."""
         moments = range(len(self.outside))
         least = (int(self.outside[i] + self.adds(i).min(axis=1).sum()) for i in moments)
         return max(least, default=0)
 
     def bound(self, budget_bytes: int) -> float:
-        """Return seconds that every choice of these plans takes beyond those of the fastest."""
+        """Return a lower bound on the seconds of reruns of any choice within a budget."""
         fastest = np.zeros(len(self.ladders), dtype=np.int64)
         peaks = self.peaks(fastest)
         highest = np.argsort(-peaks)[:_BOUNDED]
@@ -248,7 +251,7 @@ class Choices:
         return max(least, default=0.0)
 
     def _least(self, moment: int, excess: int) -> float:
-        """Return the fewest seconds that give so many bytes back at a moment, by parts of plans."""
+        """Return the fewest seconds that free so many bytes at a moment, by fractions of plans."""
         steps: list[tuple[float, int]] = []
         for row, extra in zip(self.adds(moment), self.extra, strict=True):
             freed, spent = 0, 0.0

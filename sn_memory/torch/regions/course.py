@@ -1,9 +1,9 @@
-"""The calls of one forward pass as they come, held against those that were planned for.
+"""The calls of one forward pass as they come, compared with those that were planned for.
 
-What a step will do is not known ahead: a layer may be left out this time, an expert may be given
-more rows. So each call that is otherwise than expected changes the row of moments that the choice
-was made on, and if the budget would not be kept, the calls that are still to come take leaner
-plans. A pass that had more calls than any before is planned for from the next one on.
+What a step will do is not known ahead: a layer may be skipped this time, an expert may get more
+rows. So each call that differs from the expected one changes the row of moments that the choice was
+made for, and if the budget would not be kept, the calls that are still to come take leaner plans. A
+pass that had more calls than any before is planned for from the next one on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Chosen:
 
     calls : path of the module, and what was traced, in the order in which they come
     choices, choice : their plans and the row of moments; and which of the plans each takes.
-    room_bytes : what a step may hold as it is simulated: the budget, but for what measuring has
-        shown.
+    room_bytes : the largest peak that may be simulated: the budget, corrected by what was measured.
     """
 
     calls: Sequence[tuple[str, TracedCall]]
@@ -43,12 +42,12 @@ class Chosen:
 
     @property
     def plans(self) -> list[RegionPlan]:
-        """What the calls follow."""
+        """The plans that the calls follow."""
         rows = zip(self.calls, self.choice, strict=True)
         return [kind.plans[int(at)] for (_, kind), at in rows]
 
     def outside_bytes(self, kind: TracedCall) -> int:
-        """Return what is held outside of regions more after such a call than before it."""
+        """Return by how much a call of a kind raises what is held outside of regions."""
         timeline = self.choices.timeline
         levels = timeline.outside[timeline.forward]
         increase = np.diff(levels, append=levels[-1:])
@@ -56,7 +55,7 @@ class Chosen:
         return max(0, *increases) if increases else kind.given_bytes
 
     def extended(self, more: Sequence[tuple[int, str, TracedCall]]) -> Chosen:
-        """Return what is chosen for a step with more calls: each after so many of these."""
+        """Return a choice for a step with more calls, each after so many of these."""
         timeline, order = _with_calls(
             self.choices.timeline,
             [(after, self.outside_bytes(kind)) for after, _, kind in more],
@@ -68,12 +67,13 @@ class Chosen:
 
 
 def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeline, list[int]]:
-    """Return a timeline with more calls, and the order of all: those that were, then these.
+    """Return a timeline with more calls, and the order of all calls, numbered as known, then more.
 
     more : per call after how many it comes, and what it holds outside until its backward pass
     """
     known = len(line.forward)
     outside = line.outside.tolist()
+    # Which pass of which call a moment is: places move as moments are inserted, tags do not.
     tags: list[tuple[str, int] | None] = [None] * len(outside)
     for call in range(known):
         tags[line.forward[call]] = ("forward", call)
@@ -81,7 +81,7 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
             tags[line.backward[call]] = ("backward", call)
     before: dict[int, int] = {}
     for number, (after, extra) in enumerate(more):
-        # Behind the call it came after, and in the backward pass ahead of that.
+        # After its predecessor in the forward pass, and so before it in the backward pass.
         anchor = before.get(after, after - 1)
         before[after] = known + number
         begin = tags.index(("forward", anchor)) + 1 if anchor >= 0 else 0
@@ -108,21 +108,22 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
 
 
 class Course:
-    """One forward pass.
+    """One forward pass, and the plans that were chosen for it.
 
     leaner : whether calls took leaner plans than were chosen
-    more : calls that were not expected: after how many that were, the path, and what was traced.
+    more : calls that were not expected: after how many expected ones, the path, what was traced.
     """
 
-    def __init__(self, chosen: Chosen | None) -> None:
+    def __init__(self, chosen: Chosen) -> None:
         self._chosen = chosen
         self._seen: Counter[str] = Counter()
         self._at = 0
-        # Changed from the first call on that is otherwise than expected.
-        self._choices = chosen.choices if chosen else None
-        self._choice: Ints | None = chosen.choice if chosen else None
-        # Bytes that calls were given, and those expected are given; how much of that counts by now.
+        # Replaced by copies at the first call that differs from the expected one.
+        self._choices, self._choice = chosen.choices, chosen.choice
+        # Bytes of the inputs of calls so far and of those expected, and the part of their quotient
+        # that later calls are scaled by already. From 1, as inputs may have no bytes.
         self._received, self._expected, self._scale = 1, 1, 1.0
+        # Of a call of another kind, which of its plans each column of the tables stands for.
         self._columns: dict[int, list[int]] = {}
         self.leaner = False
         self.more: list[tuple[int, str, TracedCall]] = []
@@ -132,11 +133,11 @@ class Course:
         number = self._seen[path]
         self._seen[path] += 1
         chosen = self._chosen
-        if chosen is None:
-            return kind.leanest
         at = chosen.places.get((path, number), -1)
+        # One call more of this module than expected, or one in another order.
         if at < self._at:
             return self._unexpected(path, kind)
+        # Those expected before it did not come.
         if at > self._at:
             self._own().leave_out(range(self._at, at))
         self._at = at + 1
@@ -146,7 +147,6 @@ class Course:
         if kind is not expected:
             self._replace(at, kind, expected)
         self._keep_budget(at)
-        assert self._choice is not None
         column = int(self._choice[at])
         if at in self._columns:
             return self._columns[at][column]
@@ -154,25 +154,23 @@ class Course:
 
     @property
     def above(self) -> bool:
-        """Whether the budget is not kept, as far as can be told."""
-        if self._chosen is None or self._choices is self._chosen.choices:
+        """Whether the simulated peak is above the budget."""
+        if self._choices is self._chosen.choices:
             return False
-        assert self._choices is not None
-        assert self._choice is not None
         return self._choices.peak(self._choice) > self._chosen.room_bytes
 
     def _own(self) -> Choices:
-        assert self._chosen is not None
-        assert self._choices is not None
+        """Return the choices of this pass, which it may change."""
         if self._choices is self._chosen.choices:
             self._choices, self._choice = self._choices.copied(), self._chosen.choice.copy()
         return self._choices
 
     def _replace(self, at: int, kind: TracedCall, expected: TracedCall) -> None:
-        """Count with another kind than was expected; what comes is as much larger as what came."""
+        """Count a call of another kind; later calls are expected to grow as those so far did."""
         choices = self._own()
-        assert self._choice is not None
+        # Of plans of the other kind, the one that keeps as much for each byte of its inputs.
         wanted_bytes = choices.kept[at, self._choice[at]] * kind.given_bytes
+        # The tables have as many columns as the longest expected ladder: a longer one is thinned.
         count, wide = len(kind.plans), choices.kept.shape[1]
         fits = count <= wide
         places = [*range(count)] if fits else [*np.linspace(0, count - 1, wide).astype(int)]
@@ -186,9 +184,8 @@ class Course:
         self._scale = scale
 
     def _unexpected(self, path: str, kind: TracedCall) -> int:
+        """Return the plan of a call that was not expected: the fastest that the budget allows."""
         chosen, choices = self._chosen, self._own()
-        assert chosen is not None
-        assert self._choice is not None
         self.more.append((self._at, path, kind))
         timeline = choices.timeline
         now = int(timeline.forward[self._at - 1]) + 1 if self._at else 0
@@ -208,14 +205,7 @@ class Course:
 
     def _keep_budget(self, since: int) -> None:
         """Let the calls from one on take leaner plans if the budget would not be kept."""
-        chosen, choices = self._chosen, self._choices
-        assert chosen is not None
-        assert choices is not None
-        assert self._choice is not None
-        # Nothing was otherwise so far.
-        if choices is chosen.choices:
-            return
-        if choices.peak(self._choice) > chosen.room_bytes:
-            leaner = choices.leaner(self._choice, chosen.room_bytes, since=since)
+        if self.above:
+            leaner = self._choices.leaner(self._choice, self._chosen.room_bytes, since=since)
             self.leaner |= bool((leaner != self._choice).any())
             self._choice = leaner

@@ -1,7 +1,7 @@
-"""Regions found and a step observed: passes of the model on a sample, which leave no mark.
+"""How regions are found and a step is observed: passes of the model on a sample.
 
-The model runs once, and each module that is called is offered to the tracer with what it was given:
-from the outside in, until one traces whole. What is refused says why, and that is a break.
+The model runs once, and each module that is called is offered to the tracer with its arguments:
+from the outside in, until one traces whole. A refusal says why, and that is a break.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..eager.replay import overwritten
 from ..errors import TraceError, first_line
 from ..model.guards import OF_TORCH, recorded_reads
 from ..model.modes import Forwards
-from ..model.signature import Arguments
+from ..model.signature import Arguments, call_layout
 from ..model.snapshot import version_of
 from ..trace.record import Layouts
 from ..trace.trace import Trace
@@ -36,21 +36,20 @@ from .region import (
     Region,
     TracedCall,
     as_written,
-    call_layout,
     given_bytes,
     structure,
     traced_call,
     wants_gradient,
 )
 
-# Modules of which so many kinds of calls were refused are not tried again: each is told apart by
-# the forms of what it is given, and an attempt runs a part of it under fake tensors.
+# After so many refused kinds of calls a module is not tried again: a kind is a form of its
+# arguments, and each attempt runs a part of the module under fake tensors.
 _REFUSALS = 8
 
 
 @dataclass
 class Survey:
-    """What passes of a model found: its regions.
+    """The regions that passes of a model have found.
 
     regions : by path
     refused : per path that is no region, why
@@ -63,7 +62,7 @@ class Survey:
 
     @property
     def kept_bytes(self) -> int:
-        """What the calls of the last pass keep where nothing runs again."""
+        """What the calls of the last pass keep if nothing runs again."""
         return sum(kind.plans[0].kept_bytes for _, kind in self.calls)
 
 
@@ -72,7 +71,7 @@ class Finder:
 
     model : the plain model
     layouts, arriving, shared : how kernels were seen to lay results out; per path, how gradients
-        were seen to come; the structures of which others are given what they are given.
+        were seen to be laid out; structures of modules whose inputs others were seen to have.
     profile, device : as in `trace`
     """
 
@@ -91,17 +90,17 @@ class Finder:
         self._profile, self._device = profile, device
         self.survey = Survey()
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
-        # Per structure, and how gradients come or the path of the only one.
+        # By structure, and by layouts of gradients or the path of a module that shares nothing.
         self._alike: dict[tuple[Hashable, str | tuple[Any, ...]], Alike] = {}
         # Why modules of a structure were refused, and how often.
         self._why: dict[Hashable, list[str]] = {}
         self._inside = False
-        # Tensors that regions were given or handed out are not to be changed in place after.
+        # Inputs and outputs of regions, which must not be changed in place after the call.
         self._borders: list[tuple[str, torch.Tensor, int]] = []
         self._forwards = Forwards({})
 
     def look(self, arguments: Arguments) -> Survey:
-        """Run the model; regions that were found by earlier passes stay."""
+        """Run the model; regions that earlier passes found stay."""
         self.survey.calls.clear()
         self._borders.clear()
         args, kwargs = arguments
@@ -126,10 +125,10 @@ class Finder:
         self.survey.calls = [call for call in self.survey.calls if call[0] != path]
 
     def siblings(self) -> None:
-        """Let modules that no pass called be regions if those that are alike are."""
+        """Add regions for modules that no pass called, if modules that are alike have some."""
         called = {*self.survey.regions, *self.survey.refused}
         inside = tuple(f"{path}." for path in called)
-        # How their gradients would come is not known: as those of the first that is alike.
+        # How their gradients will be laid out is not known: as with the first that is alike.
         first: dict[Hashable, tuple[Alike, Arriving]] = {}
         for (form, arriving), alike in self._alike.items():
             if alike.kinds and not isinstance(arriving, str):
@@ -152,7 +151,7 @@ class Finder:
             self.survey.calls.append((path, traced))
             self._inside = True
             try:
-                # Nothing goes back through this pass.
+                # No backward pass follows, so what autograd saves is dropped.
                 with saved_tensors_hooks(lambda _: None, _no_backward):
                     returned = original(*args, **kwargs)
             finally:
@@ -165,7 +164,7 @@ class Finder:
     def _at_border(self, path: str, tree: Any) -> None:
         for tensor in tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
-                # Without its memory: what is left is the count of its versions.
+                # Without its memory, but with its version counter, which both share.
                 shadow = tensor.detach()
                 shadow.data = shadow.new_empty(0)
                 self._borders.append((path, shadow, version_of(tensor)))
@@ -210,7 +209,7 @@ class Finder:
             self._refuse(path, f"{type(error).__name__}: {first_line(error)}")
             return None
         if traced.captured.recording.constants or _own_tensors(module):
-            # What belongs to nobody is this module's alone.
+            # Constants of the trace, and tensors in attributes, belong to this module alone.
             region = Region(path, self._alike.setdefault((key, path), Alike()), region.arriving)
         graph = traced.graph
         plans = [
@@ -223,7 +222,7 @@ class Finder:
         return kind
 
     def _traced(self, module: torch.nn.Module, arguments: Arguments, **settings: Any) -> Trace:
-        """Trace a call; refuse one that reads what lies in other modules, as a hook may."""
+        """Trace a call; refuse one that reads attributes of modules outside, as a hook may."""
         with recorded_reads(self._model) as reads:
             traced = traced_call(module, arguments, **settings)
         inside = {*module.modules()}
@@ -259,16 +258,16 @@ def _no_backward(_: Any) -> Any:
 
 
 def breaks(survey: Survey, saved: Callable[[str], int], model_reason: str) -> tuple[Break, ...]:
-    """Return what is no region and holds some, or is a leaf that was refused; the largest first.
+    """Return the modules that are no regions and save something outside of these, largest first.
 
-    saved : returns what a module saves for the backward pass, by its path
+    saved : returns the bytes that a module saves for the backward pass, by its path
     model_reason : why the model itself cannot be traced
     """
     why = ({"": model_reason} if model_reason else {}) | survey.refused
     by_reason: dict[str, Break] = {}
     for path, text in why.items():
         inside = [inner for inner in why if inner != path and _within(inner, path)]
-        # The innermost that was refused for a reason is where the break is.
+        # A refusal is repeated by all modules around: the break is in the innermost.
         if any(why[inner] == text for inner in inside):
             continue
         direct = [inner for inner in (*survey.regions, *inside) if _within(inner, path)]
@@ -279,7 +278,7 @@ def breaks(survey: Survey, saved: Callable[[str], int], model_reason: str) -> tu
             by_reason[text] = Break(path, text, kept_bytes)
         else:
             by_reason[text] = Break(known.module, text, known.kept_bytes + kept_bytes)
-    # What keeps nothing costs nothing.
+    # A break that keeps nothing costs nothing; the model's own says why there are regions at all.
     costly = [one for one in by_reason.values() if one.kept_bytes or not one.module]
     return tuple(sorted(costly, key=lambda one: -one.kept_bytes))
 
@@ -289,10 +288,13 @@ def _within(path: str, other: str) -> bool:
 
 
 class StepObserver:
-    """Notes what is held outside of regions at each moment of a step that is measured."""
+    """Notes what is held outside of regions at each moment of a step that is measured.
+
+    look : an op, after which the tracker calls `heard`
+    gradients : returns the bytes of the parameters' gradients now
+    """
 
     def __init__(self, look: Callable[[], object], gradients: Callable[[], int]) -> None:
-        # What makes the tracker tell how much is live now; bytes of gradients that are there.
         self._look, self._gradients_now = look, gradients
         self._gradients: list[int] = []
         self._live = self._most = 0
@@ -308,7 +310,7 @@ class StepObserver:
         self.shared: set[str] = set()
 
     def heard(self, live_bytes: int) -> None:
-        """Take note of what is live."""
+        """Note the live bytes after an op."""
         self._live = live_bytes
         if not self._running:
             self._most = max(self._most, live_bytes)
@@ -320,7 +322,7 @@ class StepObserver:
         return len(self.calls) - 1
 
     def ended(self, call: int, outputs: Sequence[torch.Tensor], sections: int) -> None:
-        """Note that it has ended, and wait for its backward pass."""
+        """Note that it has ended, and hook its backward pass."""
         self._waiting_bytes += self._kept(call)
         self._leave()
         if not outputs:
@@ -328,14 +330,14 @@ class StepObserver:
         first: Any = outputs[0].grad_fn
         last = first
         for _ in range(sections - 1):
-            # The token of the section that follows is the last input.
+            # The last input of a section is the token of the section that follows it.
             last = last.next_functions[-1][0]
         self._last[call] = last
         first.register_prehook(lambda gradients: self._begins_back(call, gradients))
         last.register_hook(lambda *_: self._ended_back(call))
 
     def returned(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Note the calls whose inputs others are given as well; the forward pass has ended."""
+        """Note the calls whose inputs other nodes have as well, once the forward pass has ended."""
         edges: Counter[tuple[Any, int]] = Counter()
         waiting = [output.grad_fn for output in outputs]
         seen = {*waiting}
@@ -348,7 +350,7 @@ class StepObserver:
             waiting += new
         for call, last in self._last.items():
             edge_counts = Counter(edge for edge in last.next_functions if edge[0] is not None)
-            # One that keeps a parameter is no input.
+            # A node with `variable` accumulates the gradient of a parameter, which is no input.
             if any(
                 edges[edge] > count and not hasattr(edge[0], "variable")
                 for edge, count in edge_counts.items()
@@ -360,7 +362,7 @@ class StepObserver:
         if call in self._backward:
             return
         self._backward[call] = moment = self._enter()
-        # The region counts them itself, and takes those as they are that lie as was traced.
+        # The region's plan counts those that are laid out as traced, which it does not copy.
         planned = self.calls[call][1].traced.captured.output_gradients
         self._outside[moment] -= sum(
             gradient.nbytes
@@ -404,6 +406,6 @@ class StepObserver:
             np.array(outside, dtype=np.int64),
             np.array(self._forward, dtype=np.int64),
             np.array([self._backward.get(i, count) for i in range(len(self.calls))], np.int64),
-            # Of the last moment what was there before it: it is counted beside new ones then.
+            # In the last moment new gradients are counted beside those there were before it.
             np.array([*self._gradients, *self._gradients[-1:]], dtype=np.int64),
         )

@@ -1,9 +1,9 @@
-"""The plans that a region is offered: from all kept, over the search's frontier, to run again.
+"""The plans that a region may follow, from one that keeps everything to the leanest.
 
-A plan of a whole graph is judged by its peak. What a region leaves lying while other regions run
-counts as much, and the search knows no such thing: so the graph it is given has one more op
-between the passes, which holds so much scratch that a plan within the budget keeps no more than is
-wanted. The op is taken out of the plan again.
+A plan of a whole graph is judged by its peak. What a region keeps while other regions run counts as
+much, and the search knows no such number: so its graph gets one more op between the passes, with so
+much scratch that a plan within the budget keeps no more than is wanted. That op is removed from the
+plan again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..trace.record import View
 from ..trace.trace import Trace
 
 BETWEEN = "between the passes"
-# What is kept, as shares of what is kept where nothing runs again; and the region's own peak, as
-# shares of what it takes then, each with shares of what is kept. Halving: a step of a ladder costs
-# at most twice the bytes that were wanted, and choices of several regions come between the rungs.
+# Targets of the search: what is kept, as shares of what is kept if nothing runs again; and lower
+# peaks, as shares of the peak then, each with shares of what is kept. Halves, as the next plan then
+# frees at most twice what is needed, and combinations of several regions fill the gaps.
 _KEPT = (0.75, 0.5, 0.25, 0.125, 0.0)
 _LOWER = ((0.75, (0.5, 0.0)), (0.5, (0.25, 0.0)), (0.25, (0.0,)))
 
@@ -32,13 +32,13 @@ Searched = Callable[[Graph, int], Plan]
 
 @dataclass(frozen=True, eq=False)
 class RegionPlan:
-    """A plan of a region, and what it takes beside the step around it.
+    """A plan of a region, and what it adds to the step around it.
 
     plan : of the region's graph
-    kept_bytes : what it holds from its forward to its backward pass, beside its inputs
-    forward_bytes, backward_bytes : the most that either pass takes, beside parameters and inputs,
-        what is kept included
-    extra_s : seconds beyond those of the region where nothing runs again
+    kept_bytes : what it holds from its forward to its backward pass, without its inputs
+    forward_bytes, backward_bytes : the most that either pass takes, without parameters and inputs,
+        with what is kept
+    extra_s : seconds beyond those of the region if nothing runs again
     name : what it does, in words
     """
 
@@ -55,15 +55,15 @@ class RegionPlan:
 
 
 def as_part(traced: Trace) -> Trace:
-    """Return the trace of a region: what it hands out is held by those that read it, not by it.
+    """Return the trace of a region, whose outputs are held by those that read them, not by it.
 
-    Results may be let go once they are handed out, and made again for the backward pass.
+    It may free them once they are returned, and compute them again for the backward pass.
     """
     captured, graph = traced.captured, traced.graph
     inputs = captured.recording.roles
     returned = {view.storage for view in captured.outputs if isinstance(view, View)} - set(inputs)
     handed = {name for name, number in traced.named.storage_of.items() if number in returned}
-    # A gradient may lie where an output does, and stays then.
+    # An output that shares its storage with a gradient stays.
     handed -= {storage.name for storage in graph.storages if storage.role == "gradient"}
     storages = tuple(
         replace(storage, keep=False, held=False) if storage.name in handed else storage
@@ -75,7 +75,7 @@ def as_part(traced: Trace) -> Trace:
 
 
 def frontier(graph: Graph, searched: Searched) -> list[RegionPlan]:
-    """Return plans of a region's graph, the fastest first: none is worse than another in all.
+    """Return plans of a region's graph, the fastest first; none is dominated by another.
 
     searched : plans a graph within bytes, or raises BudgetError
     """
@@ -89,7 +89,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
     if not keeps.kept_bytes:
         return
     base, unplanned = graph.base_bytes, unplanned_bytes(graph)
-    # Gradients of its outputs, which the caller makes.
+    # With the gradients of its outputs, which the caller computes.
     sizes = _sizes(graph)
     held_anyway = base + sum(sizes[name] for name in {*graph.ops[graph.op_index[LOSS]].outputs})
     refused_at = keeps.kept_bytes + 1
@@ -98,7 +98,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
         for share in shares:
             kept_bytes = int(share * keeps.kept_bytes)
             scratch = room - held_anyway - kept_bytes
-            # With no scratch it asks for nothing; and no less can be had with less room.
+            # Without scratch the op asks for nothing; and what was refused is refused in less room.
             if scratch <= 0 or kept_bytes >= refused_at:
                 continue
             try:
@@ -111,7 +111,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
 
 
 def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
-    """Return a graph that takes so much more between its passes."""
+    """Return a graph with an op that takes so much scratch between its passes."""
     at = graph.op_index[LOSS] + 1
     between = Op(
         BETWEEN,
@@ -132,7 +132,7 @@ def without_between(plan: Plan) -> Plan:
 
 
 def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
-    """Return a plan with what it takes of this graph; raises PlanError if it is of another."""
+    """Return a plan with its bytes and seconds on a graph; PlanError if it is of another graph."""
     carried = carry_out(graph, plan)
     live, base = carried.live_bytes, graph.base_bytes
     loss = plan.actions.index(("run", LOSS, 0))
@@ -150,7 +150,7 @@ def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
 
 
 def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
-    """Bytes that a plan holds when its outputs are handed out, without their gradients."""
+    """Bytes that a plan holds between the passes, without gradients of the outputs."""
     size, outputs = _sizes(graph), {op.name: op.outputs for op in graph.ops}
     held: set[str] = set()
     for step, (kind, target, _) in enumerate(plan.actions):
@@ -173,7 +173,7 @@ def _resident(graph: Graph) -> set[str]:
 
 
 def inner_bytes(graph: Graph) -> int:
-    """Return what a graph keeps between its passes, beside inputs and what it hands out."""
+    """Return what a graph keeps between its passes, without inputs and outputs."""
     plan = policy("liveness")(graph, budget_bytes=None)
     kept = _kept_bytes(graph, plan, plan.actions.index(("run", LOSS, 0)))
     handed = {*graph.ops[graph.op_index[LOSS]].inputs}
@@ -184,7 +184,7 @@ def inner_bytes(graph: Graph) -> int:
 
 
 def useful(plans: list[RegionPlan]) -> list[RegionPlan]:
-    """Return the plans that are better than each other in something, the fastest first."""
+    """Return the plans that no other dominates, the fastest first."""
     best: list[RegionPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.extra_s, *plan.sizes)):
         if not any(

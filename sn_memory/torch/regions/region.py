@@ -23,16 +23,15 @@ from ..errors import TraceError
 from ..model.guards import GuardCache, Lookup
 from ..model.modes import inside_checkpoint, outside_saved_tensors_hooks, transformed
 from ..model.signature import Arguments, CallLayout, InputSignature, changeable
-from ..model.step import apart, tensors
+from ..model.step import detached, tensors
 from ..trace.record import Layouts, View
 from ..trace.trace import Given, Trace, trace
 from .plans import RegionPlan, as_part, priced, useful
 
-# So many kinds of calls are remembered for modules that are alike: rows of an expert, say.
+# How many kinds of calls are remembered for modules that are alike: an expert, for example, gets
+# another number of rows each time.
 _KINDS = 1024
-
-
-# Per end whose gradient comes otherwise than the output lies, the order of its dimensions.
+# By number of the output, for gradients that are laid out otherwise: the order of dimensions.
 Arriving = dict[int, tuple[int, ...]]
 
 
@@ -43,7 +42,7 @@ class TracedCall:
     traced : the region's step
     call : how its arguments were written
     plans : the fastest first
-    given_bytes : of its inputs
+    given_bytes : bytes of its inputs
     """
 
     traced: Trace
@@ -54,6 +53,7 @@ class TracedCall:
 
     def replay(self, plan: int) -> Replay:
         """Return what runs one of its plans."""
+        # Kept: a Replay checks its first run, and generates code for the next ones.
         if plan not in self._replays:
             self._replays[plan] = Replay(self.traced, self.plans[plan].plan, part=True)
         return self._replays[plan]
@@ -65,7 +65,7 @@ class TracedCall:
 
     @property
     def leanest(self) -> int:
-        """The plan that keeps least between the passes, of those that which takes least."""
+        """The plan that keeps least between the passes; of several, the one that takes least."""
         places = range(len(self.plans))
         return min(places, key=lambda at: (self.plans[at].kept_bytes, max(self.plans[at].sizes)))
 
@@ -74,10 +74,10 @@ class TracedCall:
 class Alike:
     """What modules that are alike share.
 
-    guards : what of a module and its arguments the traces depend on
-    kinds : per call, what was traced; None where that is not worth it.
+    guards : what the traces depend on
+    kinds : per call, what was traced; None for calls that keep too little.
     refused : calls that came while training and could not be traced: they run again as a whole.
-    shares_inputs : whether others were seen to be given what they are given
+    shares_inputs : whether other ops were seen to have the same inputs
     """
 
     guards: GuardCache = field(default_factory=GuardCache)
@@ -87,7 +87,7 @@ class Alike:
 
     @property
     def traced(self) -> list[TracedCall]:
-        """What was traced."""
+        """The calls that may run planned."""
         return [kind for kind in self.kinds.values() if kind is not None]
 
 
@@ -96,8 +96,8 @@ class Region:
 
     path : of the module
     alike : what it shares with others
-    arriving : how gradients of its outputs come, as far as that was seen; of layers that are alike
-        the last one may get them otherwise.
+    arriving : how gradients of its outputs were seen to be laid out, which may differ between
+        layers that are alike.
     """
 
     def __init__(self, path: str, alike: Alike, arriving: Arriving | None = None) -> None:
@@ -108,6 +108,7 @@ class Region:
     def lookup(self, module: torch.nn.Module, arguments: Arguments) -> Lookup:
         """Return the kind of a call, and the tensors that the module has."""
         shared = self.alike.guards
+        # A trace of a module that is alike may have added reads.
         if (
             self._guards.reads is not shared.reads
             or self._guards.value_guards != shared.value_guards
@@ -131,7 +132,7 @@ class Region:
 
 
 def structure(module: torch.nn.Module) -> Hashable:
-    """Return what modules have in common that may share traces: classes, and forms of tensors."""
+    """Return what modules that share traces have in common: classes, and forms of tensors."""
 
     def forms(named: Any) -> tuple[Hashable, ...]:
         return tuple(
@@ -161,7 +162,7 @@ def traced_call(
             "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
             "generating, use_cache=False leaves it out."
         )
-    inputs = Given(*apart(arguments))
+    inputs = Given(*detached(arguments))
     settings: dict[str, Any] = {
         "profile": profile,
         "device": device,
@@ -173,7 +174,7 @@ def traced_call(
     with _disable_current_modes(), outside_saved_tensors_hooks(), torch.enable_grad():
         traced = trace(module, inputs, **settings)
         if not all(traced.captured.ends):
-            # What it returns is no loss to those that go on with it.
+            # A trace takes an output named loss for the only end; here others are used as well.
             ends = (True,) * len(traced.captured.ends)
             traced = trace(module, inputs, ends=ends, **settings)
         if arriving:
@@ -197,14 +198,15 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     strides, step = [0] * len(size), 1
     for dim in reversed(order):
+        # An empty dimension counts as one, as in torch.
         strides[dim], step = step, step * max(1, size[dim])
     return tuple(strides)
 
 
 def _check_border(traced: Trace) -> None:
-    """Refuse a region that hands out memory which others have as well.
+    """Refuse a region that returns memory which others have as well.
 
-    autograd follows in-place changes of views by their base, which lies on the other side.
+    autograd tracks in-place changes of views by their base, which would be outside of the region.
     """
     captured = traced.captured
     views = [view for view in captured.outputs if isinstance(view, View)]
@@ -220,16 +222,17 @@ def _check_border(traced: Trace) -> None:
 
 
 def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list[RegionPlan]:
-    """Return plans of a call that is met at once: those of the call most like it, carried over.
+    """Return plans of a call without a search: those of the call most like it, carried over.
 
-    others : calls of the same modules; size : bytes that it is given
+    others : calls of the same modules; size : bytes of its inputs
     """
     plans = [priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all")]
-    for other in sorted(others, key=lambda call: abs(call.given_bytes - size))[:1]:
-        for plan in other.plans:
+    if others:
+        nearest = min(others, key=lambda call: abs(call.given_bytes - size))
+        for plan in nearest.plans:
             try:
                 plans.append(priced(graph, plan.plan, plan.name))
-            # Other ops: it is of another course of the module.
+            # It has other ops: the module took another branch.
             except PlanError:
                 break
     if len(plans) == 1:
@@ -242,13 +245,8 @@ def given_bytes(arguments: Arguments) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in tensors(arguments)}.values())
 
 
-def call_layout(arguments: Arguments) -> CallLayout:
-    """Return how arguments were written."""
-    return len(arguments[0]), tuple(arguments[1])
-
-
 def wants_gradient(module: torch.nn.Module, arguments: Arguments) -> bool:
-    """Whether a call has a backward pass."""
+    """Whether a call has inputs and a backward pass."""
     inputs = tensors(arguments)
     trained = any(tensor.requires_grad for tensor in module.parameters())
     return bool(inputs) and (trained or any(tensor.requires_grad for tensor in inputs))
@@ -261,10 +259,10 @@ def outputs_of(returned: Any) -> list[torch.Tensor]:
 
 
 def as_written() -> bool:
-    """Whether what is called here runs as it was written: nothing is kept, or others look on."""
+    """Whether a call here runs as it is written: nothing is saved, or others transform it."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return True
-    # A checkpoint of the user's runs what is inside again, and would not see what a plan keeps.
+    # A checkpoint of the user's runs everything inside again, and cannot drop what a plan keeps.
     return inside_checkpoint()
 
 
@@ -274,7 +272,7 @@ class Break:
 
     module : its path; empty for the model.
     why : the op and its line, and what to change
-    kept_bytes : what it saves for the backward pass beside regions inside it
+    kept_bytes : what it saves for the backward pass outside of the regions in it
     """
 
     module: str

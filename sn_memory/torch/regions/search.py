@@ -1,4 +1,4 @@
-"""How a model is planned by regions: found, observed, chosen together, measured."""
+"""How a model is planned by regions: they are found and observed, plans are chosen and measured."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from .plans import RegionPlan, frontier, inner_bytes
 from .region import Arriving, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
 
-# Where what runs depends on random numbers: so many courses are looked at, and a choice is measured
-# on so many of them, those that keep most.
+# If what runs depends on random numbers: how many courses are observed, and on how many of them,
+# those that keep most, a choice is measured.
 _COURSES, _MEASURED = 16, 3
-# Courses that were all alike after so many are one: what was drawn decides nothing.
+# If so many courses keep the same, random numbers decide nothing, and one course is enough.
 _ALIKE = 5
-# How often regions are traced anew with what kernels were seen to do, and a choice made anew with
-# what was measured of it.
+# How often at most regions are traced anew with layouts that were observed, and choices made anew
+# with peaks that were measured.
 _ROUNDS = 8
-# Modules that are alike and keep less than this part of what all keep run as they are written: a
-# node of autograd costs some fifty microseconds.
+# Groups of modules that keep less than this part of what all keep run as they are written: a node
+# of autograd costs some fifty microseconds.
 _WORTH = 1 / 512
-# Searches for a region's plans (`plans.frontier`), and what one may take of the seconds there are:
-# a layer of a transformer, 90 ops, is searched to the end in half a second.
+# Searches for a region's plans (`plans.frontier`), and the most seconds of one: a layer of a
+# transformer, 90 ops, is searched to the end in half a second.
 _SEARCHES = 10
 _ENOUGH_S, _OPS_A_SECOND = 0.5, 100
-# With fewer plans carried over a call is another course of its module, and has a search of its own.
+# If fewer plans can be carried over, the call has other ops, and a search of its own.
 _FEW = 3
-# A choice that is measured so far below the budget is made once more for the room that is left.
+# If a measured choice leaves this part of the budget unused, another is made with that room.
 _UNUSED = 0.02
 
 
@@ -65,9 +65,9 @@ class RegionOptions:
 
     searched : plans a graph within bytes and seconds, or raises BudgetError
     why : why the model is not planned whole
-    safely : for an input that may not fit without a plan: the model's own step is not run, and of
-        the choices that with the smallest peak stays where none keeps the budget.
-    alike : more samples, of the same shapes: what they hold decides what runs.
+    safely : for an input that may not fit without a plan: the model's own step is not run, and if
+        no choice keeps the budget the one with the smallest peak is returned.
+    alike : more samples of the same shapes, whose values may decide what runs
     """
 
     budget: float | str
@@ -82,7 +82,7 @@ class RegionOptions:
 
 
 class Run(NamedTuple):
-    """A step to look at: what the model is given, and a seed for what it draws; None for any."""
+    """A step to observe: the model's arguments, and a seed; None seeds no generator."""
 
     arguments: Arguments
     seed: int | None
@@ -105,17 +105,20 @@ class _Search:
         if not options.why:
             self.options = replace(options, why=_refusal(model, arguments))
         self.probe = Probe(model, arguments)
-        # Per sample its courses, the one that keeps most first; the largest of each leads.
+        # Per sample its courses, the one that keeps most first.
         self.courses = [[Run(sample, None)] for sample in (arguments, *options.alike)]
 
     def step(self) -> RegionStep:
+        # The regions, and the plans that their calls may follow.
         survey, calls = self._surveyed()
         self._plan_kinds(survey, calls)
         step = self._step_of(survey, None)
+        # The step without a plan is measured if it fits; else its peak is simulated, below.
         baseline = self._baseline()
         self.seconds = baseline.seconds if baseline else 0.0
         report_progress("trial", 0, 1)
-        # The sample that needs most where nothing runs again is chosen for, and all are measured.
+        # A choice is made for the sample that needs most where nothing runs again, and measured on
+        # all.
         peak, observer, leanest = max(
             (self._most(step, courses[0]) for courses in self.courses), key=lambda most: most[0]
         )
@@ -130,12 +133,12 @@ class _Search:
             breaks=breaks(survey, self._saved, self.options.why),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
-        # Steps that are measured say nothing.
+        # From here on its steps are the user's, and may warn.
         chosen.warned = set()
         return chosen
 
     def _most(self, step: RegionStep, run: Run) -> tuple[int, StepObserver, Measured]:
-        """Return the peak of a step in which nothing runs again, simulated, and what was seen."""
+        """Return the simulated peak if nothing runs again, and the observed step."""
         observer, leanest = self._observed(step, run)
         ladders = [kind.plans for _, kind, _ in observer.calls]
         choices = Choices(observer.timeline(), ladders)
@@ -175,7 +178,7 @@ class _Search:
                     "no part of the model can be traced whole: "
                     f"{next(iter(survey.refused.values()), 'it has no modules inside')}"
                 )
-            # What will run as it was written hands on gradients as written, too.
+            # Before the step is observed: modules that run as written pass gradients on as written.
             _leave_small(survey, survey.calls)
             new_layouts: Layouts = {}
             run = Run(self.arguments, None)
@@ -206,7 +209,7 @@ class _Search:
     def _courses(
         self, finder: Finder, arguments: Arguments, seeds: Sequence[int | None]
     ) -> list[Run]:
-        """Find what a sample's courses call; return them, the one that keeps most first."""
+        """Find regions in a sample's courses; return these, the one that keeps most first."""
         kept_bytes: dict[int | None, int] = {}
         for course in seeds:
             with self._restored(arguments):
@@ -238,9 +241,9 @@ class _Search:
     def _observed(
         self, step: RegionStep, run: Run, *, counted: bool = True
     ) -> tuple[StepObserver, Measured]:
-        """Run a step in which all calls take their leanest plans; return what was seen.
+        """Run a step in which all calls take their leanest plans; return what was observed.
 
-        counted : whether bytes are looked at, which takes a millisecond an op
+        counted : whether bytes are counted, which takes a millisecond an op
         """
         observer = StepObserver(lambda: torch.empty(0), lambda: gradient_bytes(self.model))
         step.observer = observer
@@ -265,7 +268,7 @@ class _Search:
     def _baseline(self) -> Measured | None:
         """Return the model's own step; None where it may not fit."""
         parameter_bytes = sum(param.nbytes for param in self.model.parameters())
-        # Parameters, their gradients, and what is saved: a little less than the peak.
+        # Parameters, their gradients, and what is saved: a little less than its peak.
         needed_bytes = 2 * parameter_bytes + self.probe.saved_bytes
         if self.options.safely or not enough_memory(needed_bytes, device_of(self.model)):
             return None
@@ -286,7 +289,7 @@ class _Search:
         return replace(measured, results={}, peak_bytes=peak)
 
     def _plan_kinds(self, survey: Survey, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
-        """Make the plans of what was traced; what is not worth it runs as it was written."""
+        """Search plans for what was traced; modules that keep too little run as written."""
         _leave_small(survey, [(path, kind) for path, kind, _ in calls])
         shared = {id(region.alike): region.alike for region in survey.regions.values()}
         groups = [alike.traced for alike in shared.values()]
@@ -296,11 +299,11 @@ class _Search:
             enough_s = max(_ENOUGH_S, len(graph.ops) / _OPS_A_SECOND)
             return self.options.searched(graph, budget_bytes, min(limit_s, enough_s))
 
-        # Graphs that are equal have their plans made once.
+        # Equal graphs are searched once.
         known: dict[Hashable, list[RegionPlan]] = {}
         for index, kinds in enumerate(groups):
             report_progress("search", index, len(groups))
-            # The largest is searched for, and what is like it takes its plans.
+            # The largest call is searched for; calls with the same ops take its plans.
             planned: list[TracedCall] = []
             for kind in sorted(kinds, key=lambda kind: -kind.given_bytes):
                 graph = kind.traced.graph
@@ -313,7 +316,7 @@ class _Search:
 
 
 def _leave_small(survey: Survey, calls: Sequence[tuple[str, TracedCall]]) -> None:
-    """Let modules whose calls keep next to nothing run as they were written."""
+    """Drop regions whose calls keep next to nothing: they run as they are written."""
     shared = {id(region.alike): region.alike for region in survey.regions.values()}
     kept_bytes = dict.fromkeys(shared, 0)
     for path, kind in calls:
@@ -339,7 +342,7 @@ def _refusal(model: torch.nn.Module, arguments: Arguments) -> str:
 
 
 class _Choosing:
-    """Chooses the plans of the calls, and measures what was chosen."""
+    """Chooses plans for the calls, and measures the choices."""
 
     def __init__(
         self,
@@ -355,11 +358,12 @@ class _Choosing:
         self.choices = Choices(self.timeline, [kind.plans for _, kind, _ in calls])
 
     def chosen(self, room_bytes: int) -> RegionStep:
-        """Return a step that follows the choice for so many bytes."""
+        """Return a step that follows the choice for a peak of so many bytes."""
         choice = self.choices.solve(room_bytes)
         calls = [(path, kind) for path, kind, _ in self.calls]
         step = self.step.copied()
-        # More may be simulated than is taken; if what is taken keeps the budget, so much may be.
+        # A step may take less than is simulated: if its measured peak keeps the budget, the
+        # simulated one is allowed.
         room_bytes = max(room_bytes, self.choices.peak(choice))
         step.chosen = Chosen(calls, self.choices, choice, room_bytes)
         step.plan = self._plan(step.chosen)
@@ -367,7 +371,7 @@ class _Choosing:
         return step
 
     def _for_gradients_of(self, step: RegionStep, held_bytes: int) -> RegionStep:
-        """Return a step for gradients that are there: new ones are added to them and go."""
+        """Return a step for parameters with gradients: new ones are added to these and freed."""
         assert step.chosen is not None
         assert self.timeline.gradients is not None
         outside = self.timeline.outside - self.timeline.gradients + held_bytes
@@ -376,7 +380,7 @@ class _Choosing:
         other.choices = Choices(other.timeline, self.choices.ladders)
         adjusted = other.chosen(step.chosen.room_bytes)
         adjusted.plan = replace(adjusted.plan, budget_bytes=step.plan.budget_bytes)
-        adjusted.warned = step.warned
+        adjusted.warned, adjusted.counts_gradients = step.warned, True
         every, callers = step.waiting_bytes
         kept = (sum(c.saved_bytes for c in one.plan.choices) for one in (adjusted, step))
         adjusted.waiting_bytes = every + next(kept) - next(kept), callers
@@ -421,12 +425,12 @@ class _Choosing:
                 best = step
             if excess <= 0 and (-excess < _UNUSED * budget_bytes or not choice.any()):
                 break
-            # What kernels take beside is about the same for the next: so much may be simulated.
-            # Where more is simulated than fits, by whatever choice, the others are to give way.
+            # Measured and simulated peak will differ as much for the next choice: so the room is
+            # corrected by that. If more is simulated than fits whatever is chosen, by the smaller.
             predicted = step.plan.predicted_peak_bytes
             room = (predicted if excess <= 0 else min(room, predicted)) - excess
             if excess > 0 and (room < 0 or attempt == _ROUNDS - 2):
-                room = 0  # all that can be given back, so that an error names the least
+                room = 0  # the leanest choice, so that an error names the smallest peak
         assert best is not None
         if best.plan.peak_bytes > budget_bytes and not self.search.options.safely:
             raise self._refused(best, budget_bytes)
@@ -453,7 +457,7 @@ class _Choosing:
 
     def _plan(self, chosen: Chosen) -> RegionsPlan:
         seconds, timeline = self.plan.baseline_seconds, self.timeline
-        # When the backward pass begins all calls wait.
+        # The moment before the backward pass, when all calls wait for it.
         turn = min(int(timeline.forward.max(initial=0)) + 1, len(timeline.outside) - 1)
         peak = chosen.choices.peak(chosen.choice)
         rows = zip(chosen.calls, chosen.plans, chosen.choice, strict=True)

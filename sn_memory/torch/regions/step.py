@@ -1,9 +1,9 @@
 """A step in which regions run planned, and what lies between them runs as the user wrote it.
 
-The forwards of the regions' modules are replaced for the time of one forward pass. A call takes the
-plan that was chosen for it. Where the step takes another course than the one that was planned for -
-a layer is not left out this time, an expert is given more rows - what is held beyond that is
-counted call by call, and calls take leaner plans as soon as the budget would not be kept.
+The forwards of the regions' modules are replaced during one forward pass. A call takes the plan
+that was chosen for it. Where the step takes another course than planned for - a layer is not
+skipped this time, an expert gets more rows - what is held beyond that is counted call by call, and
+calls take leaner plans as soon as the budget would not be kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...run.unseen import TimeToPlan
 from ..errors import ReplayError
 from ..model.guards import Reads
 from ..model.modes import Forwards, other_layout, warn
-from ..model.signature import Arguments, InputSignature, Name, as_sampled
+from ..model.signature import Arguments, InputSignature, Name, as_sampled, call_layout
 from ..modules.rerun import run_again
 from ..step import Call, MeasuredStep
 from ..trace.op_seconds import while_training
@@ -36,7 +36,6 @@ from .region import (
     Region,
     TracedCall,
     as_written,
-    call_layout,
     given_bytes,
     order_of,
     outputs_of,
@@ -68,14 +67,14 @@ class RegionsPlan(MeasuredPlan):
         reruns.
     baseline_peak_bytes : simulated where the step without the plan was not run
     predicted_peak_bytes : simulated
-    lower_bound_seconds : no choice of these plans that keeps the budget is faster on the calls that
-        were seen
+    lower_bound_seconds : of any choice of these plans within the budget, for the calls that were
+        seen
     breaks : what is no region, and why
     outside_bytes : what is held outside of regions when the backward pass begins, parameters
         included
-    leaner_steps, over_steps : steps of another course in which calls took leaner plans; those for
-        which that was not enough.
-    notes : what people should know of it
+    leaner_steps, over_steps : steps of another course in which calls took leaner plans; those of
+        them that were above the budget nevertheless.
+    notes : what users should know of it
     """
 
     predicted_peak_bytes: int = 0
@@ -88,7 +87,7 @@ class RegionsPlan(MeasuredPlan):
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound it is, as a fraction of the bound."""
+        """How far its seconds are above the lower bound, as a fraction of that."""
         bound = self.lower_bound_seconds
         return max(0.0, self.seconds / bound - 1) if bound > 0 else 0.0
 
@@ -125,7 +124,7 @@ class RegionsPlan(MeasuredPlan):
 
 
 class Observer(Protocol):
-    """Who is told of the calls while a step is measured."""
+    """What is called at each call of a region while a step is measured; see StepObserver."""
 
     def begins(self, path: str, kind: TracedCall, plan: int) -> int: ...
     def ended(self, call: int, outputs: Sequence[torch.Tensor], sections: int) -> None: ...
@@ -143,6 +142,8 @@ class RegionStep(MeasuredStep):
     backend = "regions"
     hidden_from_hooks = "do not see what its regions keep for the backward pass within the budget"
     plan: RegionsPlan
+    # Returns a step for parameters that have gradients of so many bytes when it begins.
+    with_gradients: Callable[[int], RegionStep]
 
     def __init__(
         self,
@@ -155,20 +156,18 @@ class RegionStep(MeasuredStep):
         super().__init__()
         self.regions, self.reads, self.sets = regions, reads, sets
         self.resident_bytes = resident_bytes
-        # Of the plain class: the planned model's own would come back here.
+        # Of the plain class: the planned model's own forward calls this step.
         self._forward = type(model).forward
         # The plans of the calls; without, all take their leanest.
         self.chosen: Chosen | None = None
         self.observer: Observer | None = None
         self.time = TimeToPlan()
-        # What a warning was given of; nothing is said while steps are measured.
+        # "measured" suppresses warnings while steps are measured.
         self.warned = {"measured"}
-        # Makes the step that runs where gradients of so many bytes are there.
-        self.with_gradients: Callable[[int], RegionStep] | None = None
 
     @property
     def known(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """Tensors that traces hold and that belong to nobody."""
+        """Constants of the traces: tensors that no module holds."""
         kinds = {id(kind): kind for region in self.regions.values() for kind in region.alike.traced}
         return [
             tensor
@@ -176,22 +175,16 @@ class RegionStep(MeasuredStep):
             for tensor in kind.traced.captured.recording.constants.values()
         ]
 
-    def for_gradients_of(self, held_bytes: int) -> RegionStep:
-        """Return a step for gradients of so many bytes that are there when it begins."""
-        assert self.with_gradients is not None
-        step = self.with_gradients(held_bytes)
-        step.counts_gradients = True
-        return step
-
     def copied(self) -> RegionStep:
-        """Return a step with the same regions, to follow other plans."""
+        """Return a step with the same regions, which may follow other plans."""
         other = copy(self)
+        # Forward passes of this one that wait are not the other's.
         other._passes = WeakSet()
         return other
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with its regions planned."""
-        course = Course(self.chosen)
+        course = None if self.chosen is None else Course(self.chosen)
         forwards = Forwards(
             {
                 module: self._planned(region, module, course, lambda: forwards)
@@ -203,14 +196,14 @@ class RegionStep(MeasuredStep):
             returned = self._forward(model, *args, **kwargs)
         if self.observer is not None:
             self.observer.returned(outputs_of(returned))
-        above = course.above
-        if course.leaner or above:
+        above = course is not None and course.above
+        if course is not None and (course.leaner or above):
             steps = self.plan.leaner_steps + 1
             over = self.plan.over_steps + above
             self.plan = replace(self.plan, leaner_steps=steps, over_steps=over)
-        if above and course.more and self.chosen is not None:
-            # The next step of this course is planned for it from its first call on.
-            self.chosen = self.chosen.extended(course.more)
+            if above and course.more and self.chosen is not None:
+                # Such a course is planned for from its first call on, the next time.
+                self.chosen = self.chosen.extended(course.more)
         self.follow(model, returned)
         return returned
 
@@ -218,24 +211,25 @@ class RegionStep(MeasuredStep):
         self,
         region: Region,
         module: torch.nn.Module,
-        course: Course,
+        course: Course | None,
         forwards: Callable[[], Forwards],
     ) -> Callable[..., Any]:
         original, thread = module.forward, threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Another thread has the module too, and a pass of its own.
+            # Another thread that calls the module has a pass of its own.
             if threading.get_ident() != thread or as_written():
                 return original(*args, **kwargs)
             traced = self._kind(region, module, (args, kwargs), forwards)
             if not isinstance(traced, tuple):
-                course.leaner |= traced is not None
+                if course is not None:
+                    course.leaner |= traced is not None
                 return (original if traced is None else traced)(*args, **kwargs)
             kind, call = traced
-            plan = course.plan(region.path, kind)
+            plan = kind.leanest if course is None else course.plan(region.path, kind)
             args, kwargs = as_sampled(module, kind.call, (args, kwargs))
             replay = kind.replay(plan)
-            # Unless a trial notes it, what a kernel lays out otherwise is put right.
+            # Filled with results that a kernel lays out otherwise, which are copied in this pass.
             replay.layouts = {} if self.layouts is None else self.layouts
             if self.observer is None:
                 return replay.run(module, args, kwargs, call)
@@ -253,7 +247,7 @@ class RegionStep(MeasuredStep):
         arguments: Arguments,
         forwards: Callable[[], Forwards],
     ) -> tuple[TracedCall, Call] | Callable[..., Any] | None:
-        """Return what was traced for a call; else what runs it; None where it runs as written."""
+        """Return what was traced for a call; else a forward for it; None if it runs as written."""
         if not wants_gradient(module, arguments):
             return None
         signature, parameters, buffers = region.lookup(module, arguments)
@@ -277,8 +271,9 @@ class RegionStep(MeasuredStep):
         arguments: Arguments,
         signature: InputSignature,
     ) -> None:
-        """Trace a call that is met for the first time."""
+        """Trace a call that comes for the first time."""
         others = region.alike.traced
+        # Without time it runs again as a whole, and is traced once there is some.
         if signature in region.alike.refused or not self.time.left():
             return
         device = others[0].traced.graph.device
@@ -299,7 +294,7 @@ class RegionStep(MeasuredStep):
                 traced, call_layout(arguments), plans_at_once(traced.graph, others, size), size
             )
             region.add(module, arguments, signature, kind)
-        # Whatever it is, the call runs again as a whole.
+        # Whatever it is, the module runs again as a whole in such calls.
         except Exception:  # noqa: BLE001
             region.alike.refused.add(signature)
         finally:
@@ -307,7 +302,7 @@ class RegionStep(MeasuredStep):
 
 
 class _FirstOnly:
-    """What a region computes beside its first derivatives: nothing."""
+    """The further derivatives of a region, of which there are none; see PlainStep."""
 
     def __init__(self, region: Region, kind: TracedCall, warned: set[str]) -> None:
         self._region, self._kind, self._warned = region, kind, warned
@@ -316,14 +311,14 @@ class _FirstOnly:
         return
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:
-        """Note how the gradient of an output comes, and say it once while training."""
+        """Note how the gradient of an output is laid out, and warn of it once in training."""
         text = other_layout(gradient, planned.stride)
         if not text:
             return
         place = self._kind.traced.captured.output_gradients.index(planned)
         order = order_of(gradient)
         if order is not None:
-            # What is traced from now on is traced so.
+            # Later traces of this region expect it so.
             self._region.arriving.setdefault(place, order)
         if "measured" not in self._warned and "layout" not in self._warned:
             self._warned.add("layout")

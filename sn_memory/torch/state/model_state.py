@@ -25,7 +25,7 @@ from ..host.buffers import HostState, PinnedState, StateBuffers
 from ..host.copies import Wait
 from ..model.results import ends_of, tensors_of
 from ..model.signature import Arguments
-from ..model.step import apart, device_of, restore_rng_state, tensors
+from ..model.step import detached, device_of, restore_rng_state, tensors
 from ..target.accelerator import OnDeviceMode, has_streams, is_apart
 from ..trace.record import Layouts
 from ..trace.to_graph import GraphBinding
@@ -341,7 +341,7 @@ class ModelState:
         )[0]
 
     def _dry_run(self, step: Replay, model: torch.nn.Module, arguments: Arguments) -> None:
-        args, kwargs = apart(arguments)
+        args, kwargs = detached(arguments)
         # A forward pass writes statistics and counters, also where nothing is updated.
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
