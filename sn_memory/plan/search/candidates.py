@@ -165,7 +165,7 @@ class Archive:
 
     def equipped(self, item: Candidate, budget_bytes: int) -> Candidate:
         """Return a candidate with the fastest way for each op that the budget leaves room for."""
-        # By id: all candidates stay, so that none leaves its id to another.
+        # By id, which is unique as long as all candidates stay: those in the archive do.
         key = (id(item), budget_bytes)
         if key not in self.with_ways:
             schedule = equip(self.shape, item.schedule, budget_bytes)
