@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from ..graph.graph import Ints, Ints32
 from ..graph.liveness import Holes, most_together
@@ -101,11 +102,13 @@ def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedul
     live = schedule.live_bytes.copy()
     for run, op in enumerate(schedule.ops):
         way = 0
+        # Where there is one way it is in `live` already.
         if len(spaces[op]) > 1:
             without = int(live[run]) - holes.workspace[op]
             room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
             fits = [index for index, space in enumerate(spaces[op]) if space <= room]
             least = min(range(len(spaces[op])), key=lambda index: spaces[op][index])
+            # Of equally fast ways the one with the smaller workspace.
             costs = list(zip(seconds[op], spaces[op], strict=True))
             way = min(fits, key=costs.__getitem__, default=least)
             live[run] = without + spaces[op][way]
@@ -129,15 +132,13 @@ def windows(
 
     holes : the holes of a graph
     moved : the holes that are spent on the host, each with the copies that ops wait for
-    needed : gives holes an earlier op than their end by which they must be back, for rebuilds
+    needed : per hole that a rebuild needs back before it ends, the op by which that is
     """
     device = holes.graph.device
     if not device.can_offload:
         return {}
-    ends, clock = [], 0.0
-    for seconds in holes.seconds:
-        clock += seconds
-        ends.append(clock)
+    ends = list(accumulate(holes.seconds))
+    clock = ends[-1] if ends else 0.0
     starts = [end - seconds for end, seconds in zip(ends, holes.seconds, strict=True)]
     ending = {
         hole: min(holes.end[hole], (needed or {}).get(hole, holes.end[hole])) for hole in moved
@@ -154,11 +155,13 @@ def windows(
             out[hole] = holes.start[hole]
             late = lane - left
         else:
+            # The first op that ends when the copy has; `ends` count no waits, so `late` goes off.
             place = bisect_left(ends, lane - late, lo=holes.start[hole])
-            # So that an op may run before it is needed.
+            # One op at least has to lie between giving the memory back and taking it again.
             out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
-    # The same from the end backwards: by how much the ops are put forward.
+    # The same from the end backwards, so that each copy back is as late as those after it allow;
+    # by how much the ops before them have to be earlier.
     lane, early = float("inf"), 0.0
     for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
         copy = device.to_device_s(holes.bytes[holes.storage[hole]])
@@ -190,8 +193,9 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     clock = down = up = 0.0
     copied: dict[int, float] = {}
     ready: dict[int, float] = {}
-    reads, seconds = holes.graph.arrays.reads, seconds_of_runs(holes, schedule)
+    reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
     for run, op in enumerate(schedule.ops):
+        # In the order of the actions: copies back, the run, copies out, and what is given back.
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
             up = device.to_device_s(sizes[storage], begin)
@@ -199,7 +203,8 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        clock += seconds[run]
+        # Without ways each op runs as the holes are priced: see `lean` of `liveness.holes`.
+        clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
             down = device.to_host_s(sizes[storage], begin)
@@ -207,14 +212,6 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         for storage in free.get(run, ()):
             clock = max(clock, copied[storage])
     return max([clock, *ready.values()])
-
-
-def seconds_of_runs(holes: Holes, schedule: Schedule) -> list[float]:
-    """Return the seconds of each run of a schedule, in the way it is carried out."""
-    if not schedule.ways:
-        return [holes.seconds[op] for op in schedule.ops]
-    options = holes.graph.arrays.seconds
-    return [options[op][way] for op, way in zip(schedule.ops, schedule.ways, strict=True)]
 
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:

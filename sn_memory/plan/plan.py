@@ -1,8 +1,8 @@
 """The plan: what to do, action by action, and what that will cost. Data only; JSON in and out.
 
 A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
-So a plan *is* its actions: run, free, offload, prefetch, in order. The
-decisions beside them say why, for people and for back ends that only take hints.
+So a plan *is* its actions, in order: run, free, offload, prefetch. The decisions listed with them
+say why, for people and for back ends that only take hints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import PlanError
@@ -35,6 +35,7 @@ DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
 def check_techniques(techniques: Sequence[str]) -> None:
     """Raise PlanError for a technique that no plan has."""
     for technique in techniques:
+        # Plans had it once (decision 78), so people still pass it.
         if technique == "compress":
             raise PlanError(
                 "got technique 'compress': plans keep, recompute and offload whole storages. To "
@@ -49,7 +50,7 @@ def check_techniques(techniques: Sequence[str]) -> None:
 
 
 class Action(NamedTuple):
-    """One entry of a plan: `run` an op in one of its ways, or do one of the others to a storage.
+    """One entry of a plan: `run` an op in one of its ways, or act on a storage.
 
     run       allocate the outputs that are absent, hold the workspace, compute
     free      give the storage's device memory back
@@ -158,6 +159,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How far above the lower bound the plan is, as a fraction of the bound; 0 is optimal."""
+        # A step of no seconds meets a bound of 0; any other is infinitely far above it.
         if self.lower_bound_seconds <= 0:
             return 0.0 if self.seconds <= 0 else float("inf")
         return max(0.0, self.seconds / self.lower_bound_seconds - 1)
@@ -212,7 +214,7 @@ class BudgetError(RuntimeError):
     module
         The path of the module that `op` belongs to; empty where its name does not tell.
     percent
-        The budget of fewest whole percent of the unplanned peak that can be had; None where that
+        The smallest budget that can be kept in whole percent of the unplanned peak; None where that
         peak is not known, or nothing is saved.
     """
 
@@ -239,8 +241,8 @@ class BudgetError(RuntimeError):
 
 
 def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
-    """Return the fewest whole percent of a peak that keep another; None where it is no smaller."""
-    # Rounded up: a part of a percent less would break the budget.
+    """Return the fewest whole percent of a peak that allow another; None where it is no smaller."""
+    # Rounded up: the percentage below would be a budget that the plan breaks.
     return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
@@ -264,7 +266,7 @@ def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
                 f"actions[{at}][0]: got {show(row[0])}, expected one of {', '.join(KINDS)}."
             )
         way = row[2] if len(row) == 3 else 0
-        # True is an int in Python, but no number of a way.
+        # True is an int in Python, but does not number a way.
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
             raise PlanError(
                 f"actions[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
@@ -293,13 +295,14 @@ def budget_line(budget_bytes: int, peak_bytes: int) -> str:
 
     peak_bytes : the smallest that can be had
     """
-    # No step takes 100 bytes; somebody who asks for that many means percent.
+    # No step takes 100 bytes; whoever asks for that many means percent.
     meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
 
-def _amount(row: Fields, key: str, default: int | None) -> Any:
-    if (value := row.integer(key, default)) is not None and value < 0:
+def _amount(row: Fields, key: str, default: object = MISSING, kind: type = int) -> Any:
+    value = row.integer(key, default) if kind is int else row.number(key, default)
+    if value is not None and value < 0:
         raise row.fail(key, value, "0 or more")
     return value
 
@@ -308,12 +311,7 @@ def _from_data(data: object) -> Plan:
     row = Fields(data, "plan", PlanError)
     if (version := row.text("format")) != FORMAT:
         raise row.fail("format", version, f'"{FORMAT}"')
-    numbers: dict[str, Any] = {
-        key: row.integer(key) if kind is int else row.number(key) for key, kind in _NUMBERS
-    }
-    for key, value in numbers.items():
-        if value < 0:
-            raise row.fail(key, value, "0 or more")
+    numbers = {key: _amount(row, key, kind=kind) for key, kind in _NUMBERS}
     sources = row.mapping("seconds_sources")
     for key, count in sources.items():
         if not is_count(count):

@@ -2,8 +2,8 @@
 
     (graph: Graph, *, budget_bytes: int | None) -> Plan
 
-It may ignore the budget, must not raise where its method simply finds nothing (then it returns
-the plan of least peak it has), and its plans pass `check_plan`.
+A policy may ignore the budget, must not raise where its method finds nothing (then it returns the
+plan of least peak it has), and its plans pass `check_plan`.
 `plan_graph(..., planner="auto")` begins from the choice of `sqrt_n`. Other planners of the
 literature are in `benchmarks/rivals/planners`, which compares with them.
 
@@ -64,7 +64,7 @@ class Origins:
 
 
 def origins(shape: Holes) -> Origins:
-    """Find them all, in time linear in the size of the graph (sorting aside)."""
+    """Return what policies ask of a graph, in time linear in its size (sorting aside)."""
     graph, arrays, chain = shape.graph, shape.graph.arrays, shape.chain
     count, end = len(graph.storages), len(graph.ops)
     forward_op = [op.phase == "forward" for op in graph.ops]
@@ -225,6 +225,7 @@ def _plan(
     origin = origins(holes(graph))
     kept = checkpoints(graph, origin)
     shape, choice = origin.shape, dropping(origin, kept, transient(origin, kept))
+    # Nothing on the host yet: where each rebuild reads what, which windows depend on.
     plain = simulate(shape, choice)
 
     def draft(offloaded: Sequence[int]) -> Plan:
@@ -262,7 +263,7 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
     for storage in sorted(read & set(kept)):
         size = int(graph.arrays.bytes[storage])
         held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
-        # What has no room is passed over, and not the end: a smaller one may still have room.
+        # One that has no room is passed over: a smaller one after it may still have some.
         has_room = room is None or held + size <= room
         if is_conv(graph, chain[storage][0]) and not held_outside and has_room:
             chosen.append(storage)
