@@ -89,6 +89,26 @@ def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> 
     )
 
 
+def write_records(
+    head: Mapping[str, Any],
+    lists: Mapping[str, Iterable[Any]],
+    path: str | os.PathLike[str] | None,
+) -> str:
+    """Return JSON text, one record a line, so that files can be compared by line.
+
+    head, lists : its keys, in this order: of one value each, and of records
+    path : also written to, if given
+    """
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, records in lists.items():
+        body = ",\n".join(map(json.dumps, records))
+        parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
 class Fields:
     """One JSON object being read: each getter checks the type; `done` rejects unknown keys.
 

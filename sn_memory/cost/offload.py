@@ -78,24 +78,16 @@ class Schedule:
         """The last moment at which an op runs again, by op; those that run once are not there."""
         return {op: at for op, at in zip(self.ops, self.at, strict=True) if op != at}
 
-    @cached_property
-    def starts(self) -> dict[int, list[int]]:
-        """Per storage, the runs at which its intervals begin."""
-        runs: dict[int, list[int]] = {}
-        for storage, first, _ in self.intervals.tolist():
-            runs.setdefault(storage, []).append(first)
-        return runs
-
 
 class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller
     """A choice that cannot be carried out: a rebuild would need what cannot be made again."""
 
 
-def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedule:
+def equip(holes: Holes, schedule: Schedule, budget_bytes: int) -> Schedule:
     """Return a schedule with the fastest way that fits for each run, and what follows from it.
 
-    With no budget each run may use any workspace. A run for which nothing fits gets the way with
-    the smallest workspace, and the schedule's peak says so.
+    A run for which nothing fits gets the way with the smallest workspace, and the schedule's peak
+    says so.
     """
     spaces, seconds = holes.graph.arrays.workspace_bytes, holes.graph.arrays.seconds
     ways, total = [], 0.0
@@ -105,7 +97,7 @@ def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedul
         # Where there is one way it is in `live` already.
         if len(spaces[op]) > 1:
             without = int(live[run]) - holes.workspace[op]
-            room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
+            room = budget_bytes - without
             fits = [index for index, space in enumerate(spaces[op]) if space <= room]
             least = min(range(len(spaces[op])), key=lambda index: spaces[op][index])
             # Of equally fast ways the one with the smaller workspace.

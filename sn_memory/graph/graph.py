@@ -7,7 +7,6 @@ as NumPy arrays and plain lists of those numbers.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load
+from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load, write_records
 from .records import (
     ALLOCATORS,
     RESIDENT_ROLES,
@@ -243,10 +242,7 @@ class Graph:
         return graph
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the graph as JSON text, one record a line, so that it can be compared by line.
-
-        path : also written to, if given
-        """
+        """Return the graph as JSON text, one record a line; also write it to `path` if given."""
         head: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -256,15 +252,8 @@ class Graph:
         }
         if self.unplanned_peak_bytes is not None:
             head["unplanned_peak_bytes"] = self.unplanned_peak_bytes
-        parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key, records in (("storages", self.storages), ("ops", self.ops)):
-            body = ",\n".join(json.dumps(data_of(record)) for record in records)
-            parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
-        text = "{\n" + ",\n".join(parts) + "\n}\n"
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        lists = {"storages": map(data_of, self.storages), "ops": map(data_of, self.ops)}
+        return write_records(head, lists, path)
 
 
 def _records(kind: type[T], row: Fields, key: str) -> list[T]:
@@ -292,17 +281,15 @@ def _numbered(graph: Graph) -> Arrays:
     for at, op in enumerate(graph.ops):
         where = f"ops[{at}] ({op.name})"
         check_op(op, where)
-        inputs, made_storages = (
-            numbered(op.inputs, f"{where}.inputs"),
-            numbered(op.outputs, f"{where}.outputs"),
-        )
+        inputs = numbered(op.inputs, f"{where}.inputs")
+        created = numbered(op.outputs, f"{where}.outputs")
         changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
         freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
         for number in (*needed, *freed):
             name = storages[number].name
             # An op may release what it makes itself.
-            own = number in freed and number in made_storages
+            own = number in freed and number in created
             if producer[number] < 0 and not storages[number].resident and not own:
                 raise GraphError(
                     f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
@@ -316,7 +303,7 @@ def _numbered(graph: Graph) -> Arrays:
         reads.append(needed)
         # Before its own writes are counted: an op reads the version that it then replaces.
         version.append(tuple(written[number] for number in needed))
-        for number in made_storages:
+        for number in created:
             name, role = storages[number].name, storages[number].role
             if storages[number].resident:
                 raise GraphError(
@@ -341,12 +328,12 @@ def _numbered(graph: Graph) -> Arrays:
                     "it cannot be released."
                 )
             released[number] = at
-        outputs.append(made_storages)
+        outputs.append(created)
         writes.append(changed)
         releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
         # As they are, not as the allocator rounds them: padding is not moved.
-        traffic = sum(storages[number].bytes for number in (*needed, *made_storages))
+        traffic = sum(storages[number].bytes for number in (*needed, *created))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
         source.append(origin)

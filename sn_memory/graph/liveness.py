@@ -202,13 +202,6 @@ class Holes:
         """Whether a storage could spend this hole on the host."""
         return self.is_free(hole) and not self.held[self.storage[hole]]
 
-    def main(self, storage: int) -> int:
-        """The longest hole between two uses; the last hole where there is only one use."""
-        inner = self.of(storage)[:-1]
-        if not inner:
-            return self.first[storage + 1] - 1
-        return max(inner, key=lambda hole: self.end[hole] - self.start[hole])
-
 
 def holes(graph: Graph, *, lean: bool = False) -> Holes:
     """List the holes of a graph.

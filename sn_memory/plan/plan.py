@@ -7,10 +7,9 @@ say why, for people and for back ends that only take hints.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import PlanError
@@ -24,6 +23,7 @@ from ..base.sizes import (
     seconds_line,
     show,
     show_bytes,
+    write_records,
 )
 
 FORMAT: Final = "sn_memory.plan.v1"
@@ -187,12 +187,12 @@ class Plan:
         return _from_data(load(source, PlanError, "plan"))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the plan as JSON text; also write it to `path` if given."""
-        text = _to_text(self)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        """Return the plan as JSON text, one record a line; also write it to `path` if given."""
+        lists = {
+            "decisions": map(asdict, self.decisions),
+            "actions": (action if action.way else action[:2] for action in self.actions),
+        }
+        return write_records(_head(self), lists, path)
 
 
 class BudgetError(RuntimeError):
@@ -336,7 +336,8 @@ def _from_data(data: object) -> Plan:
     return plan
 
 
-def _to_text(plan: Plan) -> str:
+def _head(plan: Plan) -> dict[str, Any]:
+    """Return what the file of a plan has in front of its decisions and actions."""
     head: dict[str, Any] = {
         "format": FORMAT,
         "graph_name": plan.graph_name,
@@ -352,16 +353,4 @@ def _to_text(plan: Plan) -> str:
             "allocator": plan.allocator,
             "notes": list(plan.notes),
         }
-    lines = ["{", *(f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items())]
-    decisions = [
-        json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})
-        for item in plan.decisions
-    ]
-    actions = [
-        json.dumps(list(action) if action.way else list(action[:2])) for action in plan.actions
-    ]
-    # One record a line, so that two plans can be compared by line.
-    for key, rows, end in (("decisions", decisions, ","), ("actions", actions, "")):
-        body = ",\n".join(rows)
-        lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')
-    return "\n".join([*lines, "}"]) + "\n"
+    return head

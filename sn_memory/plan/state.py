@@ -183,7 +183,7 @@ def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[i
     """
     if place == "device":
         return 0, unit.scratch_bytes
-    # The gradient was stored when it was complete, and comes back; a parameter that rests there too.
+    # The gradient was stored when it was complete, and comes back; so does a parameter on the host.
     brought = (size if place == "state" else 2 * size) + unit.state_bytes
     return brought if by == "device" else 0, scratch_bytes(unit, by)
 
