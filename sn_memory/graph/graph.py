@@ -283,6 +283,7 @@ def _numbered(graph: Graph) -> Arrays:
         check_op(op, where)
         inputs = numbered(op.inputs, f"{where}.inputs")
         created = numbered(op.outputs, f"{where}.outputs")
+        # Of an alias and its storage, both named, one number is left.
         changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
         freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
@@ -319,6 +320,7 @@ def _numbered(graph: Graph) -> Arrays:
             if number in needed:
                 raise GraphError(f"{where}: {name!r} is both read and made; use writes.")
             producer[number] = at
+        # All that the op names has been checked; from here on later ops see what it did.
         for number in changed:
             written[number] += 1
         for number in freed:
@@ -332,7 +334,7 @@ def _numbered(graph: Graph) -> Arrays:
         writes.append(changed)
         releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
-        # As they are, not as the allocator rounds them: padding is not moved.
+        # Bytes as they are, not as the allocator rounds them: padding is not moved.
         traffic = sum(storages[number].bytes for number in (*needed, *created))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
@@ -411,7 +413,7 @@ def module_of(graph: Graph, op: str) -> str:
 
     Ops of the forward pass have it in their names (`layer1.0.conv1/convolution#3`), as TensorFlow's
     gradients have. An op of torch's backward pass belongs to the module whose parameter it reads,
-    or else to that which made, last of all it reads, something in the forward pass.
+    or else to the one whose forward op made the latest of what it reads.
     """
     if op not in graph.op_index:
         return ""
@@ -424,13 +426,11 @@ def module_of(graph: Graph, op: str) -> str:
         record = graph.storages[storage]
         if record.role == "parameter" and "." in record.name:
             return record.name.rpartition(".")[0]
+    # The last maker first; resident storages have none, which is -1.
     makers = sorted((int(arrays.producer[index]) for index in reads), reverse=True)
-    forward = [
-        graph.ops[index].name
-        for index in makers
-        if index >= 0 and graph.ops[index].phase == "forward"
-    ]
-    return next((module for name in forward if (module := _path(name))), "")
+    ops = [graph.ops[index] for index in makers if index >= 0]
+    paths = (_path(record.name) for record in ops if record.phase == "forward")
+    return next(filter(None, paths), "")
 
 
 def _path(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import GraphError
 from ..base.sizes import parse_bytes, show_bytes, table
@@ -138,13 +138,15 @@ class Estimate:
         rows = [(name, show_bytes(size)) for name, size in sizes.items()]
         if self.seconds is not None:
             rows.append(("seconds, predicted", f"{self.seconds:.3g}"))
-        lines = table(rows, right=True)
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*table(rows, right=True), *(f"note: {note}" for note in self.notes)])
 
 
 def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
-    """Peaks grow almost linearly, so a straight line says where to look; bisection makes sure."""
-    # Two points for the first line.
+    """Return the largest batch whose step has room; a batch of 1 takes `one` bytes.
+
+    Peaks grow almost linearly, so a straight line says where to look; bisection makes sure.
+    """
+    # (batch, bytes) twice, for the first line: `low` fits, and `high` is raised until it does not.
     low, high = (1, one), (2, step_of(2))
     while high[1] <= room:
         grows = max(1, (high[1] - low[1]) // (high[0] - low[0]))
@@ -212,7 +214,7 @@ class Batches:
             return round(between(few, many))
 
         def seconds(few: float | None, many: float | None) -> float | None:
-            # Measured at one of the two only: no line, and what is known of the larger one.
+            # Measured at one batch only there is no line: the larger one's value stands.
             return many if few is None or many is None else between(few, many)
 
         def op_at(op: Op) -> Op:
@@ -324,6 +326,7 @@ class Fit:
                 )
             )
         lines = [head, *table(rows, right=True)]
+        # The table has totals only; what they are made of is shown for the plain step.
         plain = self.ways[0]
         held = ", ".join(f"{name} {show_bytes(size)}" for name, size in plain.bytes.items() if size)
         if held:
@@ -343,7 +346,7 @@ def categories(estimate: Estimate) -> dict[str, int]:
         "buffers and input": estimate.buffers_bytes + estimate.inputs_bytes,
         "workspace": estimate.workspace_bytes,
     }
-    # At the peak of a backward pass some activations are gone and some gradients are not there.
+    # At the peak of a backward pass some activations are gone, and some gradients not there yet.
     over = sum(held.values()) - estimate.peak_bytes
     if over > 0:
         held["gradients"] = max(0, held["gradients"] - over)
@@ -356,19 +359,18 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
 
     start : one that is known to fit, where to look from
     """
-    low = max(start, 0)
-    if not low:
+    low = start
+    if low <= 0:
         if not fits(least):
             return 0
         low = least
-    high = low
-    while True:
-        if low >= most:
-            return most
-        high = min(2 * low, most)
-        if not fits(high):
-            break
-        low = high
+    # Doubled until one does not fit: how far away the answer is nobody knows.
+    high = min(2 * low, most)
+    while low < most and fits(high):
+        low, high = high, min(2 * high, most)
+    if low >= most:
+        return most
+    # `low` fits, `high` does not. To a thirtieth: each batch that is asked for may be a search.
     while high - low > max(1, low // 30):
         middle = (low + high) // 2
         if fits(middle):
@@ -378,8 +380,7 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
     return low
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Bytes of parameters by what gathers them: the largest block, and all that is in none."""
 
     block_bytes: int
@@ -435,6 +436,7 @@ def on_cards(
         # Shards are padded to equal size.
         return -(-size // cards)
 
+    # Parameters of the root, the block that runs and the next one, and one whole gradient.
     gathered = 2 * units.block_bytes + units.root_bytes + max(units.block_bytes, units.root_bytes)
     return Held(
         part(parameters_bytes),

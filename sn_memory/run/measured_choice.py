@@ -43,7 +43,7 @@ class MeasuredPlan:
     seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
         forward pass of all layers), and with what the reruns cost on top.
     peak_op : the op that holds the most at the peak
-    courses : how many random courses of the step the peak is the largest of; 1 for a model whose
+    courses : of how many random courses of the step the peak is the largest; 1 for a model whose
         course does not depend on random numbers.
     """
 
@@ -109,9 +109,9 @@ def min_recompute(
 ) -> tuple[list[P], S]:
     """Return the parts to run again within a budget, and that step.
 
-    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. Where
-    there are parts, the step in which none runs again is above the budget, and no choice: measured
-    once more, it may be below by luck.
+    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. To keep
+    all of them is no choice: that step was above the budget, and measured once more it may be below
+    by luck.
 
     parts, smallest : all that may run again, and the step in which all do
     measured : measures a step in which these parts run again
@@ -133,6 +133,7 @@ def min_recompute(
             op=smallest.peak_op,
             percent=percent,
         )
+    # A part that leaves nothing is kept first: its rerun would cost and free no bytes.
     order = sorted(parts, key=lambda part: -part.seconds / max(1, part.saved_bytes))
     best, low, high = smallest, 0, len(order)
     # Never with `middle` at the end of `order`, where nothing would run again.
@@ -156,14 +157,15 @@ def measured_plan(
     baseline_seconds: float,
     courses: int = 1,
 ) -> MeasuredPlan:
-    """Return the plan in which the parts of `again` run again.
+    """Return the plan in which the parts of `rerun` run again.
 
     parts : all that could be chosen
     best, baseline : the step with the plan, and without
     baseline_seconds : of what was timed without the plan
     courses : see MeasuredPlan
     """
-    chosen = {id(part) for part in rerun}  # two may have one name: a layer that is called twice
+    # By id, as two may have one name: a layer that is called twice.
+    chosen = {id(part) for part in rerun}
     return MeasuredPlan(
         choices=tuple(
             Choice(
