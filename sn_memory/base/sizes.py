@@ -1,9 +1,9 @@
 """What comes from outside: sizes as people write them, checked numbers, JSON read field by field.
 
-Sizes are added in 64-bit integers and seconds in doubles, and neither says when it has too many:
-four storages of 2**63 - 1 bytes wrap around to 4 bytes less than nothing, twice 1e308 seconds are
-infinite, and then every bound is true. So whatever could ever be added up in a plan is added up
-once, exactly, when a graph is made (`graph/graph.py`).
+Sizes are added in 64-bit integers and seconds in doubles, and neither reports an overflow: four
+storages of 2**63 - 1 bytes wrap around to -4, twice 1e308 seconds are infinite, and then every
+bound is true. So whatever could ever be added up in a plan is added up once, exactly, when a graph
+is made (`graph/graph.py`).
 
 `json` reports a line for text that is not JSON; for JSON that says the wrong thing we keep the path
 of the key (`ops[12].inputs[0]`), because that is what the writer of the file has to look for.
@@ -147,7 +147,7 @@ class Fields:
         return self._take(key, default, is_text, "a string")
 
     def integer(self, key: str, default: object = MISSING) -> Any:
-        # `is`, as True is an instance of int.
+        # The type itself, as True is an instance of int.
         value = self._take(key, default, lambda value: type(value) is int, "a whole number")
         if value is not default and abs(value) > LARGEST:
             raise self.fail(key, value, "a whole number of 2**62 at most")
@@ -157,14 +157,14 @@ class Fields:
         value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
+        # JSON's own `NaN` and `Infinity`, which Python reads, and whole numbers beyond any float.
         if not abs(value) <= LARGEST_FLOAT:
             raise self.fail(key, value, "a finite number")
         return float(value)
 
     def flag(self, key: str, default: object = False) -> bool:
-        return bool(
-            self._take(key, default, lambda value: isinstance(value, bool), "true or false")
-        )
+        is_flag = self._take(key, default, lambda value: isinstance(value, bool), "true or false")
+        return bool(is_flag)
 
     def items(self, key: str, default: object = MISSING) -> list[Any]:
         return list(self._take(key, default, lambda value: isinstance(value, list), "a list [...]"))
@@ -178,6 +178,7 @@ class Fields:
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value = self._take(key, {}, lambda value: isinstance(value, dict), "an object {...}")
+        # JSON has no other keys than strings, but some that no file can hold: see `is_text`.
         for name in value:
             if not is_text(name):
                 raise self.fail(key, name, "keys that are strings")
@@ -341,11 +342,9 @@ def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
     """
     counts = list(decisions)
     parts = []
-    for word, kinds in (
-        ("recomputed", ("recompute", "recompute_each")),
-        ("offloaded", ("offload",)),
-    ):
-        sizes = [size for technique, size in counts if technique in kinds]
+    # `recompute_each` counts as recomputed, too.
+    for word, technique in (("recomputed", "recompute"), ("offloaded", "offload")):
+        sizes = [size for name, size in counts if name.startswith(technique)]
         parts.append(f"{len(sizes)} {word}" + (f" ({show_bytes(sum(sizes))})" if sizes else ""))
     return f"of {len(counts)} {what} {', '.join(parts)}"
 

@@ -140,13 +140,8 @@ class Search:
         verdict, self.spent = core().run(self._handle, decisions, work)
         return Verdict(verdict)
 
-    def offsets(self) -> Ints:
-        return self._read()[0]
-
-    def weights(self) -> Ints:
-        return self._read()[1]
-
-    def _read(self) -> tuple[Ints, Ints]:
+    def read(self) -> tuple[Ints, Ints]:
+        """Return the offsets, once they were found, and the weights of the sections."""
         offsets, weights = (np.zeros(count, np.int64) for count in self._shape)
         core().read(self._handle, offsets, weights)
         return offsets, weights
@@ -325,10 +320,11 @@ class _Part:
                 spent = search.spent - before
                 spend(_WORK if spent < slice_ else _DECISION * spent)
             effort -= search.spent
+            offsets, weights = search.read()
             # Weights fade, so that what hindered the last runs counts most.
-            self._weights = UNIT + (search.weights() - UNIT) // 2
+            self._weights = UNIT + (weights - UNIT) // 2
             if verdict is Verdict.FOUND:
-                self.offsets = search.offsets()
+                self.offsets = offsets
                 self.height = int((self.offsets + self.problem.size).max())
                 return verdict
             if verdict is Verdict.IMPOSSIBLE:
