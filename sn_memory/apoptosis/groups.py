@@ -87,6 +87,7 @@ class Groups:
         return len(self._parent) - 1
 
     def root(self, group: int) -> int:
+        # Groups that were joined point to the one that they are part of, the lowest number.
         while self._parent[group] != group:
             group = self._parent[group]
         return group
@@ -104,6 +105,7 @@ class Groups:
         kept.sites += gone.sites
         kept.makers += gone.makers
         kept.block = max(kept.block, gone.block)
+        # What keeps one from shrinking keeps both.
         if gone.reason:
             kept.refuse(gone.reason)
         self._parent[high] = low
@@ -111,6 +113,7 @@ class Groups:
     def coarsen(self, tag: Tag, size: int) -> None:
         """Make each `size` neurons in a row one, as heads of attention are."""
         group = self.group(tag)
+        # The same channels, in fewer neurons of more places each.
         group.width //= size
         group.block *= size
         group.slices = [replace(piece, places=size * piece.places) for piece in group.slices]
@@ -197,5 +200,6 @@ def same_padding(
     for size, step, spread, length in zip(kernel, stride, dilation, sizes, strict=True):
         outputs = -(-length // step)
         total = max((outputs - 1) * step + (size - 1) * spread + 1 - length, 0)
+        # An odd zero goes to the end, as in TensorFlow and in torch.
         paddings.append((total // 2, total - total // 2))
     return paddings
