@@ -189,7 +189,7 @@ class _Replayer:
         self.first_or_again(op)
         duplicates = 0
         for storage in arrays.outputs[op]:
-            # What is there already is made a second time, beside it, for as long as the op runs.
+            # What exists already is made a second time, next to it, for as long as the op runs.
             if storage in self.version or storage in self.host:
                 duplicates += self.sizes[storage]
             else:

@@ -327,7 +327,7 @@ class Cost:
 class Timed:
     """A tensor that a first pass kept: the modules and the call that saved it, and what that took.
 
-    `nbytes` are its own, `plain_bytes` what autograd would hold that nobody saved before; `way` is
+    `nbytes` are its own, `plain_bytes` what autograd would hold that was not saved before; `way` is
     how it is kept, `rounded` whether in fewer bits. `memory` is of all that lies in one memory of a
     device; 0: the host's.
     """

@@ -1,7 +1,7 @@
 """Which dimensions of which parameters can only shrink together: what a rim's walk fills in.
 
 Layers that make channels start a group, sums of two groups make them one, layers that mix channels
-read it. A tag says of a value where the channels of its group lie. What a rim does not understand
+read it. A value's tag is where it holds the channels of its group. What a rim does not understand
 is not guessed: the groups it touches are left as they are, with the reason.
 """
 
@@ -70,7 +70,7 @@ class Group:
         return " + ".join(self.makers)
 
     def refuse(self, reason: str) -> None:
-        """Leave the group as it is; the first reason is the one that is told."""
+        """Leave the group as it is; the first reason is the one that is reported."""
         self.reason = self.reason or reason
 
 
@@ -137,7 +137,7 @@ class Groups:
 
 Batch = TypeVar("Batch")
 Shapes = tuple[tuple[int, ...], ...]
-# Outputs of one reader that are looked at, of all batches and ranks together.
+# Outputs of one reader that are sampled, of all batches and ranks together.
 SAMPLES: Final = 2048
 
 

@@ -7,9 +7,9 @@
 
 Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the numbers are ours.
 
-A look costs time, and where nothing is to be had that time is lost. So gaps also grow until a look
-takes at most `overhead` of the training between two of them; ten times that after one that merged,
-as the next is then likely to merge as well. Before the first, what it will take is a guess.
+A look costs time, which is lost where nothing can be merged. So gaps also grow until a look takes
+at most `overhead` of the training between two of them; ten times that after one that merged, as the
+next is then likely to merge as well. Before the first, what it will take is a guess.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ranks(ABC):
         return [float(value) for value in np.max(every, axis=0)]
 
     def fingerprint(self, values: Iterable[NDArray[Any]]) -> str:
-        """Return a hash of the bits of arrays; empty where there is nobody to compare with."""
+        """Return a hash of the bits of arrays; empty on a single rank."""
         if self.size == 1:
             return ""
         digest = hashlib.sha256()
@@ -105,7 +105,7 @@ class Ranks(ABC):
 
 
 class Alone(Ranks):
-    """One rank, which has nobody to agree with."""
+    """A single rank."""
 
     size, rank = 1, 0
 
@@ -260,7 +260,7 @@ class Schedule:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has yet to be told how long the first look has to wait."""
+        """Whether the wait before the first look is still to be computed."""
         return self.overhead is not None and self.last_step == self.least == 0
 
     def before_first(self, cost_steps: float) -> Schedule:
@@ -401,7 +401,7 @@ class BaseApoptosis(ABC):
         return event
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands; the model and its optimizer are saved beside it."""
+        """Return where the schedule stands; the model and its optimizer are saved separately."""
         where = {name: getattr(self.schedule, name) for name in _SAVED}
         return {"steps": self.steps, "largest_rate": self._largest_rate, **where}
 

@@ -44,7 +44,7 @@ class _Stages:
     spent_s: float = 0.0
 
 
-# Per context, so that two threads may plan at once.
+# Per context, so that two threads may plan at the same time.
 _METER: ContextVar[_Meter] = ContextVar("sn_memory.clock", default=_Meter(False))  # noqa: B039
 _STAGES: ContextVar[_Stages | None] = ContextVar("sn_memory.stages", default=None)
 
@@ -147,7 +147,7 @@ class Progress:
 ProgressOption = bool | Callable[[Progress], object] | None
 
 
-# What takes the records, None where nobody listens; and when planning began.
+# What takes the records, None where none are wanted; and when planning began.
 _LISTENER: ContextVar[tuple[Callable[[Progress], object] | None, float]] = ContextVar(
     "sn_memory.progress", default=(None, 0.0)
 )
@@ -161,7 +161,7 @@ def report_progress(stage: str, done: float, total: float, note: str = "") -> No
 
 
 def is_heard() -> bool:
-    """Whether somebody listens: notes may cost time to make."""
+    """Whether records are taken: their notes may cost time to make."""
     return _LISTENER.get()[0] is not None
 
 

@@ -125,7 +125,7 @@ class Fields:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that nobody asked for yet, for objects whose keys are names."""
+        """Keys that were not read yet, for objects whose keys are names."""
         return tuple(self._left)
 
     def _take(self, key: str, default: object, valid: Callable[[Any], bool], expected: str) -> Any:
@@ -189,7 +189,7 @@ class Fields:
         return None if value is None else Fields(value, f"{self.path}.{key}", self.error)
 
     def done(self) -> None:
-        """Raise if a key is left that nobody asked for: it is a typing error or a newer format."""
+        """Raise if a key was not read: it is a typing error or a newer format."""
         if self._left:
             key = next(iter(self._left))
             raise self.error(
@@ -201,7 +201,7 @@ class Fields:
 def is_text(value: object) -> bool:
     """Whether this is a string that can be written to a file: half of a pair of surrogates cannot.
 
-    JSON may have one as an escape, and whoever prints the name would fail on it, long after.
+    JSON may have one as an escape, and printing the name would fail on it, much later.
     """
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -228,7 +228,7 @@ _UNITS: Final = (
     # As memory is sold and as docker, ulimit and free have it.
     | {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 )
-# Characters that a size may have; nobody writes so many.
+# Characters that a size may have: the pattern is not tried on more.
 _LONGEST: Final = 60
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
@@ -255,7 +255,7 @@ def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
         return _checked(size)
     if isinstance(size, float) and size > 1 and size.is_integer():  # 6e9
         return _checked(int(size))
-    # 0.6 is six tenths, and not the nearest double to it.
+    # 0.6 is taken as six tenths, not as the nearest double to it.
     text = float.__repr__(size) if isinstance(size, float) else size
     match_ = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match_ is not None:

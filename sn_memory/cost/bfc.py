@@ -25,7 +25,7 @@ from .caching import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 _MIB = 1 << 20
 GRAIN: Final = 256
 FIRST_REGION: Final = 2 * _MIB
-# Blocks of less than twice what is asked for are cut where so much is left.
+# Blocks of less than twice the request are cut where so much is left.
 MOST_LEFT: Final = 128 * _MIB
 # Sizes of one region that are tried: the highest address of a step, and so many hundredths more.
 _MORE = range(16)

@@ -1,9 +1,9 @@
-"""What a choice leads to, and what it costs to move storages to the host: two lanes beside the ops.
+"""The schedule of a choice, and what moving storages to the host costs: two lanes besides the ops'.
 
 vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and fetch one
 layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
 and taken again as late as the copy back allows, both counted on the lanes they share, so that what
-fits in the time of the ops beside it costs nothing.
+fits in the time of the ops meanwhile costs nothing.
 
 Where that is too little, ops wait for a copy: right after the use before it, until it is out, or
 right before the use after it, until it is back. That frees the most memory and costs the most.
@@ -41,7 +41,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a choice leads to.
+    """A choice carried out on paper: what runs when, what is live, and what that takes.
 
     Parameters
     ----------

@@ -72,7 +72,7 @@ class Arrays:
     producer : [storages] int64, the op that makes it; -1 where resident
     reads : per op, the distinct storages that must be there: inputs and writes
     outputs, writes, releases : per op, storage numbers
-    version : per op, beside `reads`: how many in-place writes each of them has seen before this op
+    version : per op, parallel to `reads`: how many in-place writes each has seen before this op
     workspace_bytes, seconds : per op, one entry per way to carry it out (at least one)
     source : per op: `measured`, `roofline` or `flops`
     """
@@ -131,8 +131,8 @@ class Graph:
     aliases
         Other names of storages (views). Ops may use them.
     unplanned_peak_bytes
-        The peak of the step that the graph was made from, as it runs without a plan, where the
-        graph holds less by itself; percent of a budget are of it. None is the graph's own peak.
+        The peak of the step that the graph was made from, as it runs without a plan, where that is
+        larger than the graph's; percent of a budget are of it. None is the graph's own peak.
 
     Raises
     ------

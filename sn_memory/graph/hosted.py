@@ -62,7 +62,7 @@ class Unit:
     parameter : the name of its storage, a resident one
     gradient : the name of the storage of its gradient; None for one that is not trained
     state_bytes : what the optimizer keeps for it
-    scratch_bytes : what its update holds beside parameter, gradient and state
+    scratch_bytes : what its update holds in addition to parameter, gradient and state
     update_s : seconds of the update by the device
     host_update_s : seconds of the update where it is not the device's: `host`, or `in place`
     counts_bytes : what the optimizer keeps for it that never moves, as its count of steps
@@ -82,9 +82,9 @@ class Unit:
 
 
 def scratch_bytes(unit: Unit, by: str) -> int:
-    """Return what the device holds for an update beside what it works on.
+    """Return what the device holds for an update in addition to what it works on.
 
-    In place it is where the state is made in the first step, before it goes to where it rests.
+    In place, with room for the state, which the first step makes there before it goes to its rest.
     """
     if by == "host":
         return 0
@@ -115,8 +115,8 @@ def with_state(
     updaters : per parameter of which something lies on the host, who updates it: `device`
         (default), `host` or `in place`.
 
-    Raises GraphError for a unit that the graph does not know, a place or an updater there is not,
-    or a device without speeds.
+    Raises GraphError for a unit that the graph does not know, an unknown place or updater, or a
+    device without speeds.
     """
     added = _AddedOps(graph, units, places, update, updaters or {})
     ops: list[Op] = []

@@ -183,8 +183,8 @@ class Holes:
     def natural(self) -> list[int]:
         """The choice that rebuilds nothing.
 
-        Last holes let go where something could be rebuilt from elsewhere, so that a storage is not
-        held, after its last use, for the sake of rebuilds.
+        Last holes drop what could be rebuilt, so that a storage is not held, after its last use,
+        for the sake of rebuilds.
         """
         last = {first - 1 for first in self.first}
         return [

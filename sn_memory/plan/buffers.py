@@ -88,6 +88,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
         present[storage] = len(rows)
         rows.append((names[storage], at, max(len(actions), 1), sizes[storage]))
 
+    # In front, which callers count on to tell them from what the step allocates.
     for storage, resident in enumerate(arrays.resident.tolist()):
         if resident:
             take(storage, 0)
@@ -103,6 +104,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
             if space := arrays.workspace_bytes[op][way]:
                 rows.append((f"workspace of {target}", at, at + 1, space))
             continue
+        # An offload changes nothing: its bytes stay until the free.
         storage = graph.storage_index[target]
         if kind == "prefetch":
             take(storage, at)

@@ -104,7 +104,7 @@ class Plan:
     lower_bound_seconds
         No plan with the planner's techniques that keeps the budget is faster than this.
     budget_bytes
-        What was asked for; None for planners that take no budget.
+        The budget it was planned for; None for planners that take none.
     baseline_peak_bytes, baseline_seconds
         The graph as it stands: everything kept to its last use.
     seconds_sources
@@ -114,7 +114,7 @@ class Plan:
     graph_name
         The name of the graph it was made for.
     reserved_peak_bytes
-        What the allocator of a card reserves for it, by its rules; None where none serves.
+        What the device's allocator reserves for it, by its rules; None where none is modelled.
     pool_bytes
         The segment with which the step's own pool of memory begins; 0 for none.
     allocator
@@ -172,7 +172,7 @@ class Plan:
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the storages with this decision.
 
-        Raises PlanError for a technique there is not.
+        Raises PlanError for an unknown technique.
         """
         if technique not in DECISIONS:
             raise PlanError(f"got technique {technique!r}, expected one of {', '.join(DECISIONS)}.")
@@ -203,7 +203,7 @@ class BudgetError(RuntimeError):
     peak_bytes
         The smallest peak that a plan was found for.
     budget_bytes
-        The budget that was asked for.
+        The budget that cannot be kept.
     op
         The name of the op at which that smallest peak is reached.
     plan
@@ -246,6 +246,7 @@ def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
     return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
+# In the order of the file.
 _NUMBERS: Final = (
     ("peak_bytes", int),
     ("seconds", float),
@@ -258,6 +259,7 @@ _NUMBERS: Final = (
 
 def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
     for at, row in enumerate(rows):
+        # The way is written only where it is not the default.
         usual = isinstance(row, list) and len(row) in (2, 3)
         if not (usual and is_text(row[0]) and is_text(row[1])):
             raise PlanError(f'actions[{at}]: got {show(row)}, expected ["kind", "name"].')
@@ -293,7 +295,7 @@ def _read_decision(data: object, where: str) -> Decision:
 def budget_line(budget_bytes: int, peak_bytes: int) -> str:
     """Return the words of an error for a budget, with a hint where percent were meant.
 
-    peak_bytes : the smallest that can be had
+    peak_bytes : the smallest that can be kept
     """
     # No step takes 100 bytes; whoever asks for that many means percent.
     meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""

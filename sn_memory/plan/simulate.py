@@ -1,9 +1,9 @@
 """From decisions to actions: what runs again when, what is held how long, and what that costs.
 
-A choice says for each hole of each storage: keep, or let go. The ops run in their order. Before an
-op, what it needs and is not there is rebuilt: all ops this takes, in their order. What a rebuild
-makes on the way may be held for its own next use or dropped again; that is the number of the
-choice:
+A choice says for each hole of each storage: keep, or drop. The ops run in their order. Before an
+op, what it needs and is not on the device is rebuilt, by all ops that this takes, in their order.
+What a rebuild makes on the way may be held for its own next use or dropped again; that is the
+number of the choice:
 
     KEEP (-1)      the storage stays through the hole
     h >= 0         it leaves; a rebuild at op t inside the hole holds it if t >= h, else drops it
@@ -277,9 +277,9 @@ def finished_plan(
 
 
 def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...]:
-    """Return the decisions that actions amount to, seen from how often each storage is made.
+    """Return the decisions that actions amount to, by how often each storage is made.
 
-    It is made whenever it comes out of an op and is not on the device.
+    It is made whenever an op puts it out while it is not on the device.
     """
     arrays, device = graph.arrays, graph.device
     times_made: Counter[int] = Counter()
@@ -310,6 +310,7 @@ def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...
             present.add(storage)
     result = []
     for number, record in enumerate(graph.storages):
+        # Resident ones are never made, and nothing is decided of them.
         times, size = times_made[number], int(arrays.bytes[number])
         if not times:
             continue

@@ -20,7 +20,7 @@ from .buffers import live_bytes
 from .copies import LaneSeconds, lane_seconds, spread_copies
 from .plan import BudgetError, Plan
 
-# Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
+# Numbers of units on the host that are planned, between the fewest and the most: each is a search.
 TRIED = 3
 # The fewest that keep the budget are found to this part of all: each halving is a search.
 GRAIN = 1 / 256
@@ -40,8 +40,8 @@ class StatePlan:
         one parameter after the other; 0 where all updates are in the plan.
     updaters : per parameter that is trained and of which something lies on the host, who updates
         it: `device`, `host` or `in place`.
-    step_s : seconds of the optimizer's step, its copies beside its updates; 0 where all updates are
-        in the plan.
+    step_s : seconds of the optimizer's step, whose copies overlap with updates; 0 where all updates
+        are in the plan.
     """
 
     graph: Graph
@@ -212,7 +212,7 @@ def step_peak(
 def step_seconds(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> float:
-    """Return the seconds of the optimizer's step: the lane that takes longest, copies beside it."""
+    """Return the seconds of the optimizer's step: those of the lane that takes longest."""
     ops = host = 0.0
     back_bytes = out_bytes = 0
     for unit in units:

@@ -127,9 +127,9 @@ class Searcher:
 class Search:
     """A search that can be interrupted.
 
-    `run` goes on for at most `decisions` of them, and stops soon after having looked at `work`
-    buffers, in the middle of a decision too; asked again, it resumes. `spent` are the decisions so
-    far, where one that looked at far more than it should counts several times.
+    `run` goes on for at most `decisions` of them, and stops soon after having examined `work`
+    buffers, in the middle of a decision too; called again, it resumes. `spent` are the decisions so
+    far, where one that examined far more buffers than usual counts several times.
     """
 
     def __init__(self, handle: Any, count: int, sections: int) -> None:
@@ -149,7 +149,7 @@ class Search:
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
-# Decisions, and buffers looked at, between two looks at the clock: a millisecond.
+# Decisions, and buffers examined, between two looks at the clock: a millisecond.
 _SLICE: Final = 64
 _WORK: Final = 20_000
 # Units of work of a decision, and of a buffer that first fit puts somewhere.

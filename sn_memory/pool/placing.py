@@ -21,7 +21,7 @@ from typing import Any, Final
 from .pack import arrange
 
 GRAIN: Final = 512
-# An arena is reserved in multiples of this, what a driver maps at once.
+# An arena is reserved in multiples of this, the unit in which a driver maps memory.
 GRANULE: Final = 2 << 20
 # Seconds in which the rows of a recording are packed, by counted work: the same places each time.
 PACK_S: Final = 1.0
@@ -205,7 +205,7 @@ class PlacingAllocator:
         return int(self._library.sn_placing_new_pool(device))
 
     def begin(self, pool: int, step: int, stream: int = 0) -> None:
-        """Begin a step of a pool; recorded or placed, as it comes.
+        """Begin a step of a pool, which is recorded or placed.
 
         step : which kind of step of the pool; each has a recording of its own
 

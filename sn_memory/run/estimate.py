@@ -28,8 +28,8 @@ class Estimate:
         The peak of forward and backward, or of a whole step function, the optimizer's state
         included.
     update_bytes
-        The peak of an optimizer's step that is counted by itself, else 0; the batch counts, which
-        the loop holds.
+        The peak of an optimizer's step where that is separate, else 0; with the batch, which the
+        loop holds.
     peak_op
         The op that reaches `step_bytes`: its name in the graph, or the framework's own where
         tensors live longer than the graph says.
@@ -285,7 +285,7 @@ class Fit:
 
     device, room_bytes : its name, and what torch's allocator can have there
     length : of the sequence; None where the sample has its own
-    most : the largest batch that was asked for
+    most : the largest batch that was tried
     notes : what is estimated or left out
     """
 
@@ -302,7 +302,7 @@ class Fit:
         return {"sequence" if key == "length" else key: value for key, value in data.items()}
 
     def shown_batch(self, way: Way) -> str:
-        """The largest batch of a way as text; with a plus where no larger one was asked for."""
+        """The largest batch of a way as text; with a plus where no larger one was tried."""
         return f"{way.batch}{'+' if way.batch == self.most else ''}" if way.batch else "none"
 
     def __str__(self) -> str:
@@ -336,7 +336,7 @@ class Fit:
 
 
 def categories(estimate: Estimate) -> dict[str, int]:
-    """Bytes of an estimate's peak by category; what is live then beside them is `other`."""
+    """Bytes of an estimate's peak by category; what else is live then is `other`."""
     held = {
         "parameters": estimate.parameters_bytes,
         "gradients": estimate.gradients_bytes,
@@ -364,13 +364,13 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
         if not fits(least):
             return 0
         low = least
-    # Doubled until one does not fit: how far away the answer is nobody knows.
+    # Doubled until one does not fit, as nothing bounds the answer from above but `most`.
     high = min(2 * low, most)
     while low < most and fits(high):
         low, high = high, min(2 * high, most)
     if low >= most:
         return most
-    # `low` fits, `high` does not. To a thirtieth: each batch that is asked for may be a search.
+    # `low` fits, `high` does not. To a thirtieth, as each batch that is tried may be a search.
     while high - low > max(1, low // 30):
         middle = (low + high) // 2
         if fits(middle):
@@ -392,7 +392,7 @@ class Held:
     """Bytes on one card.
 
     parameters_bytes, gradients_bytes, optimizer_bytes : its part of each
-    gathered_bytes : whole parameters of units that are gathered at once, and whole gradients of one
+    gathered_bytes : whole parameters of units that are gathered together, and the gradients of one
     rest_bytes : everything else at its highest: buffers, input, activations, workspaces
     """
 

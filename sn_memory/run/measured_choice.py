@@ -21,7 +21,7 @@ class Choice:
     technique
         `keep` or `recompute`.
     saved_bytes
-        What it leaves beside parameters and its inputs or results, measured.
+        What it leaves besides parameters and its inputs or results, measured.
     seconds
         Its forward pass, measured; what recomputing costs.
     """
@@ -37,7 +37,7 @@ class MeasuredPlan:
     """Which parts are run again, and what that was measured to need on the sample.
 
     choices : one for each part that could be chosen
-    budget_bytes : what was asked for
+    budget_bytes : what was to be kept
     peak_bytes, baseline_peak_bytes : measured with the plan and without; 0 where no such step was
         run.
     seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
@@ -138,6 +138,7 @@ def min_recompute(
     best, low, high = smallest, 0, len(order)
     # Never with `middle` at the end of `order`, where nothing would run again.
     while high - low > 1:
+        # The first `middle` of the order are kept; taken to need more memory the more they are.
         middle = (low + high) // 2
         step = measured(order[middle:])
         if step.peak_bytes <= budget_bytes:

@@ -237,7 +237,7 @@ def keeping_reserved(
 
     settings : of the allocator; where there is none, or none with rules, the plan as it is
     """
-    # Without rules nothing can be told, and live bytes have to do.
+    # Without rules nothing can be predicted, and live bytes have to do.
     if settings is None or not settings.caching:
         return plan
     amount = reserved(graph, plan, settings)

@@ -56,7 +56,7 @@ def plan_at_once(
     plans: Sequence[tuple[str, Plan]],
     allocator: Settings | None = None,
 ) -> PlanAtOnce:
-    """Plan a graph at once.
+    """Plan a graph while training: first what takes no search, then a short one.
 
     graph : a step of the model on a new input
     search : plans a graph within these bytes, in about SEARCH_S
@@ -99,7 +99,7 @@ def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
 
 
 def smallest(graph: Graph) -> Plan:
-    """Return a plan that needs little memory and is found at once."""
+    """Return a plan that needs little memory, without a search."""
     return policy("superneurons_memory")(graph, budget_bytes=None)
 
 

@@ -125,7 +125,7 @@ def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: 
     if operation.name not in sites:
         return operation(*args, **kwargs)
     activation = operation.activation
-    # What a reader puts out is looked at before its activation.
+    # What a reader puts out is measured before its activation.
     operation.activation = keras.activations.linear
     try:
         out = operation(*args, **kwargs)

@@ -53,7 +53,7 @@ class Walk(Groups):
 
     def cut(self, tag: Tag, parts: int) -> None:
         """Make neurons at the same place of equal parts one; nothing else may read them whole."""
-        # Whoever reads all parts at once would need them side by side as before.
+        # An op that reads all parts together would need them side by side as before.
         indivisible = any(len(node.users) != 1 for node, _ in self._holders(tag))
         if indivisible or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")

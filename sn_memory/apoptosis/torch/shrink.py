@@ -1,4 +1,4 @@
-"""`Apoptosis`: look at the model every so often, merge what may go, say what was done."""
+"""`Apoptosis`: measure the model every so often, merge what may go, report what was done."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def check_plain(model: nn.Module, optimizer: Any) -> None:
 
 
 def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
-    """Write `path` (torch.save of the state_dict) and beside it the same name with .json."""
+    """Write `path` (torch.save of the state_dict), and the same name with .json."""
     path = Path(path)
     torch.save(model.state_dict(), path)
     record = {
@@ -206,7 +206,7 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     model
         Made as it was before training, at full width; changed in place.
     path
-        The file of the state_dict; its JSON lies beside it.
+        The file of the state_dict, next to which its JSON lies.
 
     Returns
     -------

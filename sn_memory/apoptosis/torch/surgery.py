@@ -2,7 +2,7 @@
 
 New tensors are new Parameters, in the same places of the modules and of the optimizer's groups. A
 Parameter whose data changes shape would keep the autograd node of its old one, and the backward of
-the next step would end in an error wherever somebody still holds the last loss.
+the next step would raise wherever the last loss is still held.
 """
 
 from __future__ import annotations

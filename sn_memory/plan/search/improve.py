@@ -1,4 +1,4 @@
-"""Better candidates from good ones: annealing, ruin and repair, single holes that change sides."""
+"""Better candidates from good ones: annealing, ruin and repair, changes of single holes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def anneal(
 ) -> Candidate | None:  # fmt: skip
     """Return the fastest found by simulated annealing within the budget, else the smallest peak.
 
-    Better choices are kept, at first also slightly worse ones. Greedy fitting only lets go, and is
+    Better choices are kept, at first also slightly worse ones. Greedy fitting only drops, and gets
     stuck near the floor, where the plan that fits holds something dear for a moment, drops it, and
     brings it back just in time. Here a choice may be over the budget on the way. Bytes too many
     have a price that rises while it is over and falls while it is within, so that the search swings
@@ -162,15 +162,15 @@ def _repaired(
 def improve(
     shape: Holes, start: Candidate, budget_bytes: int, *, recompute: bool, deadline: float
 ) -> Candidate:
-    """Let single holes change sides, dearest first, as long as the time falls."""
+    """Treat single holes otherwise, dearest first, as long as the seconds fall."""
     best = start
-    # A hole that changed sides alters what others cost, so they are looked at again.
+    # A hole that is treated otherwise alters what others cost, so all are tried again.
     for _ in range(4):
         before = best.seconds
         for hole in _dearest(shape, best):
             if now() > deadline:
                 return best
-            for choice, moved in _sides(shape, best, hole, recompute):
+            for choice, moved in _alternatives(shape, best, hole, recompute):
                 trial = carried(shape, choice, moved)
                 fits = trial is not None and trial.peak_bytes <= budget_bytes
                 if trial is not None and fits and trial.seconds < best.seconds:
@@ -181,7 +181,7 @@ def improve(
 
 
 def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
-    """Return the holes let go or moved, those first that cost most per byte."""
+    """Return the holes dropped or moved, those first that cost most per byte."""
     device, price = shape.graph.device, dict[int, float]()
     for hole, held in enumerate(mixed.choice):
         storage = shape.storage[hole]
@@ -197,20 +197,20 @@ def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
     return sorted(price, key=lambda hole: -price[hole])
 
 
-def _sides(
+def _alternatives(
     shape: Holes, mixed: Candidate, hole: int, recompute: bool
 ) -> list[tuple[list[int], Mapping[int, int]]]:
-    """Return what else can be done in a hole: stay, leave to be rebuilt, move, wait less."""
+    """Return what else can be done in a hole: keep it, drop it, move it, let ops wait less."""
     held = list(mixed.choice)
     held[hole] = KEEP
     rest = {other: waits for other, waits in mixed.moved.items() if other != hole}
-    sides: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
+    others: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
     if hole in mixed.moved:
         if recompute and shape.rebuildable[shape.storage[hole]]:
             dropped = list(mixed.choice)
             dropped[hole] = 0
-            sides.append((dropped, rest))
-        sides += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
+            others.append((dropped, rest))
+        others += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
     elif not shape.held[shape.storage[hole]]:
-        sides += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
-    return sides
+        others += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
+    return others

@@ -1,7 +1,7 @@
 """One search: the candidates found so far for a graph, and the ways to find more.
 
-Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
-the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
+Each way starts from another choice of what to keep (nothing, what the linear relaxation keeps, what
+the chain of blocks keeps), fits it to the budget by its true peak, and trims it. The best is then
 improved by annealing and by ruin and repair (`improve.py`).
 """
 
@@ -45,8 +45,8 @@ def _rounded(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[i
 ENOUGH = 1e-4
 # Above this many ops a single simulation takes so long that the order of the ways matters.
 LARGE = 4000
-# Above this many ops no relaxation is solved. It takes kilobytes for each op, and what it told of
-# such graphs was no more than the time without a plan (benchmarks/planner_deep.py).
+# Above this many ops no relaxation is solved. It takes kilobytes for each op, and its bound of such
+# graphs was no more than the time without a plan (benchmarks/planner_deep.py).
 RELAXED = 20_000
 # Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
 SMALL = 6000
@@ -181,7 +181,7 @@ class Search:
         return self.archive.best(budget_bytes)
 
     def annealed(self, budget_bytes: int, target: float) -> None:
-        """Improve by annealing, in ever longer rounds, until two of them bring nothing.
+        """Improve by annealing, in ever longer rounds, until two of them gain nothing.
 
         Rounds are counted in tries, not in seconds, so that what they find does not depend on the
         machine, as long as the time suffices.
@@ -337,7 +337,7 @@ class Search:
         """Return what keeps the budget of a relaxation's split between host and rebuilds."""
         choice, moved = _rounded(self.shape, relaxed, recompute=self.recompute)
         candidates: list[Candidate] = []
-        # Copies beside the ops first; only if that holds too much do ops wait for them.
+        # Copies that overlap with the ops first; only if that holds too much do ops wait for them.
         for waits in (BESIDE, BOTH):
             start = self.within(choice, dict.fromkeys(moved, waits), budget_bytes)
             if start is not None:
