@@ -168,18 +168,16 @@ class Graph:
         aliases: Mapping[str, str] | None = None,
         unplanned_peak_bytes: int | None = None,
     ) -> None:
-        values = {
-            "storages": tuple(storages),
-            "ops": tuple(ops),
-            "name": name,
-            "device": device or Device(),
-            "allocator": allocator,
-            "aliases": dict(aliases or {}),
-            "unplanned_peak_bytes": unplanned_peak_bytes,
-        }
-        for key, value in values.items():
-            # A frozen dataclass refuses `self.key = value` here as well.
-            object.__setattr__(self, key, value)
+        # A frozen dataclass refuses `self.name = name` here as well.
+        vars(self).update(
+            storages=tuple(storages),
+            ops=tuple(ops),
+            name=name,
+            device=device or Device(),
+            allocator=allocator,
+            aliases=dict(aliases or {}),
+            unplanned_peak_bytes=unplanned_peak_bytes,
+        )
         # Made now, not at first use: a graph that exists is a graph that makes sense.
         _ = self.arrays
 

@@ -336,8 +336,9 @@ def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     axes.grid(False, axis="y")
 
 
-def _short(name: str, most: int = 26) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
+def _short(name: str) -> str:
+    # The end of a path tells more of it than the middle: 26 characters in all.
+    return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
 
 
 def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:

@@ -35,6 +35,8 @@ from ...graph.graph import Floats
 from ...graph.liveness import KEEP, Holes
 
 UNITS = 400
+# The table has an entry for each stretch of blocks, so the square of their number.
+MOST_BLOCKS = 100
 # Units of work to look at one way over all budgets.
 WAY = 60
 
@@ -76,8 +78,8 @@ class Block:
     options: tuple[Option, ...]
 
 
-def split(shape: Holes, *, most: int = 100) -> list[Block]:
-    """Cut a graph into at most about `most` blocks; an empty list where there is no backward."""
+def split(shape: Holes) -> list[Block]:
+    """Cut a graph into at most about MOST_BLOCKS; an empty list where there is no backward."""
     graph = shape.graph
     backward = [at for at, op in enumerate(graph.ops) if op.phase == "backward"]
     # Of fewer forward ops there is nothing to cut.
@@ -88,7 +90,7 @@ def split(shape: Holes, *, most: int = 100) -> list[Block]:
     for op in range(turn):
         for storage in shape.touched[op]:
             last_forward[storage] = op
-    cuts = _cuts(shape, turn, last_forward, most)
+    cuts = _cuts(shape, turn, last_forward)
     owner = [
         bisect_right(cuts, chain[0]) - 1 if chain and chain[0] < turn else -1
         for chain in shape.chain
@@ -97,7 +99,7 @@ def split(shape: Holes, *, most: int = 100) -> list[Block]:
     return _blocks(shape, cuts, [*turns, turn], owner, last_forward, until)
 
 
-def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[int]:
+def _cuts(shape: Holes, turn: int, last_forward: list[int]) -> list[int]:
     """Choose where to cut: at few crossing storages, before dear ops, not too often."""
     width = np.zeros(turn + 1, np.int64)
     for storage, last in enumerate(last_forward):
@@ -105,8 +107,8 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[i
             maker = shape.chain[storage][0]
             if maker < turn:
                 width[maker + 1 : last + 1] += 1
-    longest = max(24, 2 * turn // most)
-    shortest = max(2, turn // (2 * most))
+    longest = max(24, 2 * turn // MOST_BLOCKS)
+    shortest = max(2, turn // (2 * MOST_BLOCKS))
     cuts = [0]
     for at in range(1, turn):
         if at - cuts[-1] < shortest or turn - at < 2:
