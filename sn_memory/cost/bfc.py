@@ -100,7 +100,7 @@ class BFCSettings:
         """
         if not self.growth or budget_bytes >= self.limit_bytes:
             return budget_bytes
-        # The next region would be the last one twice, and is not reserved in part.
+        # Below its limit TensorFlow reserves whole regions only.
         total, region = 0, FIRST_REGION
         while total + region <= budget_bytes:
             total, region = total + region, 2 * region

@@ -323,7 +323,7 @@ class AllocatorSettings:
         """Whether a block is cut for a request, so that `left` bytes stay free."""
         if small or self.expandable:
             return left >= GRAIN
-        # A rest of up to 1 MiB would be of no use among large blocks: it is handed out as well.
+        # Large blocks serve requests above 1 MiB: a smaller rest could serve none.
         return size < self.max_split_bytes and left > SMALL
 
 

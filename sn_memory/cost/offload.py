@@ -147,7 +147,7 @@ def windows(
             out[hole] = holes.start[hole]
             late = lane - left
         else:
-            # The first op that ends when the copy has; `ends` count no waits, so `late` goes off.
+            # The first op that ends when the copy has; `ends` count no waits, so less `late`.
             place = bisect_left(ends, lane - late, lo=holes.start[hole])
             # One op at least has to lie between giving the memory back and taking it again.
             out[hole] = min(place, ending[hole] - 2)

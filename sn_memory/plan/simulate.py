@@ -118,7 +118,6 @@ class Compiled:
             _column(holes.stays),
             holes.graph.base_bytes,
         )
-        # Which holes annealing may spend on the host.
         self._leaves = _column(map(holes.may_leave, range(holes.count)))
         # Rebuilds for one hole that take longer than the whole step are not worth a try.
         self._dear = sum(holes.seconds)
