@@ -77,7 +77,7 @@ def check_plan(graph: Graph, plan: Plan) -> Replay:
             f"peak_bytes: the plan says {plan.peak_bytes}, the replay reached {replay.peak_bytes} "
             f"at action {replay.peak_action} ({_said(plan, replay.peak_action)})."
         )
-    # Asked for what is right, so that NaN, which is neither above nor below, is wrong.
+    # `not <=` and not `>`, which NaN, neither above nor below, would pass.
     if not abs(replay.seconds - plan.seconds) <= SECONDS_TOLERANCE * max(1e-9, replay.seconds):
         raise PlanError(
             f"seconds: the plan says {plan.seconds!r}, the replay took {replay.seconds!r}."
@@ -109,11 +109,13 @@ class _Replayer:
         self.graph, self.plan, self.arrays = graph, plan, graph.arrays
         self.sizes: list[int] = self.arrays.bytes.tolist()
         residents = np.flatnonzero(self.arrays.resident).tolist()
-        # On the device, by storage: which version, and from when its bytes can be read.
+        # On the device, by storage: which version, from when its bytes can be read, and which
+        # action freed it last.
         self.version: dict[int, int] = dict.fromkeys(residents, 0)
         self.ready: dict[int, float] = {}
         self.gone: dict[int, int] = {}
-        # Copies elsewhere, by storage: version and, for the host, when the copy is complete.
+        # On the host, by storage: version, and when the copy is complete; and of what is still on
+        # the device, until when its bytes are being copied out.
         self.host: dict[int, tuple[int, float]] = {}
         self.leaving: dict[int, float] = {}
         self.live = graph.base_bytes
@@ -131,11 +133,7 @@ class _Replayer:
         count = len(self.plan.actions)
         live, start, end = np.zeros(count, np.int64), np.zeros(count), np.zeros(count)
         ops, storages = self.graph.op_index, self.graph.storage_index
-        methods = {
-            "free": self.free,
-            "offload": self.offload,
-            "prefetch": self.prefetch,
-        }
+        methods = {"free": self.free, "offload": self.offload, "prefetch": self.prefetch}
         for at, (kind, target, way) in enumerate(self.plan.actions):
             self.at = at
             if kind == "run":
@@ -191,7 +189,7 @@ class _Replayer:
         self.first_or_again(op)
         duplicates = 0
         for storage in arrays.outputs[op]:
-            # What is there already is made a second time, beside it, for as long as the op runs.
+            # What exists already is made a second time, next to it, for as long as the op runs.
             if storage in self.version or storage in self.host:
                 duplicates += self.sizes[storage]
             else:
@@ -250,7 +248,7 @@ class _Replayer:
         start = max(self.down, self.ready.get(storage, 0.0))
         # A copy cannot start before the ops that come first in the plan have ended.
         start = max(start, self.compute)
-        # A price of its own, as the page states it.
+        # Not `Device.to_host_s`: judge and planner share no arithmetic.
         wire = self.sizes[storage] / device.to_host_bytes_per_s
         self.down = start + device.transfer_latency_s + wire
         self.host[storage] = (self.version[storage], self.down)
@@ -286,6 +284,7 @@ class _Replayer:
             if not ran:
                 raise PlanError(f"actions: the op {graph.ops[op].name!r} is never run.")
         self.check_order()
+        # Whatever was rebuilt, what is left has to be the last version.
         writes = Counter(storage for written in arrays.writes for storage in written)
         for storage in np.flatnonzero(arrays.keep | arrays.resident).tolist():
             name = graph.storages[storage].name
@@ -371,7 +370,7 @@ def check_packing(
         if not starts:
             del alive[place]
             continue
-        # Those alive lie apart, so only the next one on each side can be met.
+        # Those alive do not overlap, so only the next one on each side can be met.
         for other in alive[max(place - 1, 0) : place + 1]:
             if other[0] < span[1] and span[0] < other[1]:
                 raise PackError(

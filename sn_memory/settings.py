@@ -1,8 +1,8 @@
 """What holds for all plans of a process: `sn_memory.settings.progress = False`.
 
-How far planning is, and whether it counts work in place of seconds, are no properties of one model:
-a program that logs, or whose ranks must plan alike, wants it of every plan, those that are made
-while training included.
+Progress, and whether work is counted in place of seconds, are no properties of one model: a program
+that logs, or whose ranks must plan alike, wants it of every plan, those made while training
+included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ deterministic: bool = False
 # `sn_memory.Progress` each time.
 progress: ProgressOption = None
 
-# What was a keyword of `plan` in both frameworks.
+# Keywords that `plan` had in both frameworks (decision 84), with what to write instead.
 OF_PROCESS: Final = {
     "deterministic": "It holds for the whole process: sn_memory.settings.deterministic = True",
     "progress": "It holds for the whole process: sn_memory.settings.progress = False",

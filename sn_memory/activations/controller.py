@@ -84,7 +84,8 @@ class Controller:
         constant: float = PAPER_CONSTANT,
         overflow_limit: int = 3,
     ) -> None:
-        goals = [name for name, v in _named(error, budget_bytes, bits) if v is not None]
+        goals = {"error": error, "budget_bytes": budget_bytes, "bits": bits}
+        goals = {name: goal for name, goal in goals.items() if goal is not None}
         if len(goals) != 1:
             raise ValueError(
                 f"Controller: got {', '.join(goals) or 'nothing'}; expected exactly one of error, "
@@ -116,7 +117,7 @@ class Controller:
 
     def bits(self, key: str, *, kind: LossyTreatment = "linear") -> int | None:
         """Return the bits of a tensor; None: keep it as it is."""
-        # Before anything was observed.
+        # Until a choice was made.
         first = self.nonlinear_bits
         if kind == "linear":
             first = self.start_bits if self.fixed_bits is None else self.fixed_bits
@@ -129,6 +130,7 @@ class Controller:
         row = self._seen.rows.get(key)
         if self.theory == "exact" or self.error is None or row is None:
             return math.inf
+        # The paper's deviation is in proportion to the tolerance: what one of 1 would give.
         unit = paper_sd(1.0, row.mean_gradient, row.terms, row.nonzero, self.constant)
         sd = self.error * row.yardstick
         return sd / unit if unit and sd else math.inf
@@ -160,8 +162,9 @@ class Controller:
 
     def forget(self, place: str) -> None:
         """Forget a tensor, or those that a module saved: it saves others from now on."""
+        # A key is the path of a module, a slash, the op: what is below is a part of the module.
+        below = (f"{place}/", f"{place}.")
         for known in (self._seen.rows, self._seen.others, self._bits):
-            below = (f"{place}/", f"{place}.")
             for key in [key for key in known if key == place or key.startswith(below)]:
                 del known[key]
 
@@ -195,12 +198,14 @@ class Controller:
         row = self._seen.rows.get(key, Row(key, 0, self.bits(key), 0.0))
         row = replace(row, overflows=row.overflows + 1)
         self._seen.rows[key] = row
+        # None already: it is kept as it is, and nothing is wider.
         now = self._bits.get(key, row.bits)
         wider = [b for b in WIDTHS if now is not None and b > now]
         self._bits[key] = wider[0] if wider and row.overflows < self.overflow_limit else None
 
     def refresh(self) -> None:
         """Choose again from what was observed. Tensors kept exactly after overflows stay so."""
+        # With fixed bits nothing is chosen: statistics are for the report.
         if self.error is not None:
             for row in self._seen.free:
                 if row.kind == "linear" and row.gradient_energy is not None:
@@ -267,7 +272,7 @@ class Controller:
         lines = [
             f"{'tensor':40} {'elements':>10} {'bits':>5} {'predicted':>10} {'measured':>10} of"
         ]
-        for row in self._seen.rows.values():
+        for row in self.rows():
             bits = self.bits(row.key, kind=row.kind)
             sd, measured = 0.0 if bits is None else row.predicted_sd(), row.measured_sd
             shown = "exact" if bits is None else bits
@@ -278,12 +283,6 @@ class Controller:
                 f"{f'{row.yardstick:.2e}' if row.yardstick else '-'}"
             )
         return "\n".join(lines)
-
-
-def _named(
-    error: float | None, budget_bytes: int | None, bits: int | None
-) -> list[tuple[str, float | None]]:
-    return [("error", error), ("budget_bytes", budget_bytes), ("bits", bits)]
 
 
 def _check(name: str, got: object, ok: bool, expected: str) -> None:
@@ -364,11 +363,8 @@ def suggest_batch(
     >>> found.batch, found.plain_batch, round(found.speedup, 2)
     (800, 80, 1.84)
     """
-    if (
-        min(sample_bytes, compressed_sample_bytes) <= 0
-        or transient_sample_bytes < 0
-        or multiple < 1
-    ):
+    sizes = min(sample_bytes, compressed_sample_bytes)
+    if sizes <= 0 or transient_sample_bytes < 0 or multiple < 1:
         raise ValueError(
             f"suggest_batch: got {sample_bytes} and {compressed_sample_bytes} bytes per sample, "
             f"{transient_sample_bytes} besides, multiples of {multiple}; expected sizes above zero"

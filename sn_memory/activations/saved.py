@@ -3,7 +3,7 @@
 Several saved tensors may lie in one memory, which is counted once. Under a budget, inputs of linear
 ops get bits from 1 up, where a bit helps most. The error of a tensor falls with each width by more
 than its bytes grow, so the greedy order is the best one, but for the last step taken. What norms
-read gives way, to 4 and 2 bits, all alike, until at least 2 bits are left for the linear ones;
+read is reduced to 4 and 2 bits, all alike, until at least 2 bits are left for the linear ones;
 then, if it is allowed, what is not linear.
 """
 
@@ -37,16 +37,8 @@ exact       as it is
 _TABLE: Final[dict[Treatment, frozenset[str]]] = {
     "linear": frozenset(
         (
-            "linear",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "matmul",
-            "mm",
-            "bmm",
-            "addmm",
-            "baddbmm",
-            "einsum",
+            *("linear", "conv1d", "conv2d", "conv3d"),
+            *("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
         )
     ),
     "norm": frozenset(("layer_norm", "batch_norm", "group_norm", "instance_norm")),
@@ -82,7 +74,7 @@ def treatment(op: str) -> Treatment:
     >>> [treatment(op) for op in ("conv2d", "relu", "gelu")]
     ['linear', 'sign', 'nonlinear']
     """
-    # An op that nobody entered is not taken to be linear.
+    # An op without an entry is not taken to be linear: a biased gradient would go unnoticed.
     return _BY_OP.get(op, "nonlinear")
 
 
@@ -130,6 +122,7 @@ def error_tolerance(
     A uniform error in [-tolerance, tolerance] has the variance tolerance^2 / 3. Infinite where dY
     is zero.
     """
+    # `gradient_sd` solved for the variance; zeros are kept exactly, so they have no error.
     weight = gradient_energy / max(outputs, 1) * coverage * nonzero
     return sd * math.sqrt(3 / weight) if weight else math.inf
 
@@ -178,7 +171,8 @@ def coverage(
 
 # Widths of which a byte holds a whole number.
 WIDTHS: Final = (1, 2, 4, 8)
-_GRID_BYTES: Final = 6 / 256  # of an element, for the grid of its group
+# Of an element: the grid of its group of 256.
+_GRID_BYTES: Final = 6 / 256
 
 
 @dataclass(frozen=True)
@@ -261,7 +255,7 @@ class Row:
         if sds[0] is None or sds[1] is None or not self.yardstick:
             return 0.0
         saved = (sds[0] ** 2 - sds[1] ** 2) / self.yardstick**2
-        # Bits stand for bytes: the factor of 8 changes no order.
+        # Per bit, not per byte: a factor of 8 changes no order.
         return saved / max(self.n * (high - low), 1)
 
 
@@ -333,7 +327,7 @@ class Cost:
 class Timed:
     """A tensor that a first pass kept: the modules and the call that saved it, and what that took.
 
-    `nbytes` are its own, `plain_bytes` what autograd would hold that nobody saved before; `way` is
+    `nbytes` are its own, `plain_bytes` what autograd would hold that was not saved before; `way` is
     how it is kept, `rounded` whether in fewer bits. `memory` is of all that lies in one memory of a
     device; 0: the host's.
     """
@@ -397,6 +391,7 @@ def cheapest_reruns(
     fits
         Whether a choice keeps the budget; None: there is none.
     """
+    # Doubled 20 times a byte is worth any rerun: then all that frees bytes has been tried.
     dearest = price * (_DEAREST if fits is None else 2**20)
     price = dearest if fits is None else price
     while True:
@@ -447,6 +442,7 @@ class Observed:
         by_kind: tuple[Groups, Groups, Groups] = {}, {}, {}
         for group, rows in memories.items():
             kinds = {row.kind for row in rows}
+            # The strictest reader decides for all: there is one copy of the memory.
             by_kind[2 if "nonlinear" in kinds else int("norm" in kinds)][group] = rows
         return by_kind
 
@@ -522,6 +518,7 @@ def choose(
     for norm, width in (way for way in ways if way[1] >= min(least_nonlinear_bits, widths[0])):
         if seen.held(2, norm, width) <= budget_bytes:
             break
+    # Where no way leaves 2 bits for the linear ones, the last one is tried with 1.
     linear, norms, rest = seen.groups()
     least = seen.held(1, norm, width)
     if least > budget_bytes:
@@ -536,30 +533,33 @@ def choose(
         )
     bits: dict[str, int | None] = {row.key: width for rows in rest.values() for row in rows}
     bits |= {row.key: norm for rows in norms.values() for row in rows}
-    bits |= _shared_out(linear, budget_bytes - least)
+    bits |= _widened(linear, budget_bytes - least)
+    # Tensors are left as they are only where all others have the most bits.
     left = budget_bytes - seen.held(WIDTHS[-1], widths[0], widths[0])
-    bits |= _left_alone([*linear.values(), *norms.values(), *rest.values()], widths[0], left)
+    bits |= _left_exact([*linear.values(), *norms.values(), *rest.values()], widths[0], left)
     return Choice(bits, width, len(rest), len(rest) + len(norms) + len(linear))
 
 
-def _left_alone(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict[str, None]:
-    """Keys of tensors that bytes are left for, beyond the most bits."""
-    more = {
-        id(rows): compressed_bytes(rows[0].n, None) - compressed_bytes(rows[0].n, bits)
-        for rows in groups
-    }
-    left_alone: dict[str, None] = {}
-    for rows in sorted(
-        groups, key=lambda rows: (-sum(row.seconds for row in rows) / more[id(rows)], rows[0].key)
-    ):
-        if rows[0].seconds and more[id(rows)] <= left_bytes:
-            left_bytes -= more[id(rows)]
-            left_alone |= dict.fromkeys(row.key for row in rows)
-    return left_alone
+def _left_exact(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict[str, None]:
+    """Return keys of tensors that bytes are left for, beyond the most bits."""
+
+    def more_bytes(rows: list[Row]) -> int:
+        return compressed_bytes(rows[0].n, None) - compressed_bytes(rows[0].n, bits)
+
+    def rank(rows: list[Row]) -> tuple[float, str]:
+        # The most seconds for a byte first; keys break ties, so that a restart chooses as before.
+        return -sum(row.seconds for row in rows) / more_bytes(rows), rows[0].key
+
+    exact: dict[str, None] = {}
+    for rows in sorted(groups, key=rank):
+        if rows[0].seconds and more_bytes(rows) <= left_bytes:
+            left_bytes -= more_bytes(rows)
+            exact |= dict.fromkeys(row.key for row in rows)
+    return exact
 
 
-def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:
-    """Widen from 1 bit, where a byte saves the most error, while bytes are left."""
+def _widened(linear: Groups, left_bytes: int) -> dict[str, int]:
+    """Return bits by key, widened from 1 where a byte saves the most error, while some are left."""
     chosen = dict.fromkeys(linear, 1)
     steps = sorted(
         ((sum(row.gain(low, high) for row in rows), group, low, high)
@@ -570,6 +570,7 @@ def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:
     for _, group, low, high in steps:
         n = linear[group][0].n
         cost = compressed_bytes(n, high) - compressed_bytes(n, low)
+        # One that had no bytes left for a step takes none of the steps after it.
         if chosen[group] == low and cost <= left_bytes:
             chosen[group], left_bytes = high, left_bytes - cost
     return {row.key: chosen[group] for group, rows in linear.items() for row in rows}

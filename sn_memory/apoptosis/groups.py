@@ -1,7 +1,7 @@
 """Which dimensions of which parameters can only shrink together: what a rim's walk fills in.
 
 Layers that make channels start a group, sums of two groups make them one, layers that mix channels
-read it. A tag says of a value where the channels of its group lie. What a rim does not understand
+read it. A value's tag is where it holds the channels of its group. What a rim does not understand
 is not guessed: the groups it touches are left as they are, with the reason.
 """
 
@@ -70,7 +70,7 @@ class Group:
         return " + ".join(self.makers)
 
     def refuse(self, reason: str) -> None:
-        """Leave the group as it is; the first reason is the one that is told."""
+        """Leave the group as it is; the first reason is the one that is reported."""
         self.reason = self.reason or reason
 
 
@@ -87,6 +87,7 @@ class Groups:
         return len(self._parent) - 1
 
     def root(self, group: int) -> int:
+        # Groups that were joined point to the one that they are part of, the lowest number.
         while self._parent[group] != group:
             group = self._parent[group]
         return group
@@ -104,6 +105,7 @@ class Groups:
         kept.sites += gone.sites
         kept.makers += gone.makers
         kept.block = max(kept.block, gone.block)
+        # What keeps one from shrinking keeps both.
         if gone.reason:
             kept.refuse(gone.reason)
         self._parent[high] = low
@@ -111,6 +113,7 @@ class Groups:
     def coarsen(self, tag: Tag, size: int) -> None:
         """Make each `size` neurons in a row one, as heads of attention are."""
         group = self.group(tag)
+        # The same channels, in fewer neurons of more places each.
         group.width //= size
         group.block *= size
         group.slices = [replace(piece, places=size * piece.places) for piece in group.slices]
@@ -134,7 +137,7 @@ class Groups:
 
 Batch = TypeVar("Batch")
 Shapes = tuple[tuple[int, ...], ...]
-# Outputs of one reader that are looked at, of all batches and ranks together.
+# Outputs of one reader that are sampled, of all batches and ranks together.
 SAMPLES: Final = 2048
 
 
@@ -197,5 +200,6 @@ def same_padding(
     for size, step, spread, length in zip(kernel, stride, dilation, sizes, strict=True):
         outputs = -(-length // step)
         total = max((outputs - 1) * step + (size - 1) * spread + 1 - length, 0)
+        # An odd zero goes to the end, as in TensorFlow and in torch.
         paddings.append((total // 2, total - total // 2))
     return paddings

@@ -7,9 +7,9 @@
 
 Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the numbers are ours.
 
-A look costs time, and where nothing is to be had that time is lost. So gaps also grow until a look
-takes at most `overhead` of the training between two of them; ten times that after one that merged,
-as the next is then likely to merge as well. Before the first, what it will take is a guess.
+A look costs time, which is lost where nothing can be merged. So gaps also grow until a look takes
+at most `overhead` of the training between two of them; ten times that after one that merged, as the
+next is then likely to merge as well. Before the first, what it will take is a guess.
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ class Ranks(ABC):
         """Return the largest of each value over all ranks."""
         if self.size == 1:
             return list(values)
+        # As bytes, which are all that `_gather` carries.
         mine = np.frombuffer(np.array(values, np.float64).tobytes(), np.uint8)
         every = [np.frombuffer(row.tobytes(), np.float64) for row in self._gather(mine)]
         return [float(value) for value in np.max(every, axis=0)]
 
     def fingerprint(self, values: Iterable[NDArray[Any]]) -> str:
-        """Return a hash of the bits of arrays; empty where there is nobody to compare with."""
+        """Return a hash of the bits of arrays; empty on a single rank."""
         if self.size == 1:
             return ""
         digest = hashlib.sha256()
@@ -104,7 +105,7 @@ class Ranks(ABC):
 
 
 class Alone(Ranks):
-    """One rank, which has nobody to agree with."""
+    """A single rank."""
 
     size, rank = 1, 0
 
@@ -197,7 +198,9 @@ class Event:
 
 # The most of a layer's neurons that may go in one event.
 _SHARE: Final = MappingProxyType({"quick": 0.5, "adaptive": 0.25, "aggressive": 0.75})
+# Of `adaptive`: the longest gap, in times `every`.
 _LONGEST = 16
+# How much more of training's time a look may take after one that merged.
 _PROMISING = 10.0
 
 
@@ -257,7 +260,7 @@ class Schedule:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has yet to be told how long the first look has to wait."""
+        """Whether the wait before the first look is still to be computed."""
         return self.overhead is not None and self.last_step == self.least == 0
 
     def before_first(self, cost_steps: float) -> Schedule:
@@ -376,6 +379,7 @@ class BaseApoptosis(ABC):
             self._allowed = self.tolerance * rate / self._largest_rate
         if not (self._allowed and self.schedule.is_due(self.steps)):
             return Event(self.steps)
+        # Asked only now: by this step there are durations of steps to compare with.
         if self.schedule.is_open:
             cost = self._slowest(_FIRST_LOOK_S)
             self.schedule = self.schedule.before_first(cost)
@@ -397,7 +401,7 @@ class BaseApoptosis(ABC):
         return event
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands; the model and its optimizer are saved beside it."""
+        """Return where the schedule stands; the model and its optimizer are saved separately."""
         where = {name: getattr(self.schedule, name) for name in _SAVED}
         return {"steps": self.steps, "largest_rate": self._largest_rate, **where}
 
@@ -429,6 +433,7 @@ class BaseApoptosis(ABC):
         weights = ranks.fingerprint(self._weights())
         decided = [choice and choice.text() for choice in choices]
         ranks.require_same("weights or decision", f"{weights} {decided}")
+        # From here on all ranks do the same, each on its own model.
         chosen = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
@@ -455,29 +460,26 @@ class BaseApoptosis(ABC):
         ]
         *fits, totals = ranks.sums([*(seen.fit for seen in every), np.array(squares)])
         seen_by = zip(fits, ranks.stacked(cut), np.sqrt(totals).tolist(), strict=True)
-        choices = []
+        choices: list[Choice | None] = []
         for group in groups:
             readers = [
                 Reader(site.call, self._offsets(site, group), *next(seen_by), site.takes_constant)
                 for site in group.sites
             ]
-            choices.append(self._choose(readers, group.block))
+            # Sums over ranks, and samples of all: one that is not finite is so on every rank.
+            arrays = [values for one in readers for values in (one.fit, one.samples)]
+            if not all(np.isfinite(values).all() for values in arrays):
+                choices.append(None)
+                continue
+            # Limits are of channels; a neuron of a group may be a head of several.
+            least, multiple = -(-self.min_width // group.block), -(-self.round_to // group.block)
+            choices.append(
+                choose(
+                    readers, tolerance=self._allowed, share=self.schedule.share, min_width=least,
+                    round_to=multiple,
+                )
+            )  # fmt: skip
         return choices
-
-    def _choose(self, readers: Sequence[Reader], block: int) -> Choice | None:
-        """Return what may go of a group of `block` channels each; None if any is not finite."""
-        if not all(
-            np.isfinite(reader.fit).all() and np.isfinite(reader.samples).all()
-            for reader in readers
-        ):
-            return None
-        return choose(
-            readers,
-            tolerance=self._allowed,
-            share=self.schedule.share,
-            min_width=-(-self.min_width // block),
-            round_to=-(-self.round_to // block),
-        )
 
     # What batches of a rank that saw none are called for, in a rim's own words.
     _no_batch: str

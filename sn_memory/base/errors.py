@@ -31,7 +31,7 @@ class CapacityError(RuntimeError):
     Attributes
     ----------
     capacity_bytes
-        What was asked for.
+        The capacity that was to be kept.
     lower_bound_bytes
         No packing is lower than this.
     height_bytes
@@ -62,6 +62,7 @@ class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is
 
 def need(library: str, by: str) -> None:
     """Raise MissingExtra where a rim is imported without its framework, whose name is the extra."""
+    # Looked for, not imported: an error inside the framework is no missing package.
     if find_spec(library) is None:
         raise MissingExtra(
             f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
@@ -69,11 +70,11 @@ def need(library: str, by: str) -> None:
 
 
 class PlanWarning(UserWarning):
-    """A planned model ran without its plan, or what a plan or an estimate says is not all."""
+    """A planned model ran without its plan, or a plan or an estimate leaves something out."""
 
 
 class AccuracyWarning(UserWarning):
-    """What was asked for is likely to cost accuracy."""
+    """The settings are likely to cost accuracy."""
 
 
 @cache

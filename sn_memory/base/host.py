@@ -49,7 +49,7 @@ class Limit:
     """What one limit leaves to this process.
 
     name : which one, in words
-    free_bytes : what may still be had; 0 where more is taken than it allows
+    free_bytes : what may still be taken; 0 where more is taken than it allows
     """
 
     name: str
@@ -57,7 +57,7 @@ class Limit:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return what can be had without swapping; None where the system does not say."""
+    """Return what can be taken without swapping; None where the system does not say."""
     return _kib(root / "proc/meminfo").get("MemAvailable")
 
 

@@ -1,13 +1,13 @@
 """How long planning may take, and how far it is: the clock of searches, and what is shown of it.
 
 The clock is the one on the wall, or work that is counted. People ask for seconds that they wait, so
-those are the rule. A search that they end depends on the machine and on what else runs on it. Where
-the same answer is wanted everywhere, work is counted instead: each loop says how much it has done,
-in steps whose number depends on the problem alone; `counting` says which for all inside it.
+those are the default. A search that they end depends on the machine and on what else runs on it.
+Where the same answer is wanted everywhere, work is counted instead: each loop reports what it has
+done, in steps whose number depends on the problem alone. `counting` sets which, for all inside it.
 
-A program that says nothing for a minute looks as if it hung. On a terminal tqdm draws a bar, where
-it is installed; else there are plain lines, no more than one in two seconds for a stage. Where
-nobody looks on (standard error is a file or a pipe) nothing is written, unless it is asked for.
+A program that is silent for a minute looks as if it hung. On a terminal tqdm draws a bar, where it
+is installed; else there are plain lines, no more than one in two seconds for a stage. Where
+standard error is a file or a pipe nothing is written, unless it is asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Stages:
     spent_s: float = 0.0
 
 
-# Per context, so that two threads may plan at once.
+# Per context, so that two threads may plan at the same time.
 _METER: ContextVar[_Meter] = ContextVar("sn_memory.clock", default=_Meter(False))  # noqa: B039
 _STAGES: ContextVar[_Stages | None] = ContextVar("sn_memory.stages", default=None)
 
@@ -91,9 +91,7 @@ def stage() -> Iterator[float]:
 def now() -> float:
     """Return the seconds on the wall, or what was counted so far in place of them."""
     meter = _METER.get()
-    if not meter.counts_work:
-        return time.perf_counter()
-    return meter.units / UNITS_PER_S
+    return meter.units / UNITS_PER_S if meter.counts_work else time.perf_counter()
 
 
 def spend(units: int) -> None:
@@ -149,7 +147,7 @@ class Progress:
 ProgressOption = bool | Callable[[Progress], object] | None
 
 
-# What takes the records, None where nobody listens; and when planning began.
+# What takes the records, None where none are wanted; and when planning began.
 _LISTENER: ContextVar[tuple[Callable[[Progress], object] | None, float]] = ContextVar(
     "sn_memory.progress", default=(None, 0.0)
 )
@@ -163,7 +161,7 @@ def report_progress(stage: str, done: float, total: float, note: str = "") -> No
 
 
 def is_heard() -> bool:
-    """Whether somebody listens: notes may cost time to make."""
+    """Whether records are taken: their notes may cost time to make."""
     return _LISTENER.get()[0] is not None
 
 
@@ -216,16 +214,13 @@ class _Bar:
             self.stage = progress.stage
             # Of seconds and of ops alike; what has no parts shows how long it takes.
             parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
-            form = "sn_memory {desc}: " + (
-                parts if progress.total != 1 else "{bar} {elapsed}{postfix}"
-            )
+            whole = "{bar} {elapsed}{postfix}"
+            form = f"sn_memory {{desc}}: {whole if progress.total == 1 else parts}"
             self.bar = self.kind(
-                total=progress.total,
-                desc=progress.stage,
-                file=sys.stderr,
-                leave=False,
+                total=progress.total, desc=progress.stage, file=sys.stderr, leave=False,
                 bar_format=form,
-            )
+            )  # fmt: skip
+        # A search that has found a plan may get more time, which moves the end of the bar.
         self.bar.total = progress.total
         self.bar.n = min(progress.done, progress.total)
         self.bar.set_postfix_str(progress.note, refresh=True)
@@ -241,6 +236,7 @@ class _Lines:
 
     def __init__(self, first: str) -> None:
         self.first, self.stage, self.last, self.began = first, "", 0.0, 0.0
+        # The latest that came too soon after a line: written when the stage ends.
         self.unsaid: Progress | None = None
 
     def show(self, progress: Progress) -> None:

@@ -1,9 +1,9 @@
 """What comes from outside: sizes as people write them, checked numbers, JSON read field by field.
 
-Sizes are added in 64-bit integers and seconds in doubles, and neither says when it has too many:
-four storages of 2**63 - 1 bytes wrap around to 4 bytes less than nothing, twice 1e308 seconds are
-infinite, and then every bound is true. So whatever could ever be added up in a plan is added up
-once, exactly, when a graph is made (`graph/graph.py`).
+Sizes are added in 64-bit integers and seconds in doubles, and neither reports an overflow: four
+storages of 2**63 - 1 bytes wrap around to -4, twice 1e308 seconds are infinite, and then every
+bound is true. So whatever could ever be added up in a plan is added up once, exactly, when a graph
+is made (`graph/graph.py`).
 
 `json` reports a line for text that is not JSON; for JSON that says the wrong thing we keep the path
 of the key (`ops[12].inputs[0]`), because that is what the writer of the file has to look for.
@@ -89,6 +89,26 @@ def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> 
     )
 
 
+def write_records(
+    head: Mapping[str, Any],
+    lists: Mapping[str, Iterable[Any]],
+    path: str | os.PathLike[str] | None,
+) -> str:
+    """Return JSON text, one record a line, so that files can be compared by line.
+
+    head, lists : its keys, in this order: of one value each, and of records
+    path : also written to, if given
+    """
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, records in lists.items():
+        body = ",\n".join(map(json.dumps, records))
+        parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
 class Fields:
     """One JSON object being read: each getter checks the type; `done` rejects unknown keys.
 
@@ -105,7 +125,7 @@ class Fields:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that nobody asked for yet, for objects whose keys are names."""
+        """Keys that were not read yet, for objects whose keys are names."""
         return tuple(self._left)
 
     def _take(self, key: str, default: object, valid: Callable[[Any], bool], expected: str) -> Any:
@@ -127,7 +147,7 @@ class Fields:
         return self._take(key, default, is_text, "a string")
 
     def integer(self, key: str, default: object = MISSING) -> Any:
-        # `is`, as True is an instance of int.
+        # The type itself, as True is an instance of int.
         value = self._take(key, default, lambda value: type(value) is int, "a whole number")
         if value is not default and abs(value) > LARGEST:
             raise self.fail(key, value, "a whole number of 2**62 at most")
@@ -137,14 +157,14 @@ class Fields:
         value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
+        # JSON's own `NaN` and `Infinity`, which Python reads, and whole numbers beyond any float.
         if not abs(value) <= LARGEST_FLOAT:
             raise self.fail(key, value, "a finite number")
         return float(value)
 
     def flag(self, key: str, default: object = False) -> bool:
-        return bool(
-            self._take(key, default, lambda value: isinstance(value, bool), "true or false")
-        )
+        is_flag = self._take(key, default, lambda value: isinstance(value, bool), "true or false")
+        return bool(is_flag)
 
     def items(self, key: str, default: object = MISSING) -> list[Any]:
         return list(self._take(key, default, lambda value: isinstance(value, list), "a list [...]"))
@@ -158,6 +178,7 @@ class Fields:
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value = self._take(key, {}, lambda value: isinstance(value, dict), "an object {...}")
+        # JSON has no other keys than strings, but some that no file can hold: see `is_text`.
         for name in value:
             if not is_text(name):
                 raise self.fail(key, name, "keys that are strings")
@@ -168,7 +189,7 @@ class Fields:
         return None if value is None else Fields(value, f"{self.path}.{key}", self.error)
 
     def done(self) -> None:
-        """Raise if a key is left that nobody asked for: it is a typing error or a newer format."""
+        """Raise if a key was not read: it is a typing error or a newer format."""
         if self._left:
             key = next(iter(self._left))
             raise self.error(
@@ -180,7 +201,7 @@ class Fields:
 def is_text(value: object) -> bool:
     """Whether this is a string that can be written to a file: half of a pair of surrogates cannot.
 
-    JSON may have one as an escape, and whoever prints the name would fail on it, long after.
+    JSON may have one as an escape, and printing the name would fail on it, much later.
     """
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -207,7 +228,7 @@ _UNITS: Final = (
     # As memory is sold and as docker, ulimit and free have it.
     | {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 )
-# Characters that a size may have; nobody writes so many.
+# Characters that a size may have: the pattern is not tried on more.
 _LONGEST: Final = 60
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
@@ -234,7 +255,7 @@ def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
         return _checked(size)
     if isinstance(size, float) and size > 1 and size.is_integer():  # 6e9
         return _checked(int(size))
-    # 0.6 is six tenths, and not the nearest double to it.
+    # 0.6 is taken as six tenths, not as the nearest double to it.
     text = float.__repr__(size) if isinstance(size, float) else size
     match_ = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match_ is not None:
@@ -321,11 +342,9 @@ def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
     """
     counts = list(decisions)
     parts = []
-    for word, kinds in (
-        ("recomputed", ("recompute", "recompute_each")),
-        ("offloaded", ("offload",)),
-    ):
-        sizes = [size for technique, size in counts if technique in kinds]
+    # `recompute_each` counts as recomputed, too.
+    for word, technique in (("recomputed", "recompute"), ("offloaded", "offload")):
+        sizes = [size for name, size in counts if name.startswith(technique)]
         parts.append(f"{len(sizes)} {word}" + (f" ({show_bytes(sum(sizes))})" if sizes else ""))
     return f"of {len(counts)} {what} {', '.join(parts)}"
 

@@ -25,9 +25,9 @@ from .caching import UNLIMITED, Block, BlockAllocator, Reserved, Rows, replay
 _MIB = 1 << 20
 GRAIN: Final = 256
 FIRST_REGION: Final = 2 * _MIB
-# Blocks of less than twice what is asked for are cut where so much is left.
+# Blocks of less than twice the request are cut where so much is left.
 MOST_LEFT: Final = 128 * _MIB
-# Regions that are tried: the highest address of a step, and so many hundredths more.
+# Sizes of one region that are tried: the highest address of a step, and so many hundredths more.
 _MORE = range(16)
 
 
@@ -74,12 +74,14 @@ class BFCSettings:
         does so, whatever the step needs.
         """
         if self.growth:
+            # The limit matters only where it is met: then regions nothing is in are given back.
             try:
                 return Reserved(self._steps(self.limit_bytes, resident, step).peak_reserved_bytes)
             except MemoryError:
                 grown = self._steps(UNLIMITED, resident, step).peak_reserved_bytes
                 # Above the limit in any case, so that no budget within it seems to be kept.
                 return Reserved(max(grown, self.limit_bytes + 1))
+        # A smaller region is cut elsewhere, so whether the step fits is tried, not computed.
         reach = self._steps(UNLIMITED, resident, step).reach_bytes
         for hundredths in _MORE:
             region = -(-reach * (100 + hundredths) // 100 // GRAIN) * GRAIN
@@ -88,7 +90,7 @@ class BFCSettings:
             except MemoryError:
                 continue
             return Reserved(region)
-        # With so much left every block is cut as where there is no end.
+        # With MOST_LEFT to spare every block is cut as in a region without end.
         return Reserved(reach + MOST_LEFT)
 
     def most(self, budget_bytes: int) -> int:
@@ -98,6 +100,7 @@ class BFCSettings:
         """
         if not self.growth or budget_bytes >= self.limit_bytes:
             return budget_bytes
+        # Below its limit TensorFlow reserves whole regions only.
         total, region = 0, FIRST_REGION
         while total + region <= budget_bytes:
             total, region = total + region, 2 * region
@@ -142,6 +145,7 @@ class BFCAllocator(BlockAllocator):
             return
         size = -(-nbytes // GRAIN) * GRAIN
         block = self._cached(size)
+        # As TensorFlow: a new region first, and only at the limit are empty ones given back for it.
         if block is None and (self._extend(size) or (self._give_back(size) and self._extend(size))):
             block = self._cached(size)
         if block is None:
@@ -180,6 +184,7 @@ class BFCAllocator(BlockAllocator):
     def _give_back(self, size: int) -> bool:
         """Give regions back that nothing is in, where that makes room."""
         rows = [self._at[address] for _, address in self._free[False]]
+        # A free block without neighbours is a whole region.
         free = [row for row in rows if row.before is None and row.after is None]
         freed = sum(row.size for row in free)
         room = self.limit_bytes - self.reserved_bytes + freed

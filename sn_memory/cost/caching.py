@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from ..graph.liveness import most_together
 
 UNLIMITED: Final = 1 << 62
-# The second step begins with what the first has left.
+# The second step begins with the segments that the first has left, cut as it left them.
 _STEPS = 2
 
 Rows = list[tuple[int, int, int]]
@@ -276,6 +276,7 @@ class AllocatorSettings:
         for number, (_, _, size) in enumerate(resident):
             base.allocate(number, size)
         best = Reserved(self._steps(step, 0))
+        # A first segment that grows by itself needs no help; one that is not cut gives none.
         if not self.expandable and self.max_split_bytes == UNLIMITED:
             large = most_together(row for row in step if self.rounded(row[2]) > SMALL)
             for hundredths in _MORE if large else ():
@@ -322,6 +323,7 @@ class AllocatorSettings:
         """Whether a block is cut for a request, so that `left` bytes stay free."""
         if small or self.expandable:
             return left >= GRAIN
+        # Large blocks serve requests above 1 MiB: a smaller rest could serve none.
         return size < self.max_split_bytes and left > SMALL
 
 
@@ -376,6 +378,7 @@ class CachingAllocator(BlockAllocator):
     def _cached(self, size: int, small: bool) -> Block | None:
         """Return the smallest free block that may be used, taken out of its pool."""
         free, settings = self._free[small], self.settings
+        # The key of a size alone comes before all blocks of that size, whatever their address.
         place = bisect_left(free, (size, -1))
         if place == len(free):
             return None
@@ -384,6 +387,7 @@ class CachingAllocator(BlockAllocator):
             while place + 1 < len(free) and self._room(free[place + 1]) < self._room(free[place]):
                 place += 1
         have, address = free[place]
+        # Large blocks are kept for large requests, and those take none that is much larger.
         if size < settings.max_split_bytes <= have:
             return None
         if size >= settings.max_split_bytes and have >= size + settings.non_split_bytes:
@@ -417,6 +421,7 @@ class CachingAllocator(BlockAllocator):
         return self._take(block)
 
     def _expandable(self, size: int, small: bool) -> Block:
+        """Return the first of neighbouring blocks that are free, or without memory, and enough."""
         for address in self._unmapped[small]:
             block = self._at[address]
             if block.before is not None and block.before.state == "free":
@@ -426,6 +431,7 @@ class CachingAllocator(BlockAllocator):
                 room, at = room + at.size, at.after  # type: ignore[assignment]
             if room >= size:
                 return block
+        # None: a segment of its own range of addresses, none of it with memory yet.
         granule = self._granule(small)
         address = -(-self._next_address // granule) * granule
         self._next_address = address + granule * _GRANULES
@@ -445,6 +451,7 @@ class CachingAllocator(BlockAllocator):
         if left := block.size - size:
             block.size = size
             self._put(self._cut_off(block, left, "unmapped"))
+        # Its state first: `_joined` looks for neighbours of the same.
         block.state = "free"
         block = self._joined(block)
         self._put(block)

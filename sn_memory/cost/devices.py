@@ -36,7 +36,7 @@ class NamedDevice:
     Parameters
     ----------
     name, title
-        As it is asked for, in lower case; as its vendor calls it.
+        The name to pass, in lower case; what its vendor calls it.
     architecture
         `sm_80` and the like, or `gfx942`: decides which kernels there are.
     total_bytes

@@ -1,9 +1,9 @@
-"""What a choice leads to, and what it costs to move storages to the host: two lanes beside the ops.
+"""The schedule of a choice, and what moving storages to the host costs: two lanes besides the ops'.
 
 vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and fetch one
 layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
 and taken again as late as the copy back allows, both counted on the lanes they share, so that what
-fits in the time of the ops beside it costs nothing.
+fits in the time of the ops meanwhile costs nothing.
 
 Where that is too little, ops wait for a copy: right after the use before it, until it is out, or
 right before the use after it, until it is back. That frees the most memory and costs the most.
@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from ..graph.graph import Ints, Ints32
 from ..graph.liveness import Holes, most_together
@@ -40,7 +41,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a choice leads to.
+    """A choice carried out on paper: what runs when, what is live, and what that takes.
 
     Parameters
     ----------
@@ -77,35 +78,29 @@ class Schedule:
         """The last moment at which an op runs again, by op; those that run once are not there."""
         return {op: at for op, at in zip(self.ops, self.at, strict=True) if op != at}
 
-    @cached_property
-    def starts(self) -> dict[int, list[int]]:
-        """Per storage, the runs at which its intervals begin."""
-        runs: dict[int, list[int]] = {}
-        for storage, first, _ in self.intervals.tolist():
-            runs.setdefault(storage, []).append(first)
-        return runs
-
 
 class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller
     """A choice that cannot be carried out: a rebuild would need what cannot be made again."""
 
 
-def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedule:
+def equip(holes: Holes, schedule: Schedule, budget_bytes: int) -> Schedule:
     """Return a schedule with the fastest way that fits for each run, and what follows from it.
 
-    With no budget each run may use any workspace. A run for which nothing fits gets the way with
-    the smallest workspace, and the schedule's peak says so.
+    A run for which nothing fits gets the way with the smallest workspace, and the schedule's peak
+    says so.
     """
     spaces, seconds = holes.graph.arrays.workspace_bytes, holes.graph.arrays.seconds
     ways, total = [], 0.0
     live = schedule.live_bytes.copy()
     for run, op in enumerate(schedule.ops):
         way = 0
+        # Where there is one way it is in `live` already.
         if len(spaces[op]) > 1:
             without = int(live[run]) - holes.workspace[op]
-            room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
+            room = budget_bytes - without
             fits = [index for index, space in enumerate(spaces[op]) if space <= room]
             least = min(range(len(spaces[op])), key=lambda index: spaces[op][index])
+            # Of equally fast ways the one with the smaller workspace.
             costs = list(zip(seconds[op], spaces[op], strict=True))
             way = min(fits, key=costs.__getitem__, default=least)
             live[run] = without + spaces[op][way]
@@ -129,15 +124,13 @@ def windows(
 
     holes : the holes of a graph
     moved : the holes that are spent on the host, each with the copies that ops wait for
-    needed : gives holes an earlier op than their end by which they must be back, for rebuilds
+    needed : per hole that a rebuild needs back before it ends, the op by which that is
     """
     device = holes.graph.device
     if not device.can_offload:
         return {}
-    ends, clock = [], 0.0
-    for seconds in holes.seconds:
-        clock += seconds
-        ends.append(clock)
+    ends = list(accumulate(holes.seconds))
+    clock = ends[-1] if ends else 0.0
     starts = [end - seconds for end, seconds in zip(ends, holes.seconds, strict=True)]
     ending = {
         hole: min(holes.end[hole], (needed or {}).get(hole, holes.end[hole])) for hole in moved
@@ -154,11 +147,13 @@ def windows(
             out[hole] = holes.start[hole]
             late = lane - left
         else:
+            # The first op that ends when the copy has; `ends` count no waits, so less `late`.
             place = bisect_left(ends, lane - late, lo=holes.start[hole])
-            # So that an op may run before it is needed.
+            # One op at least has to lie between giving the memory back and taking it again.
             out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
-    # The same from the end backwards: by how much the ops are put forward.
+    # The same from the end backwards, so that each copy back is as late as those after it allow;
+    # by how much the ops before them have to be earlier.
     lane, early = float("inf"), 0.0
     for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
         copy = device.to_device_s(holes.bytes[holes.storage[hole]])
@@ -190,8 +185,9 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     clock = down = up = 0.0
     copied: dict[int, float] = {}
     ready: dict[int, float] = {}
-    reads, seconds = holes.graph.arrays.reads, seconds_of_runs(holes, schedule)
+    reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
     for run, op in enumerate(schedule.ops):
+        # In the order of the actions: copies back, the run, copies out, and what is given back.
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
             up = device.to_device_s(sizes[storage], begin)
@@ -199,7 +195,8 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        clock += seconds[run]
+        # Without ways each op runs as the holes are priced: see `lean` of `liveness.holes`.
+        clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
             down = device.to_host_s(sizes[storage], begin)
@@ -207,14 +204,6 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         for storage in free.get(run, ()):
             clock = max(clock, copied[storage])
     return max([clock, *ready.values()])
-
-
-def seconds_of_runs(holes: Holes, schedule: Schedule) -> list[float]:
-    """Return the seconds of each run of a schedule, in the way it is carried out."""
-    if not schedule.ways:
-        return [holes.seconds[op] for op in schedule.ops]
-    options = holes.graph.arrays.seconds
-    return [options[op][way] for op, way in zip(schedule.ops, schedule.ways, strict=True)]
 
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:

@@ -3,10 +3,10 @@
 A signature says what the time of an op depends on; the rims write it, and what else it depends on:
 settings of the framework, its version, the device. The rest is here.
 
-The file lies in the user's cache folder and may never stand in the way. The folder is shared: by
-processes that measure at once, by versions of this package, by whoever edits files. So whatever is
-wrong with it is said once, in one line, and the times are measured anew or not kept; and who writes
-adds to what is there by then, under a lock.
+The file lies in the user's cache folder and may never stop a plan. The folder is shared: by
+processes that measure at the same time, by versions of this package, by people who edit files. So
+whatever is wrong with it is logged once, in one line, and the times are measured anew or not kept;
+and a writer adds to what the file holds by then, under a lock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ if sys.platform != "win32":
 
 log = logging.getLogger(__name__)
 
+# Runs of an op that is timed; fewer once they have taken so many seconds.
 _RUNS = 3
 _ENOUGH_S = 0.1
 # Of the time that planning has, what timing ops may take.
 _PART = 0.5
+# How long to wait for a lock before the times of this process are not kept, and how often to look.
 _LOCK_LIMIT_S = 2.0
 _LOCK_RETRY_S = 0.01
 
@@ -89,7 +91,7 @@ class TimesFile:
         return table
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Add to the file, beside what others have added since it was read."""
+        """Add to the file, keeping what others have added since it was read."""
         if self.path is None or not entries:
             return
         try:
@@ -114,7 +116,7 @@ class TimesFile:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let nobody else write into a folder meanwhile; TimeoutError if one holds it for long."""
+    """Hold the lock of a folder; TimeoutError if another process holds it for long."""
     if sys.platform == "win32":
         # No such locks: who writes at the same moment may lose times, and measures them again.
         yield

@@ -7,7 +7,6 @@ as NumPy arrays and plain lists of those numbers.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load
+from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load, write_records
 from .records import (
     ALLOCATORS,
     RESIDENT_ROLES,
@@ -73,7 +72,7 @@ class Arrays:
     producer : [storages] int64, the op that makes it; -1 where resident
     reads : per op, the distinct storages that must be there: inputs and writes
     outputs, writes, releases : per op, storage numbers
-    version : per op, beside `reads`: how many in-place writes each of them has seen before this op
+    version : per op, parallel to `reads`: how many in-place writes each has seen before this op
     workspace_bytes, seconds : per op, one entry per way to carry it out (at least one)
     source : per op: `measured`, `roofline` or `flops`
     """
@@ -132,8 +131,8 @@ class Graph:
     aliases
         Other names of storages (views). Ops may use them.
     unplanned_peak_bytes
-        The peak of the step that the graph was made from, as it runs without a plan, where the
-        graph holds less by itself; percent of a budget are of it. None is the graph's own peak.
+        The peak of the step that the graph was made from, as it runs without a plan, where that is
+        larger than the graph's; percent of a budget are of it. None is the graph's own peak.
 
     Raises
     ------
@@ -169,18 +168,16 @@ class Graph:
         aliases: Mapping[str, str] | None = None,
         unplanned_peak_bytes: int | None = None,
     ) -> None:
-        values = {
-            "storages": tuple(storages),
-            "ops": tuple(ops),
-            "name": name,
-            "device": device or Device(),
-            "allocator": allocator,
-            "aliases": dict(aliases or {}),
-            "unplanned_peak_bytes": unplanned_peak_bytes,
-        }
-        for key, value in values.items():
-            # A frozen dataclass refuses `self.key = value` here as well.
-            object.__setattr__(self, key, value)
+        # A frozen dataclass refuses `self.name = name` here as well.
+        vars(self).update(
+            storages=tuple(storages),
+            ops=tuple(ops),
+            name=name,
+            device=device or Device(),
+            allocator=allocator,
+            aliases=dict(aliases or {}),
+            unplanned_peak_bytes=unplanned_peak_bytes,
+        )
         # Made now, not at first use: a graph that exists is a graph that makes sense.
         _ = self.arrays
 
@@ -243,10 +240,7 @@ class Graph:
         return graph
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the graph as JSON text, one record a line, so that it can be compared by line.
-
-        path : also written to, if given
-        """
+        """Return the graph as JSON text, one record a line; also write it to `path` if given."""
         head: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -256,15 +250,8 @@ class Graph:
         }
         if self.unplanned_peak_bytes is not None:
             head["unplanned_peak_bytes"] = self.unplanned_peak_bytes
-        parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key, records in (("storages", self.storages), ("ops", self.ops)):
-            body = ",\n".join(json.dumps(data_of(record)) for record in records)
-            parts.append(f'"{key}": [\n{body}\n]' if body else f'"{key}": []')
-        text = "{\n" + ",\n".join(parts) + "\n}\n"
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        lists = {"storages": map(data_of, self.storages), "ops": map(data_of, self.ops)}
+        return write_records(head, lists, path)
 
 
 def _records(kind: type[T], row: Fields, key: str) -> list[T]:
@@ -292,17 +279,16 @@ def _numbered(graph: Graph) -> Arrays:
     for at, op in enumerate(graph.ops):
         where = f"ops[{at}] ({op.name})"
         check_op(op, where)
-        inputs, made_storages = (
-            numbered(op.inputs, f"{where}.inputs"),
-            numbered(op.outputs, f"{where}.outputs"),
-        )
+        inputs = numbered(op.inputs, f"{where}.inputs")
+        created = numbered(op.outputs, f"{where}.outputs")
+        # Of an alias and its storage, both named, one number is left.
         changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
         freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
         for number in (*needed, *freed):
             name = storages[number].name
             # An op may release what it makes itself.
-            own = number in freed and number in made_storages
+            own = number in freed and number in created
             if producer[number] < 0 and not storages[number].resident and not own:
                 raise GraphError(
                     f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
@@ -316,7 +302,7 @@ def _numbered(graph: Graph) -> Arrays:
         reads.append(needed)
         # Before its own writes are counted: an op reads the version that it then replaces.
         version.append(tuple(written[number] for number in needed))
-        for number in made_storages:
+        for number in created:
             name, role = storages[number].name, storages[number].role
             if storages[number].resident:
                 raise GraphError(
@@ -332,6 +318,7 @@ def _numbered(graph: Graph) -> Arrays:
             if number in needed:
                 raise GraphError(f"{where}: {name!r} is both read and made; use writes.")
             producer[number] = at
+        # All that the op names has been checked; from here on later ops see what it did.
         for number in changed:
             written[number] += 1
         for number in freed:
@@ -341,12 +328,12 @@ def _numbered(graph: Graph) -> Arrays:
                     "it cannot be released."
                 )
             released[number] = at
-        outputs.append(made_storages)
+        outputs.append(created)
         writes.append(changed)
         releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
-        # As they are, not as the allocator rounds them: padding is not moved.
-        traffic = sum(storages[number].bytes for number in (*needed, *made_storages))
+        # Bytes as they are, not as the allocator rounds them: padding is not moved.
+        traffic = sum(storages[number].bytes for number in (*needed, *created))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
         source.append(origin)
@@ -424,7 +411,7 @@ def module_of(graph: Graph, op: str) -> str:
 
     Ops of the forward pass have it in their names (`layer1.0.conv1/convolution#3`), as TensorFlow's
     gradients have. An op of torch's backward pass belongs to the module whose parameter it reads,
-    or else to that which made, last of all it reads, something in the forward pass.
+    or else to the one whose forward op made the latest of what it reads.
     """
     if op not in graph.op_index:
         return ""
@@ -437,13 +424,11 @@ def module_of(graph: Graph, op: str) -> str:
         record = graph.storages[storage]
         if record.role == "parameter" and "." in record.name:
             return record.name.rpartition(".")[0]
+    # The last maker first; resident storages have none, which is -1.
     makers = sorted((int(arrays.producer[index]) for index in reads), reverse=True)
-    forward = [
-        graph.ops[index].name
-        for index in makers
-        if index >= 0 and graph.ops[index].phase == "forward"
-    ]
-    return next((module for name in forward if (module := _path(name))), "")
+    ops = [graph.ops[index] for index in makers if index >= 0]
+    paths = (_path(record.name) for record in ops if record.phase == "forward")
+    return next(filter(None, paths), "")
 
 
 def _path(name: str) -> str:

@@ -8,23 +8,23 @@ nothing new to anyone. For a parameter `p` there is `update p`, and where it lie
     fetch state of p   before the update: makes `p (state)`
     store p            after it: writes both back
 
-Who updates what lies on the host is told apart. `device`: as above. `host`: its processor does, so
-the gradient goes there and no state comes here; what stays on the device is brought anew:
+That is with the updater `device`. With `host` the host's processor updates, so the gradient goes
+there and no state comes here; a parameter that stays on the device is copied to it anew:
 
     store gradient of p    when the gradient is complete
     host update p          beside the ops
     bring updated p        at the end, where `p` itself is on the device
 
-`in place`: device and host are one processor, which updates `p` and its state where they rest, in
-one op `update p`, and nothing is copied.
+With `in place` device and host are one processor, which updates `p` and its state where they rest,
+in one op `update p`, and nothing is copied.
 
 Or all updates come when all gradients are there, as where they are clipped by their norm: then what
 is on the host has its gradient there as well, and in place of the update there is
 
     store gradient of p    after the last op that makes or reads it
 
-To fetch again is to run `fetch p` again: a parameter that is let go between the forward and the
-backward pass is a rebuild like any other, at the seconds of its way. `p (host)`, a storage of no
+To fetch again is to run `fetch p` again: a parameter that is dropped between the forward and the
+backward pass is a rebuild like any other, at the seconds of its copy. `p (host)`, a storage of no
 bytes that `update p` changes, is read by `fetch p` and by all that reads `p`: after the update both
 what is fetched and what is on the device is another value, with which nothing may run again.
 """
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 from ..base.errors import GraphError
@@ -61,7 +62,7 @@ class Unit:
     parameter : the name of its storage, a resident one
     gradient : the name of the storage of its gradient; None for one that is not trained
     state_bytes : what the optimizer keeps for it
-    scratch_bytes : what its update holds beside parameter, gradient and state
+    scratch_bytes : what its update holds in addition to parameter, gradient and state
     update_s : seconds of the update by the device
     host_update_s : seconds of the update where it is not the device's: `host`, or `in place`
     counts_bytes : what the optimizer keeps for it that never moves, as its count of steps
@@ -81,9 +82,9 @@ class Unit:
 
 
 def scratch_bytes(unit: Unit, by: str) -> int:
-    """Return what the device holds for an update beside what it works on.
+    """Return what the device holds for an update in addition to what it works on.
 
-    In place it is where the state is made in the first step, before it goes to where it rests.
+    In place, with room for the state, which the first step makes there before it goes to its rest.
     """
     if by == "host":
         return 0
@@ -114,22 +115,30 @@ def with_state(
     updaters : per parameter of which something lies on the host, who updates it: `device`
         (default), `host` or `in place`.
 
-    Raises GraphError for a unit that the graph does not know, a place or an updater there is not,
-    or a device without speeds.
+    Raises GraphError for a unit that the graph does not know, an unknown place or updater, or a
+    device without speeds.
     """
-    maker = _Maker(graph, units, places, update, updaters or {})
+    added = _AddedOps(graph, units, places, update, updaters or {})
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
         # Once `update p` has written `p (host)`, an op that reads it may not run again.
         homes = tuple(
-            name + HOME for name in dict.fromkeys(op.inputs) if maker.place.get(name) == "host"
+            name + HOME for name in dict.fromkeys(op.inputs) if added.place.get(name) == "host"
         )
         here = replace(op, inputs=(*op.inputs, *homes)) if homes else op
-        ops += [*maker.before.get(at, ()), here, *maker.after.get(at, ())]
-    return replace(graph, storages=tuple(maker.storages()), ops=(*ops, *maker.brought))
+        ops += [*added.before.get(at, ()), here, *added.after.get(at, ())]
+    return replace(graph, storages=tuple(added.storages()), ops=(*ops, *added.brought))
 
 
-class _Maker:
+class _AddedOps:
+    """What copies and updates add to a graph.
+
+    before, after : ops to add, by the number of the op that they go next to
+    brought : ops at the end, when all updates have been made: earlier on the lane they would wait
+        for the host, and keep fetches waiting
+    uses : per storage that an op reads or makes, the first op that does, and the last
+    """
+
     def __init__(
         self,
         graph: Graph,
@@ -144,14 +153,12 @@ class _Maker:
         self.by = {unit.parameter: updaters.get(unit.parameter, "device") for unit in units}
         self.check(places)
         self.uses: dict[int, tuple[int, int]] = {}
-        for at, (reads, outputs) in enumerate(
-            zip(graph.arrays.reads, graph.arrays.outputs, strict=True)
-        ):
-            for storage in (*reads, *outputs):
+        arrays = graph.arrays
+        for at, used in enumerate(zip(arrays.reads, arrays.outputs, strict=True)):
+            for storage in chain.from_iterable(used):
                 self.uses[storage] = (self.uses.get(storage, (at, at))[0], at)
         self.before: dict[int, list[Op]] = {}
         self.after: dict[int, list[Op]] = {}
-        # When all updates are made: before, they would keep fetches waiting for the host.
         self.brought: list[Op] = []
         for unit in units:
             self.add(unit)
@@ -196,6 +203,7 @@ class _Maker:
                 self.after.setdefault(self.uses[number[unit.gradient]][1], []).append(store)
             return
         by = "device" if place == "device" else self.by[name]
+        # The state has no storage between steps: writes to it are writes to `home`.
         changed = (home,) if place == "host" else (home, name) if place == "state" else (name,)
         if by == "host":
             self.after.setdefault(last, []).extend(self.on_the_host(unit))

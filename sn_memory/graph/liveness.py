@@ -46,8 +46,8 @@ class Peak:
 def unplanned_bytes(graph: Graph) -> int:
     """Return the peak of the step without a plan: what percent of a budget are of.
 
-    The graph's own may be larger by the random states that are kept for reruns. With all of a
-    budget nothing has to run again.
+    The graph's own may be larger, by the random states that are kept for reruns: then it is taken,
+    so that with 100 % nothing has to run again.
     """
     own = peak(graph).bytes
     return own if graph.unplanned_peak_bytes is None else max(own, graph.unplanned_peak_bytes)
@@ -56,7 +56,7 @@ def unplanned_bytes(graph: Graph) -> int:
 def lifetimes(graph: Graph) -> Lifetimes:
     """Return the lifetimes in the graph's own order, in time linear in its size."""
     arrays = graph.arrays
-    # What nobody reads still lives while its op runs.
+    # What no op reads still lives while its own op runs.
     end = arrays.producer + 1
     for at, (reads, releases) in enumerate(zip(arrays.reads, arrays.releases, strict=True)):
         for storage in reads:
@@ -84,6 +84,7 @@ def most_together(rows: Iterable[tuple[int, int, int]]) -> int:
 
     What ends at a time is gone for what begins then.
     """
+    # Sums per time, so that frees and allocations of one time cancel before the maximum is taken.
     change: dict[int, int] = {}
     for lower, upper, size in rows:
         change[lower] = change.get(lower, 0) + size
@@ -142,16 +143,16 @@ class Holes:
         more entry at the end: the number of holes.
     storage, start, end : per hole: its storage, the op before it and the op after it (the number of
         ops for the last).
-    rebuildable : per storage: its maker and writers may run twice, so it can be made again.
+    rebuildable : per storage: its maker and writers may run twice, so it can be rebuilt.
     chain : per storage: its maker and then its writers, by op number; empty for resident ones.
     expires : per op: it cannot run again once this op has run, because that one changes an input of
         it.
     bytes, seconds, workspace : per storage; per op, in the way it is priced; likewise.
-    held : per storage: somebody outside holds it too, so it does not leave for the host.
+    held : per storage: the caller holds it too, so moving it to the host would free nothing.
     stays : per hole: it is the last one of a storage that must be there at the end.
     needs, touched : per op, the storages that must be there before it; those of them and of its
         outputs that are not resident.
-    memo : what algorithms have made of it once, by name
+    memo : what others derive from these holes once, by name, as the tables of the extension
     """
 
     graph: Graph
@@ -169,7 +170,6 @@ class Holes:
     stays: list[bool] = field(repr=False)
     needs: list[tuple[int, ...]] = field(repr=False)
     touched: list[tuple[int, ...]] = field(repr=False)
-    # What others derive from these holes once, such as the tables of the extension.
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -183,8 +183,8 @@ class Holes:
     def natural(self) -> list[int]:
         """The choice that rebuilds nothing.
 
-        Last holes let go where something could be rebuilt from elsewhere, so that a storage is not
-        held, after its last use, for the sake of rebuilds.
+        Last holes drop what could be rebuilt, so that a storage is not held, after its last use,
+        for the sake of rebuilds.
         """
         last = {first - 1 for first in self.first}
         return [
@@ -201,13 +201,6 @@ class Holes:
     def may_leave(self, hole: int) -> bool:
         """Whether a storage could spend this hole on the host."""
         return self.is_free(hole) and not self.held[self.storage[hole]]
-
-    def main(self, storage: int) -> int:
-        """The longest hole between two uses; the last hole where there is only one use."""
-        inner = self.of(storage)[:-1]
-        if not inner:
-            return self.first[storage + 1] - 1
-        return max(inner, key=lambda hole: self.end[hole] - self.start[hole])
 
 
 def holes(graph: Graph, *, lean: bool = False) -> Holes:
@@ -238,6 +231,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
                 chain[storage].append(at)
     first, storages, start, end = [0], [], [], []
     total = len(graph.ops)
+    # Holes of one storage are numbered in a row, as `first` promises.
     for storage, places in enumerate(uses):
         storages += [storage] * len(places)
         start += places

@@ -38,8 +38,8 @@ class Storage:
     keep
         It must be on the device, in its last version, when the last op has run.
     held
-        Somebody outside holds it too (an output, the gradient of one): moved to the host, nothing
-        would be free.
+        The caller holds it too (an output, the gradient of one): moving it to the host would free
+        nothing.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Op:
     inputs, outputs, writes
         Storages read; storages allocated and made; storages changed in place (they are read too).
     releases
-        Storages whose owner lets go only after this op, as logs of other tools say. The op counts
-        as a use of them; no later op may use them.
+        Storages that their owner frees only after this op, as logs of other tools say. The op
+        counts as a use of them; no later op may use them.
     kind
         What it computes (`conv2d`, `relu`, ...), for policies and reports.
     phase
@@ -171,10 +171,8 @@ class Device:
         return begin_s + self.transfer_latency_s + nbytes / self.to_device_bytes_per_s
 
     def copy_seconds(self, sizes: Sequence[int]) -> tuple[float, list[float], list[float]]:
-        """Return the same in the parts that the extension adds up in the same order.
-
-        What each copy begins with, and what else each size takes, out and back.
-        """
+        """Return the latency of a copy, and the seconds of each size without it, out and back."""
+        # The extension adds them in the order of `to_host_s`: another would give other last bits.
         assert self.to_host_bytes_per_s is not None
         assert self.to_device_bytes_per_s is not None
         out = [size / self.to_host_bytes_per_s for size in sizes]
@@ -239,7 +237,7 @@ def _reader(spec: Field[Any]) -> tuple[str, Callable[[Fields, str, Any], Any], A
     """Return the name of a field, what reads one of its type, and its default."""
     # Text, as `from __future__ import annotations` leaves annotations.
     declared = str(spec.type)
-    # A default of MISSING makes `Fields` ask for the key.
+    # A default of MISSING makes `Fields` demand the key; one that may be None is not demanded.
     optional = spec.default is MISSING and declared.endswith("| None")
     return spec.name, _READERS[declared], None if optional else spec.default
 
@@ -280,7 +278,8 @@ def data_of(record: Storage | Op | Device | Workspace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for spec in fields(record):
         key, item = spec.name, getattr(record, spec.name)
-        if item == spec.default and key not in ("name", "bytes"):
+        # A device and a workspace are named in a file also where their name is empty.
+        if item == spec.default and key != "name":
             continue
         # Pairs in the record, which has to be hashable; an object in JSON.
         if key == "flops_per_s_by_dtype":
@@ -297,9 +296,8 @@ LOSS: Final = "loss"
 def loss_op(outputs: Iterable[str], gradients: Iterable[str]) -> Op:
     """Return the op that reads the outputs and makes their gradients, by names of storages.
 
-    A plan of a model does not know the loss: the user's code makes it of the outputs, and hands
-    their gradients in. In the graph that is one op, which stays where it is and takes no time of
-    the plan's.
+    A plan of a model does not know the loss: the user's code computes it, and hands gradients of
+    the outputs in. In the graph that is one op, which stays where it is and takes no seconds.
     """
     return Op(
         LOSS,

@@ -30,7 +30,8 @@ from .simulate import emit, simulate
 
 log = logging.getLogger(__name__)
 
-# Of the time limit, what is left to find the smallest peak, as long as no plan keeps the budget.
+# The share of the time limit that is reserved for a refusal, as long as no plan keeps the budget:
+# its error states the smallest peak, which takes a search of its own.
 TO_REFUSE = 0.2
 
 
@@ -164,7 +165,7 @@ class Auto:
         from_sqrt_n: bool = True,
     ) -> None:
         self.graph, self.limit_s, self.from_sqrt_n = graph, time_limit_s, from_sqrt_n
-        # When the budget that is looked at began, if it has, and when its time is over.
+        # When the first budget's time began, None after it; when that of the current one is over.
         self.began: float | None = now()
         self.end = self.began + time_limit_s
         self.search = Search(
@@ -187,18 +188,18 @@ class Auto:
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        # The first budget pays for the holes and the floor, which `__init__` found.
+        # The first budget pays for the holes and the floor, which `__init__` computed.
         began = now() if self.began is None else self.began
         self.began, self.end = None, began + self.limit_s
         self.search.began = began
-        # A search could only fail; `answer` refuses.
+        # Below the floor a search could only fail; `answer` refuses.
         if self.floor[0] > budget_bytes:
             return
         start = self.sqrt_n(budget_bytes)
         known = self.search.archive.best(budget_bytes) is not None
         self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
         self.search.end = self.end
-        # On a large graph the search finds more in the time that it takes to improve this plan.
+        # On a large graph the search finds more in the time that improving this plan would take.
         if start is not None and len(self.graph.ops) <= LARGE:
             self.search.from_sqrt_n(start, budget_bytes)
         self.search.solve(budget_bytes)
@@ -210,7 +211,7 @@ class Auto:
         takes a tenth of a second for three thousand ops, one for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
-        # Where everything can be kept there is nothing to begin from.
+        # Where everything can be kept, no plan is faster.
         kept = own is not None and own.origin == "keep"
         if kept or not self.from_sqrt_n or not self.search.recompute:
             return None
@@ -226,7 +227,7 @@ class Auto:
         """Return the fastest of all that keeps a budget, with its bound."""
         plan = self.fastest(budget_bytes)
         if plan is None:
-            # To say what the smallest peak is takes a search of its own, which may find a plan.
+            # Stating the smallest peak takes a search of its own, which may find a plan.
             error = self.refusal(budget_bytes)
             plan = self.fastest(budget_bytes)
             if plan is None:
@@ -259,14 +260,12 @@ class Auto:
         # After a front of budgets, those after the first have no part of the time left for this.
         end = max(self.end, now() + self.limit_s * TO_REFUSE)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
-        # What it names is found again when it is asked for: nothing below depends on this budget,
-        # nor on what the search for it has found.
+        # A budget as large as the peak it names is kept when asked for: this search depends neither
+        # on the budget refused, nor on what the search for that one has found.
         search = Search(
-            self.search.shape,
-            offload=self.search.offload,
-            recompute=self.search.recompute,
+            self.search.shape, offload=self.search.offload, recompute=self.search.recompute,
             deadline=end,
-        )
+        )  # fmt: skip
         search.end = end
         search.least(floor)
         ended = not search.late
@@ -274,6 +273,7 @@ class Auto:
             for choice in sqrt_n_choices(origins(self.search.shape)):
                 search.archive.add(choice, simulate(search.shape, choice), "sqrt_n")
         smallest = search.archive.smallest()
+        # It may keep this budget after all, or a later one of the same front.
         self.search.archive.items.append(smallest)
         least = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         size, name = least.peak_bytes, peak_op(self.graph, least)

@@ -46,22 +46,22 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     """Return a lower bound on the peak of any plan, in bytes, and the op that sets it."""
     arrays, graph = holes.graph.arrays, holes.graph
     count = len(graph.ops)
-    stuck = np.zeros(count + 1, np.int64)
+    change = np.zeros(count + 1, np.int64)
     # Neither made again nor moved: there from its first use to its last.
     stays = [
         bool(chain) and not _again(holes, chain[0]) and (not offload or holes.held[storage])
         for storage, chain in enumerate(holes.chain)
     ]
-    for storage in (storage for storage, stuck_there in enumerate(stays) if stuck_there):
+    for storage in np.flatnonzero(stays).tolist():
         mine = holes.of(storage)
         last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
-        stuck[holes.start[mine[0]]] += holes.bytes[storage]
-        stuck[last] -= holes.bytes[storage]
-    fixed = np.cumsum(stuck)[:-1]
+        change[holes.start[mine[0]]] += holes.bytes[storage]
+        change[last] -= holes.bytes[storage]
+    fixed = np.cumsum(change)[:-1]
     best, at = graph.base_bytes, 0
     for op in range(count):
-        here = holes.touched[op]
-        need = sum(holes.bytes[storage] for storage in here if not stays[storage])
+        # What stays is in `fixed` already, also while it is used.
+        need = sum(holes.bytes[storage] for storage in holes.touched[op] if not stays[storage])
         total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
         if total > best:
             best, at = total, op
@@ -97,10 +97,11 @@ def relax(
 
     No solution means that no plan keeps the budget. With `lanes` below 1 the transfers have only
     that part of their speed: no bound then, but a start with fewer waits. `deadline` is a moment
-    of `clock.now()`.
+    of `progress.now()`.
     """
     if now() > deadline:
         return None
+    # Imported here, as it takes 57 MiB with its threads' buffers.
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix
 
@@ -133,18 +134,22 @@ def relax(
     low = np.zeros(total + 1)
     high = np.ones(total + 1)
     high[total] = np.inf
+    # A technique that is not allowed is a column that can only be 0.
     if not offload:
         high[moved : moved + width] = 0.0
     for storage in before:
         if holes.held[storage]:
             high[moved + place[storage]] = 0.0
+    # What the op itself reads is on the device.
     for storage in holes.needs[at]:
         if storage in place:
             low[place[storage]] = 1.0
+    # What later ops need is on the device, on the host, or made again.
     for storage in before:
         last = holes.of(storage)[-1]
         if graph.storages[storage].keep or holes.start[last] > at:
             available(storage, [op for op in holes.chain[storage] if op < at], (), 1.0)
+    # And so is, to the extent that an op runs again, all that it reads.
     used = _reachable(holes, at, before)
     for op in range(at):
         if op not in used or not recompute:
@@ -154,6 +159,7 @@ def relax(
             if storage in place:
                 made_by = holes.chain[storage][: version + 1]
                 available(storage, made_by, ((rerun + op, -1.0),), 0.0)
+    # One row for the budget: what is kept has the room that the op's own bytes leave.
     room = budget_bytes - graph.base_bytes - min(arrays.workspace_bytes[at])
     room -= sum(holes.bytes[storage] for storage in arrays.outputs[at])
     if room < 0:
@@ -161,6 +167,7 @@ def relax(
     # As parts of the room: coefficients in bytes are far from the zeros and ones of other rows.
     scale = max(1.0, float(room))
     row([(place[s], -holes.bytes[s] / scale) for s in before if holes.bytes[s]], -room / scale)
+    # The total is above the seconds of the ops with reruns, and above those of either lane.
     reruns = [(rerun + op, -fastest[op]) for op in used]
     head, tail = sum(fastest[:at]), sum(fastest[at:])
     row([(total, 1.0), *reruns], head + tail)
@@ -196,7 +203,7 @@ def relax(
 
 
 def _limit(deadline: float, rows: int) -> dict[str, float]:
-    """Return what ends a linear program of so many rows: seconds, or counted pivots."""
+    """Return what ends a linear program of so many rows, as options: seconds, or counted pivots."""
     left = deadline - now()
     if counts_work():
         # HiGHS holds the limit in 32 bits.

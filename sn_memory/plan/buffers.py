@@ -1,8 +1,8 @@
 """The memory of a plan: who needs how many bytes from which action to which, and the sums of it.
 
-`pack` takes the buffers. Whatever asks for live bytes of actions takes them from here, but for
-`check.py`, which shares nothing with the planner. So does the error that no plan keeps a budget,
-which says where the peak is, and which budget can be had.
+`pack` takes the buffers. Live bytes of actions are summed here alone, but for `check.py`, which
+shares nothing with the planner. The error that no plan keeps a budget is here too: it says where
+the peak is, and which budget can be kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PlanBuffers:
     """Allocations of a plan, in the order in which they are made; resident storages first.
 
     names : the storage of each; `NAME (second copy)` for an output that a rerun makes again while
-        it is there, and `workspace of OP`.
+        the first is there, and `workspace of OP`.
     buffers : (lower, upper, size), half-open in numbers of actions
     """
 
@@ -64,7 +64,7 @@ def live_bytes(graph: Graph, actions: Sequence[Action]) -> list[int]:
     live = list(accumulate(change))[: len(actions)]
     sizes, names = graph.arrays.bytes, graph.storage_index
     for at, action in enumerate(actions):
-        # A buffer ends where its free begins, but the bytes are given back only by then.
+        # The buffer ends where its free begins, but its bytes are live until the free has run.
         if action.kind == "free":
             live[at] += int(sizes[names[action.target]])
     return live
@@ -88,6 +88,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
         present[storage] = len(rows)
         rows.append((names[storage], at, max(len(actions), 1), sizes[storage]))
 
+    # In front, which callers count on to tell them from what the step allocates.
     for storage, resident in enumerate(arrays.resident.tolist()):
         if resident:
             take(storage, 0)
@@ -103,6 +104,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
             if space := arrays.workspace_bytes[op][way]:
                 rows.append((f"workspace of {target}", at, at + 1, space))
             continue
+        # An offload changes nothing: its bytes stay until the free.
         storage = graph.storage_index[target]
         if kind == "prefetch":
             take(storage, at)
@@ -141,44 +143,36 @@ def refused(
     instead: str = "make the batch smaller",
     nearest_bytes: int | None = None,
 ) -> BudgetError:
-    """Return the error.
+    """Return the error that says no plan keeps a budget, and which budget can be kept.
 
     text : what was found: the peak, and the op that sets it.
-    plan : the plan of the smallest peak that was found: the nearest budget that can be had is its.
+    plan : the plan of the smallest peak that was found
     op : the op at that peak
     floor_bytes : see BudgetError
-    instead : what else than raising the budget may be done
-    nearest_bytes : the nearest budget, where it is not the plan's peak but what is reserved for
-        that
+    instead : what to do other than raise the budget
+    nearest_bytes : the smallest budget, where it is what is reserved for that plan, not its peak
     """
     nearest = plan.peak_bytes if nearest_bytes is None else nearest_bytes
-    # Made before its text, which quotes the percentage.
-    error = BudgetError(
-        "",
-        peak_bytes=nearest,
-        budget_bytes=budget_bytes,
-        op=op,
-        plan=plan,
-        floor_bytes=floor_bytes,
-        module=module_of(graph, op),
-        percent=percent_kept(nearest, plan.baseline_peak_bytes),
-    )
-    share = f', or "{error.percent}%" of the unplanned peak' if error.percent else ""
+    percent = percent_kept(nearest, plan.baseline_peak_bytes)
+    share = f', or "{percent}%" of the unplanned peak' if percent else ""
+    # The peak may be scratch more than tensors, which no plan makes smaller.
     scratch = graph.ops[graph.op_index[op]].workspaces if op in graph.op_index else ()
     if scratch:
         least = min(workspace.bytes for workspace in scratch)
         text += f"; {op!r} takes {show_bytes(least)} of scratch beside its tensors"
+    # Not even a plan that keeps nothing would do.
     if budget_bytes < graph.base_bytes:
         text += (
             f"; parameters, inputs and what else is there whatever the plan take "
             f"{show_bytes(graph.base_bytes)} alone"
         )
-    error.args = (
+    return BudgetError(
         f"{text}. The {budget_line(budget_bytes, nearest)}. The smallest budget that can be kept "
         f"is {nearest} bytes{share}, with the plan in the attribute `plan` of this error. Raise "
         f"the budget, or {instead}.",
-    )
-    return error
+        peak_bytes=nearest, budget_bytes=budget_bytes, op=op, plan=plan, floor_bytes=floor_bytes,
+        module=module_of(graph, op), percent=percent,
+    )  # fmt: skip
 
 
 def over_budget(
@@ -186,7 +180,7 @@ def over_budget(
 ) -> BudgetError:
     """Return the error for a plan that needs more than the budget.
 
-    what, instead : what needs it, and what else one may do
+    what, instead : what needs it, and what to do other than raise the budget
     """
     op = peak_op(graph, plan)
     text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"

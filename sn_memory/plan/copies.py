@@ -1,4 +1,4 @@
-"""Copies that start ahead and end late: what one schedule of copies does for plans of both kinds.
+"""Copies that start ahead and end late, whether they are actions or ops of the plan.
 
 The search places a copy back right before its first reader, or in a window of just the seconds that
 it takes, and gives the memory of what is copied out back as early: then the ops wait, for each copy
@@ -37,7 +37,7 @@ class LaneSeconds:
 
     @property
     def hidden(self) -> float:
-        """The share of what copies and host take that passed beside ops; 1 where it is nothing."""
+        """The share of copies and host updates that overlaps with ops; 1 where there are none."""
         lane_s = self.copies_s + self.host_s
         if not lane_s:
             return 1.0
@@ -59,11 +59,12 @@ def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneS
     clock = back = out = host = ops_s = copies_s = host_s = 0.0
     ready: dict[int, float] = {}
     leaving: dict[int, float] = {}
-    # Since when what is on the host is as somebody wrote it.
+    # When the last write to what is on the host ended, by storage.
     written: dict[int, float] = {}
     for kind, target, way in actions:
         if kind == "free":
             storage = names[target]
+            # Memory is given back on the ops' lane, which waits until the copy no longer needs it.
             clock = max(clock, leaving.pop(storage, 0.0), ready.pop(storage, 0.0))
             continue
         op = index[target]
@@ -73,6 +74,7 @@ def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneS
             (written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0
         )
         arrived = max((ready.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
+        # Beside the ops: only what reads the result waits for it.
         if what == BY_HOST:
             host_s += seconds
             host = max(host, clock, inputs_written) + seconds
@@ -113,18 +115,19 @@ def spread_copies(
     lanes = any(action.kind in ("offload", "prefetch") for action in actions)
     if lanes and not graph.device.can_offload:
         return tuple(actions)
-    row = _Row(graph, list(actions), room_bytes, times)
+    timeline = _Timeline(graph, list(actions), room_bytes, times)
     # Above the room already: nothing may move.
-    if max(row.live, default=0) > room_bytes:
+    if max(timeline.live, default=0) > room_bytes:
         return tuple(actions)
     for _ in range(_PASSES):
-        if not row.start_earlier():
+        if not timeline.start_earlier():
             break
-    row.free_later()
-    return tuple(row.actions)
+    # What room copies back leave is for those out.
+    timeline.free_later()
+    return tuple(timeline.actions)
 
 
-class _Row:
+class _Timeline:
     """The actions of a plan, with the bytes live during each and when it starts if no op waits."""
 
     def __init__(self, graph: Graph, actions: list[Action], room: int, times: float) -> None:
@@ -174,7 +177,8 @@ class _Row:
     def start_earlier(self) -> bool:
         """Move each copy back to an earlier action, the last one first; say whether any moved."""
         moved = False
-        taken = float("inf")  # from when on a later copy has the lane
+        # From when on a later copy back has the lane: this one has to end before.
+        taken = float("inf")
         backs = [
             at
             for at, action in enumerate(self.actions)
@@ -185,6 +189,7 @@ class _Row:
             action, seconds = self.actions[at], self.copy_seconds(self.actions[at])
             reads, (storage,) = self.ends(action)
             latest = min(taken, self.needed(storage, at)) - seconds
+            # A window of `times` its own seconds, of which `latest` leaves room for one.
             wanted = latest - (self.times - 1) * seconds
             touched, place = {*reads, storage}, at
             while (
@@ -202,6 +207,7 @@ class _Row:
 
     def free_later(self) -> None:
         """Give what is copied out back later, the last one first."""
+        # By storage, when its copy out has ended, with what the window is wider than the copy.
         lane, ends = 0.0, {}
         frees: list[tuple[int, float]] = []
         for at, action in enumerate(self.actions):
@@ -213,6 +219,7 @@ class _Row:
                 ends.update(dict.fromkeys(self.ends(action)[0], end))
             elif action.kind == "free" and self.names[action.target] in ends:
                 frees.append((at, ends.pop(self.names[action.target])))
+        # From the back, so that moving one does not renumber those still to come.
         for at, end in reversed(frees):
             storage, place = self.names[self.actions[at].target], at
             while (

@@ -1,16 +1,15 @@
 """The plan: what to do, action by action, and what that will cost. Data only; JSON in and out.
 
 A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
-So a plan *is* its actions: run, free, offload, prefetch, in order. The
-decisions beside them say why, for people and for back ends that only take hints.
+So a plan *is* its actions, in order: run, free, offload, prefetch. The decisions listed with them
+say why, for people and for back ends that only take hints.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import PlanError
@@ -24,6 +23,7 @@ from ..base.sizes import (
     seconds_line,
     show,
     show_bytes,
+    write_records,
 )
 
 FORMAT: Final = "sn_memory.plan.v1"
@@ -35,6 +35,7 @@ DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
 def check_techniques(techniques: Sequence[str]) -> None:
     """Raise PlanError for a technique that no plan has."""
     for technique in techniques:
+        # Plans had it once (decision 78), so people still pass it.
         if technique == "compress":
             raise PlanError(
                 "got technique 'compress': plans keep, recompute and offload whole storages. To "
@@ -49,7 +50,7 @@ def check_techniques(techniques: Sequence[str]) -> None:
 
 
 class Action(NamedTuple):
-    """One entry of a plan: `run` an op in one of its ways, or do one of the others to a storage.
+    """One entry of a plan: `run` an op in one of its ways, or act on a storage.
 
     run       allocate the outputs that are absent, hold the workspace, compute
     free      give the storage's device memory back
@@ -103,7 +104,7 @@ class Plan:
     lower_bound_seconds
         No plan with the planner's techniques that keeps the budget is faster than this.
     budget_bytes
-        What was asked for; None for planners that take no budget.
+        The budget it was planned for; None for planners that take none.
     baseline_peak_bytes, baseline_seconds
         The graph as it stands: everything kept to its last use.
     seconds_sources
@@ -113,7 +114,7 @@ class Plan:
     graph_name
         The name of the graph it was made for.
     reserved_peak_bytes
-        What the allocator of a card reserves for it, by its rules; None where none serves.
+        What the device's allocator reserves for it, by its rules; None where none is modelled.
     pool_bytes
         The segment with which the step's own pool of memory begins; 0 for none.
     allocator
@@ -158,6 +159,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How far above the lower bound the plan is, as a fraction of the bound; 0 is optimal."""
+        # A step of no seconds meets a bound of 0; any other is infinitely far above it.
         if self.lower_bound_seconds <= 0:
             return 0.0 if self.seconds <= 0 else float("inf")
         return max(0.0, self.seconds / self.lower_bound_seconds - 1)
@@ -170,7 +172,7 @@ class Plan:
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the storages with this decision.
 
-        Raises PlanError for a technique there is not.
+        Raises PlanError for an unknown technique.
         """
         if technique not in DECISIONS:
             raise PlanError(f"got technique {technique!r}, expected one of {', '.join(DECISIONS)}.")
@@ -185,12 +187,12 @@ class Plan:
         return _from_data(load(source, PlanError, "plan"))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the plan as JSON text; also write it to `path` if given."""
-        text = _to_text(self)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        """Return the plan as JSON text, one record a line; also write it to `path` if given."""
+        lists = {
+            "decisions": map(asdict, self.decisions),
+            "actions": (action if action.way else action[:2] for action in self.actions),
+        }
+        return write_records(_head(self), lists, path)
 
 
 class BudgetError(RuntimeError):
@@ -201,7 +203,7 @@ class BudgetError(RuntimeError):
     peak_bytes
         The smallest peak that a plan was found for.
     budget_bytes
-        The budget that was asked for.
+        The budget that cannot be kept.
     op
         The name of the op at which that smallest peak is reached.
     plan
@@ -212,7 +214,7 @@ class BudgetError(RuntimeError):
     module
         The path of the module that `op` belongs to; empty where its name does not tell.
     percent
-        The budget of fewest whole percent of the unplanned peak that can be had; None where that
+        The smallest budget that can be kept in whole percent of the unplanned peak; None where that
         peak is not known, or nothing is saved.
     """
 
@@ -239,11 +241,12 @@ class BudgetError(RuntimeError):
 
 
 def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
-    """Return the fewest whole percent of a peak that keep another; None where it is no smaller."""
-    # Rounded up: a part of a percent less would break the budget.
+    """Return the fewest whole percent of a peak that allow another; None where it is no smaller."""
+    # Rounded up: the percentage below would be a budget that the plan breaks.
     return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
+# In the order of the file.
 _NUMBERS: Final = (
     ("peak_bytes", int),
     ("seconds", float),
@@ -256,6 +259,7 @@ _NUMBERS: Final = (
 
 def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
     for at, row in enumerate(rows):
+        # The way is written only where it is not the default.
         usual = isinstance(row, list) and len(row) in (2, 3)
         if not (usual and is_text(row[0]) and is_text(row[1])):
             raise PlanError(f'actions[{at}]: got {show(row)}, expected ["kind", "name"].')
@@ -264,7 +268,7 @@ def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
                 f"actions[{at}][0]: got {show(row[0])}, expected one of {', '.join(KINDS)}."
             )
         way = row[2] if len(row) == 3 else 0
-        # True is an int in Python, but no number of a way.
+        # True is an int in Python, but does not number a way.
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
             raise PlanError(
                 f"actions[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
@@ -291,15 +295,16 @@ def _read_decision(data: object, where: str) -> Decision:
 def budget_line(budget_bytes: int, peak_bytes: int) -> str:
     """Return the words of an error for a budget, with a hint where percent were meant.
 
-    peak_bytes : the smallest that can be had
+    peak_bytes : the smallest that can be kept
     """
-    # No step takes 100 bytes; somebody who asks for that many means percent.
+    # No step takes 100 bytes; whoever asks for that many means percent.
     meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
 
-def _amount(row: Fields, key: str, default: int | None) -> Any:
-    if (value := row.integer(key, default)) is not None and value < 0:
+def _amount(row: Fields, key: str, default: object = MISSING, kind: type = int) -> Any:
+    value = row.integer(key, default) if kind is int else row.number(key, default)
+    if value is not None and value < 0:
         raise row.fail(key, value, "0 or more")
     return value
 
@@ -308,12 +313,7 @@ def _from_data(data: object) -> Plan:
     row = Fields(data, "plan", PlanError)
     if (version := row.text("format")) != FORMAT:
         raise row.fail("format", version, f'"{FORMAT}"')
-    numbers: dict[str, Any] = {
-        key: row.integer(key) if kind is int else row.number(key) for key, kind in _NUMBERS
-    }
-    for key, value in numbers.items():
-        if value < 0:
-            raise row.fail(key, value, "0 or more")
+    numbers = {key: _amount(row, key, kind=kind) for key, kind in _NUMBERS}
     sources = row.mapping("seconds_sources")
     for key, count in sources.items():
         if not is_count(count):
@@ -338,7 +338,8 @@ def _from_data(data: object) -> Plan:
     return plan
 
 
-def _to_text(plan: Plan) -> str:
+def _head(plan: Plan) -> dict[str, Any]:
+    """Return what the file of a plan has in front of its decisions and actions."""
     head: dict[str, Any] = {
         "format": FORMAT,
         "graph_name": plan.graph_name,
@@ -354,16 +355,4 @@ def _to_text(plan: Plan) -> str:
             "allocator": plan.allocator,
             "notes": list(plan.notes),
         }
-    lines = ["{", *(f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items())]
-    decisions = [
-        json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})
-        for item in plan.decisions
-    ]
-    actions = [
-        json.dumps(list(action) if action.way else list(action[:2])) for action in plan.actions
-    ]
-    # One record a line, so that two plans can be compared by line.
-    for key, rows, end in (("decisions", decisions, ","), ("actions", actions, "")):
-        body = ",\n".join(rows)
-        lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')
-    return "\n".join([*lines, "}"]) + "\n"
+    return head

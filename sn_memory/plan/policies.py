@@ -2,14 +2,14 @@
 
     (graph: Graph, *, budget_bytes: int | None) -> Plan
 
-It may ignore the budget, must not raise where its method simply finds nothing (then it returns
-the plan of least peak it has), and its plans pass `check_plan`.
+A policy may ignore the budget, must not raise where its method finds nothing (then it returns the
+plan of least peak it has), and its plans pass `check_plan`.
 `plan_graph(..., planner="auto")` begins from the choice of `sqrt_n`. Other planners of the
 literature are in `benchmarks/rivals/planners`, which compares with them.
 
-A policy says which storages of the forward pass are let go after their last use there, and what
-happens after a rebuild. That is a choice as `simulate.py` carries it out; what waits on the host
-has windows that keep step with the layers, as the paper has it, and not with the clock.
+A policy says which storages of the forward pass are dropped after their last use there, and what
+happens after a rebuild. That is a choice as `simulate.py` carries it out; what is moved to the host
+has windows that follow the layers, as in the paper, and not the clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DENSE_FLOPS_PER_BYTE: Final = 10.0
 class Origins:
     """The holes of a graph, and per storage, by number, what a policy asks.
 
-    last_use : its last use by any op, releases included; its producer where nobody reads it
+    last_use : its last use by any op, releases included; its producer where no op reads it
     last_forward, first_backward : its last use by a forward op, its producer included; its first
         use by any other, the number of ops where there is none
     droppable : whether it may be dropped whenever it is complete and rebuilt for every later use
@@ -64,7 +64,7 @@ class Origins:
 
 
 def origins(shape: Holes) -> Origins:
-    """Find them all, in time linear in the size of the graph (sorting aside)."""
+    """Return what policies ask of a graph, in time linear in its size (sorting aside)."""
     graph, arrays, chain = shape.graph, shape.graph.arrays, shape.chain
     count, end = len(graph.storages), len(graph.ops)
     forward_op = [op.phase == "forward" for op in graph.ops]
@@ -73,7 +73,7 @@ def origins(shape: Holes) -> Origins:
     settled = [True] * count
     for op, reads in enumerate(arrays.reads):
         for storage, version in zip(reads, arrays.version[op], strict=True):
-            # Somebody else saw an earlier version: rebuilding the last one would not serve them.
+            # Another op reads an earlier version: rebuilding the last one would not serve it.
             if version < len(chain[storage]) - 1 and storage not in arrays.writes[op]:
                 settled[storage] = False
         for storage in (*reads, *arrays.releases[op]):
@@ -101,7 +101,7 @@ def origins(shape: Holes) -> Origins:
 
 
 def dropping(origin: Origins, kept: Collection[int], transient: Collection[int] = ()) -> list[int]:
-    """Return the choice that lets go, after its last forward use, what can be and is not kept.
+    """Return the choice that drops, after its last forward use, what can be rebuilt and may go.
 
     kept : storages made by the forward pass that stay
     transient : storages that go again once something was rebuilt from them, the memory-centric way;
@@ -225,6 +225,7 @@ def _plan(
     origin = origins(holes(graph))
     kept = checkpoints(graph, origin)
     shape, choice = origin.shape, dropping(origin, kept, transient(origin, kept))
+    # Nothing on the host yet: where each rebuild reads what, which windows depend on.
     plain = simulate(shape, choice)
 
     def draft(offloaded: Sequence[int]) -> Plan:
@@ -247,7 +248,7 @@ def _plan(
 
 
 def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> list[int]:
-    """Return what convolutions make and somebody reads after the forward pass; oldest first.
+    """Return what convolutions make and ops read after the forward pass; oldest first.
 
     Reruns read as well. None, if the device of the graph states no transfer speeds.
     """
@@ -262,7 +263,7 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
     for storage in sorted(read & set(kept)):
         size = int(graph.arrays.bytes[storage])
         held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
-        # What has no room is passed over, and not the end: a smaller one may still have room.
+        # One that has no room is passed over: a smaller one after it may still have some.
         has_room = room is None or held + size <= room
         if is_conv(graph, chain[storage][0]) and not held_outside and has_room:
             chosen.append(storage)
@@ -459,5 +460,5 @@ def names() -> tuple[str, ...]:
 
 
 def policy(name: str) -> Policy:
-    """Return the policy of this name; raises KeyError for a name there is not."""
+    """Return the policy of this name; raises KeyError for another name."""
     return _POLICIES[name]

@@ -1,9 +1,9 @@
 """From decisions to actions: what runs again when, what is held how long, and what that costs.
 
-A choice says for each hole of each storage: keep, or let go. The ops run in their order. Before an
-op, what it needs and is not there is rebuilt: all ops this takes, in their order. What a rebuild
-makes on the way may be held for its own next use or dropped again; that is the number of the
-choice:
+A choice says for each hole of each storage: keep, or drop. The ops run in their order. Before an
+op, what it needs and is not on the device is rebuilt, by all ops that this takes, in their order.
+What a rebuild makes on the way may be held for its own next use or dropped again; that is the
+number of the choice:
 
     KEEP (-1)      the storage stays through the hole
     h >= 0         it leaves; a rebuild at op t inside the hole holds it if t >= h, else drops it
@@ -36,20 +36,11 @@ from ..graph.graph import Floats, Graph, Ints, Ints32
 from ..graph.liveness import Holes, baseline_seconds, unplanned_bytes
 from .plan import Action, Decision, Plan
 
-# Units of work an op, most of them to bring what was found to Python.
+# Units of work for each op of a simulation, most of them to bring its schedule to Python.
 AROUND = 10
 Moves = Mapping[int, tuple[int, int]]
 # When a search is to end: what says so, or units of work.
 Until = Callable[[], bool] | int
-# Runs, the op before which each happens, intervals, live bytes, host copies, seconds: see Schedule.
-Simulated = tuple[
-    list[int],
-    list[int],
-    Ints32,
-    Ints,
-    list[tuple[int, int, int, int]],
-    float,
-]
 
 
 def simulate(
@@ -66,13 +57,10 @@ def simulate(
     need what cannot be made again.
     """
     spend(AROUND * len(holes.graph.ops))
-    simulated = compiled(holes).simulate(choice, moves)
-    if simulated is None:
+    schedule = compiled(holes).simulate(choice, moves)
+    if schedule is None:
         raise Impossible
-    ops, at, intervals, live, host_copies, seconds = simulated
-    return Schedule(
-        ops, at, intervals, live, seconds, tuple(HostCopy(*host_copy) for host_copy in host_copies)
-    )
+    return schedule
 
 
 def simulate_moved(
@@ -88,6 +76,7 @@ def simulate_moved(
     needed = {}
     for hole, (_, back) in first.items():
         storage = holes.storage[hole]
+        # Of a storage's stays on the host, the one that begins with this hole.
         for host_copy in schedule.host_copies:
             mine = host_copy.storage == storage and schedule.at[host_copy.left] == holes.start[hole]
             if mine and schedule.at[host_copy.fetched] < back:
@@ -130,26 +119,26 @@ class Compiled:
             holes.graph.base_bytes,
         )
         self._leaves = _column(map(holes.may_leave, range(holes.count)))
+        # Rebuilds for one hole that take longer than the whole step are not worth a try.
         self._dear = sum(holes.seconds)
         # Ops, one more for the end, and KEEP, which is -1, at its end.
         self._numbers = [*range(last + 1), -1]
 
-    def simulate(self, choice: Sequence[int], moves: Moves | None) -> Simulated | None:
-        """Return what `simulate.simulate` makes a Schedule of; None for an impossible choice."""
+    def simulate(self, choice: Sequence[int], moves: Moves | None) -> Schedule | None:
+        """Return what a choice leads to; None for one that is impossible."""
         simulated = self._core.simulate(self._tables, _column(choice), _moves(moves))
         if simulated is None:
             return None
         ops, at, intervals, live, host_copies, seconds = simulated
-        return (
+        # The extension's rows begin with the hole, which a schedule has no use for.
+        rows = np.frombuffer(host_copies, np.int32).reshape(-1, 5)[:, 1:]
+        return Schedule(
             self._listed(np.frombuffer(ops, np.int32)),
             self._listed(np.frombuffer(at, np.int32)),
             np.frombuffer(intervals, np.int32).reshape(-1, 3),
             np.frombuffer(live, np.int64),
-            [
-                (s, a, b, c)
-                for _, s, a, b, c in np.frombuffer(host_copies, np.int32).reshape(-1, 5).tolist()
-            ],
             seconds,
+            tuple(HostCopy(*row) for row in rows.tolist()),
         )
 
     def fit(
@@ -250,6 +239,7 @@ def emit(
     budget_bytes: int | None = None,
 ) -> Plan:
     """Return the plan of a schedule."""
+    # Without ops nothing runs, and the peak is what is resident.
     plan = finished_plan(
         shape.graph,
         _actions(shape, schedule),
@@ -286,9 +276,9 @@ def finished_plan(
 
 
 def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...]:
-    """Return the decisions that actions amount to, seen from how often each storage is made.
+    """Return the decisions that actions amount to, by how often each storage is made.
 
-    It is made whenever it comes out of an op and is not on the device.
+    It is made whenever an op puts it out while it is not on the device.
     """
     arrays, device = graph.arrays, graph.device
     times_made: Counter[int] = Counter()
@@ -319,6 +309,7 @@ def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...
             present.add(storage)
     result = []
     for number, record in enumerate(graph.storages):
+        # Resident ones are never made, and nothing is decided of them.
         times, size = times_made[number], int(arrays.bytes[number])
         if not times:
             continue
@@ -345,10 +336,11 @@ def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
     before: list[list[Action]] = [[] for _ in schedule.ops]
     end = len(schedule.ops) - 1
     for host_copy in schedule.host_copies:
-        # Before the frees below: the copy out has to start while the storage is there.
+        # Added before the frees: a copy out has to start while the storage is on the device.
         after[host_copy.left].append(Action("offload", names[host_copy.storage]))
         before[host_copy.fetched].append(Action("prefetch", names[host_copy.storage]))
     for storage, _, run in schedule.intervals.tolist():
+        # What is kept stays after the last run.
         if run != end or not graph.storages[storage].keep:
             after[run].append(Action("free", names[storage]))
     result: list[Action] = []

@@ -2,9 +2,9 @@
 
 The state of a parameter is moved once per step, the parameter itself twice or more: so states go to
 the host first, the largest first, and parameters after all states. How many of these is searched:
-more of them cost transfers, fewer leave less room for activations. Each number is planned as any
-graph is (what to rebuild, what to fetch again), its copies are started ahead, and what ends first
-on its lanes - ops, fetches, stores, the host's updates - is taken.
+more of them cost transfers, fewer leave less room for activations. For each number the graph is
+planned as any other (what to rebuild, what to fetch again), and its copies are started ahead; the
+number whose step ends first on its lanes - ops, fetches, stores, the host's updates - is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .buffers import live_bytes
 from .copies import LaneSeconds, lane_seconds, spread_copies
 from .plan import BudgetError, Plan
 
-# Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
+# Numbers of units on the host that are planned, between the fewest and the most: each is a search.
 TRIED = 3
 # The fewest that keep the budget are found to this part of all: each halving is a search.
 GRAIN = 1 / 256
@@ -40,8 +40,8 @@ class StatePlan:
         one parameter after the other; 0 where all updates are in the plan.
     updaters : per parameter that is trained and of which something lies on the host, who updates
         it: `device`, `host` or `in place`.
-    step_s : seconds of the optimizer's step, its copies beside its updates; 0 where all updates are
-        in the plan.
+    step_s : seconds of the optimizer's step, whose copies overlap with updates; 0 where all updates
+        are in the plan.
     """
 
     graph: Graph
@@ -112,15 +112,17 @@ def plan_state(
 
     # First, as it raises where no number of units keeps the budget.
     kept(len(moves))
-    low, high = 0, len(moves)  # the fewest that keep the budget are in here
+    low, high = 0, len(moves)
     if kept(0):
         high = 0
+    # `high` keeps the budget; `low` does not, unless both are 0.
     while high - low > max(1, GRAIN * len(moves)):
         middle = (low + high) // 2
         if kept(middle):
             high = middle
         else:
             low = middle
+    # More than the fewest may be faster: what they make room for need not run again.
     for part in range(1, TRIED + 1):
         kept(high + (len(moves) - high) * part // (TRIED + 1))
     assert best is not None
@@ -175,51 +177,42 @@ def planned_with(
 
 
 def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[int, int]:
-    """Return what the update of a unit brings to the device, and what it holds beside that.
+    """Return what the update of a unit brings to the device, and the scratch memory it needs there.
 
     size : bytes of its parameter, as many as of its gradient
     """
     if place == "device":
         return 0, unit.scratch_bytes
+    # The gradient was stored when it was complete, and comes back; so does a parameter on the host.
     brought = (size if place == "state" else 2 * size) + unit.state_bytes
     return brought if by == "device" else 0, scratch_bytes(unit, by)
 
 
 def step_peak(
-    graph: Graph,
-    units: Sequence[Unit],
-    places: Mapping[str, str],
-    updaters: Mapping[str, str] | None = None,
+    graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> int:
     """Return the most that is live in the optimizer's step; one update after the other.
 
     Resident storages are there, gradients that stay on the device, and the parameter, gradient,
     state and scratch memory of one unit.
     """
-    by = updaters or {}
     size = {storage.name: storage.bytes for storage in graph.storages}
     kept = (
         storage.bytes for storage in graph.storages if storage.role == "gradient" and storage.keep
     )
-    updating = (
-        sum(
-            step_bytes(
-                unit,
-                places.get(unit.parameter, "device"),
-                size[unit.parameter],
-                by.get(unit.parameter, "device"),
-            )
-        )
-        for unit in units
-        if unit.gradient is not None
-    )
-    return graph.base_bytes + sum(kept) + max(updating, default=0)
+    most = 0
+    for unit in units:
+        if unit.gradient is not None:
+            name = unit.parameter
+            place, by = places.get(name, "device"), updaters.get(name, "device")
+            most = max(most, sum(step_bytes(unit, place, size[name], by)))
+    return graph.base_bytes + sum(kept) + most
 
 
 def step_seconds(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> float:
-    """Return the seconds of the optimizer's step: the lane that takes longest, copies beside it."""
+    """Return the seconds of the optimizer's step: those of the lane that takes longest."""
     ops = host = 0.0
     back_bytes = out_bytes = 0
     for unit in units:
@@ -227,6 +220,7 @@ def step_seconds(
             continue
         size = graph.storages[graph.storage_index[unit.parameter]].bytes
         place, by = places[unit.parameter], updaters.get(unit.parameter, "device")
+        # What the host updates is there already; a parameter that rests on the device comes back.
         if by == "host":
             host += update_seconds(unit, by)
             back_bytes += size if place == "state" else 0
@@ -235,6 +229,7 @@ def step_seconds(
         back_bytes += step_bytes(unit, place, size, by)[0]
         if place != "device" and by == "device":
             out_bytes += unit.state_bytes + (size if place == "host" else 0)
+    # Where the device states no speed, copies take no time; the ops are what is known.
     device = graph.device
     back = back_bytes / (device.to_device_bytes_per_s or math.inf)
     out = out_bytes / (device.to_host_bytes_per_s or math.inf)

@@ -127,9 +127,9 @@ class Searcher:
 class Search:
     """A search that can be interrupted.
 
-    `run` goes on for at most `decisions` of them, and stops soon after having looked at `work`
-    buffers, in the middle of a decision too; asked again, it resumes. `spent` are the decisions so
-    far, where one that looked at far more than it should counts several times.
+    `run` goes on for at most `decisions` of them, and stops soon after having examined `work`
+    buffers, in the middle of a decision too; called again, it resumes. `spent` are the decisions so
+    far, where one that examined far more buffers than usual counts several times.
     """
 
     def __init__(self, handle: Any, count: int, sections: int) -> None:
@@ -140,13 +140,8 @@ class Search:
         verdict, self.spent = core().run(self._handle, decisions, work)
         return Verdict(verdict)
 
-    def offsets(self) -> Ints:
-        return self._read()[0]
-
-    def weights(self) -> Ints:
-        return self._read()[1]
-
-    def _read(self) -> tuple[Ints, Ints]:
+    def read(self) -> tuple[Ints, Ints]:
+        """Return the offsets, once they were found, and the weights of the sections."""
         offsets, weights = (np.zeros(count, np.int64) for count in self._shape)
         core().read(self._handle, offsets, weights)
         return offsets, weights
@@ -154,7 +149,7 @@ class Search:
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
-# Decisions, and buffers looked at, between two looks at the clock: a millisecond.
+# Decisions, and buffers examined, between two looks at the clock: a millisecond.
 _SLICE: Final = 64
 _WORK: Final = 20_000
 # Units of work of a decision, and of a buffer that first fit puts somewhere.
@@ -325,10 +320,11 @@ class _Part:
                 spent = search.spent - before
                 spend(_WORK if spent < slice_ else _DECISION * spent)
             effort -= search.spent
+            offsets, weights = search.read()
             # Weights fade, so that what hindered the last runs counts most.
-            self._weights = UNIT + (search.weights() - UNIT) // 2
+            self._weights = UNIT + (weights - UNIT) // 2
             if verdict is Verdict.FOUND:
-                self.offsets = search.offsets()
+                self.offsets = offsets
                 self.height = int((self.offsets + self.problem.size).max())
                 return verdict
             if verdict is Verdict.IMPOSSIBLE:

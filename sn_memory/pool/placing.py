@@ -1,7 +1,7 @@
-"""The placing allocator: what a step allocates lies where a packer put the step before.
+"""The placing allocator: a step's allocations lie where a packer put those of the step before.
 
 `csrc/placing/placing.cpp` does the work, over a device's memory or the host's; here are its calls,
-and recordings are packed. One in a process, since what it serves are allocations of the process.
+and recordings are packed. There is one in a process, since it serves the allocations of a process.
 Rules: the first step of a kind is recorded, and again where the next one differs, three times at
 most; from then on the n-th allocation of the step has its place, as long as its size is as recorded
 and nothing lies there. What outlives its step, and all else, lies in size classes.
@@ -21,12 +21,15 @@ from typing import Any, Final
 from .pack import arrange
 
 GRAIN: Final = 512
-# An arena is reserved in multiples of this, what a driver maps at once.
+# An arena is reserved in multiples of this, the unit in which a driver maps memory.
 GRANULE: Final = 2 << 20
 # Seconds in which the rows of a recording are packed, by counted work: the same places each time.
 PACK_S: Final = 1.0
+# As in csrc/placing: 16 classes for each power of two, since with 8 the parameters of networks took
+# 7 to 37 % more than their bytes (decision 73); segments are shared by 8 blocks of up to 16 MiB.
 _SMALL, _SHARED, _TOGETHER, _DIVISIONS = 1 << 20, 16 << 20, 8, 16
 
+# What the library's `begin` returns; it is called again once a recording has its places.
 _PLACED, _RECORDED, _TO_PLACE = 0, 1, 2
 
 
@@ -46,7 +49,8 @@ class PlacingStatistics:
         Allocations of placed steps that got their place, and those that were not recorded or whose
         place was taken, and lie in size classes.
     bad_frees
-        Pointers that were freed twice, or that were of somebody else. Each is one line on stderr.
+        Pointers that were freed twice, or that another allocator returned. Each is one line on
+        stderr.
     """
 
     reserved_bytes: int
@@ -93,16 +97,18 @@ def classes_bytes(sizes: Iterable[int]) -> int:
     >>> classes_bytes([1000, 3 << 20, 20 << 20]) >> 20
     28
     """
+    # What is left of each segment that blocks share, the oldest first.
     rooms: list[int] = []
     reserved = 0
     for size in map(class_bytes, filter(None, sizes)):
+        if size > _SHARED:
+            reserved += _segment_bytes(size)
+            continue
         at = next((at for at, room in enumerate(rooms) if room >= size), len(rooms))
-        if size > _SHARED or at == len(rooms):
-            segment = _segment_bytes(size)
-            reserved += segment
-            rooms += [segment] if size <= _SHARED else []
-        if size <= _SHARED:
-            rooms[at] -= size
+        if at == len(rooms):
+            rooms.append(_segment_bytes(size))
+            reserved += rooms[at]
+        rooms[at] -= size
     return reserved
 
 
@@ -113,6 +119,7 @@ def _segment_bytes(size: int) -> int:
         for count in range(1, _TOGETHER + 1):
             if count * size % GRANULE == 0:
                 return count * size
+    # No number of blocks fills granules without a rest, or the block has its segment to itself.
     return -(-size // GRANULE) * GRANULE
 
 
@@ -198,7 +205,7 @@ class PlacingAllocator:
         return int(self._library.sn_placing_new_pool(device))
 
     def begin(self, pool: int, step: int, stream: int = 0) -> None:
-        """Begin a step of a pool; recorded or placed, as it comes.
+        """Begin a step of a pool, which is recorded or placed.
 
         step : which kind of step of the pool; each has a recording of its own
 
@@ -209,11 +216,14 @@ class PlacingAllocator:
             self._place(pool, step)
             state = self._library.sn_placing_begin(pool, step, stream)
         if state not in (_PLACED, _RECORDED):
-            raise MemoryError(
-                f"sn_memory's placing allocator: {self._library.sn_placing_error().decode()}"
-            )
+            raise self._out_of_memory()
+
+    def _out_of_memory(self) -> MemoryError:
+        why = self._library.sn_placing_error().decode()
+        return MemoryError(f"sn_memory's placing allocator: {why}")
 
     def _place(self, pool: int, step: int) -> None:
+        # Asked for none, the library says how many rows of (size, lower, upper) there are.
         count = self._library.sn_placing_rows(pool, step, None, 0)
         numbers = (ctypes.c_int64 * (3 * count))()
         self._library.sn_placing_rows(pool, step, numbers, count)
@@ -221,10 +231,10 @@ class PlacingAllocator:
         # What outlives its step has no place in the arena.
         freed = [at for at, (_, _, upper) in enumerate(rows) if upper >= 0]
         buffers = [(rows[at][1], rows[at][2], rows[at][0] // GRAIN) for at in freed]
+        packing = arrange(buffers, time_limit_s=PACK_S, deterministic=True)
+        # Below 0: it lies in its size class.
         offsets = (ctypes.c_int64 * count)(*[-1] * count)
-        for at, offset in zip(
-            freed, arrange(buffers, time_limit_s=PACK_S, deterministic=True).offsets, strict=True
-        ):
+        for at, offset in zip(freed, packing.offsets, strict=True):
             offsets[at] = offset * GRAIN
         done = self._library.sn_placing_place(pool, step, offsets, count)
         assert done == 0, "the packing does not fit its recording"
@@ -256,10 +266,9 @@ class PlacingAllocator:
         Raises MemoryError where there is no room.
         """
         address = self._library.sn_placing_allocate(nbytes, device, stream)
+        # For 0 bytes there is no block, and that is no error.
         if address is None and nbytes:
-            raise MemoryError(
-                f"sn_memory's placing allocator: {self._library.sn_placing_error().decode()}"
-            )
+            raise self._out_of_memory()
         return address or 0
 
     def release(self, address: int) -> None:

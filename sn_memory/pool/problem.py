@@ -67,6 +67,7 @@ class Problem:
 
     def pairs(self) -> int:
         """Return how many pairs of buffers are alive together."""
+        # Counted, not listed: there may be more pairs than fit in memory.
         starts, ends = np.sort(self.first), np.sort(self.last)
         # Those that start before one ends, less those that ended before it starts.
         before = np.searchsorted(starts, self.last, "left")
@@ -83,6 +84,7 @@ class Problem:
         """Return groups of buffer numbers; no two groups share any time, each one is connected."""
         if not len(self):
             return []
+        # By start; a part ends where all before have ended by the next start.
         order = np.argsort(self.first, kind="stable")
         reach = np.maximum.accumulate(self.last[order])
         cuts = np.flatnonzero(self.first[order][1:] >= reach[:-1]) + 1
@@ -125,7 +127,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
         ) from problem
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise PackError(f"got buffers of {table.dtype}, expected {_ROWS}, below 2**63.")
-    # As they came: what does not fit would wrap around.
+    # Before the conversion to int64, in which what does not fit would wrap around.
     _refuse(np.any(table > _LARGEST, axis=1), rows, "numbers of 2**62 at most")
     table = table.astype(np.int64)
     _refuse(np.any(table < -_LARGEST, axis=1), rows, "times of -2**62 at least")
@@ -133,6 +135,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
     _refuse(upper <= lower, rows, "a lifetime with lower < upper")
     _refuse(size < 0, rows, "a size of 0 or more")
     _refuse(align < 1, rows, "an alignment of 1 or more")
+    # As floats, whose sum does not wrap around; exact is not needed this far above real sizes.
     if float(size.sum(dtype=float)) + float(align.sum(dtype=float)) > _LARGEST:
         raise PackError("got sizes that sum to more than 2**62 bytes; give them in larger units.")
     return of_arrays(lower, upper, size, align)

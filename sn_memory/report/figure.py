@@ -61,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A plan that was replayed, and what there is to say of it.
+    """A plan that was replayed, with its curves of memory and its decisions.
 
     graph, plan, others : what is reported; `others` are plans of the same graph to compare with
     before, after : memory over time without the plan and with it
@@ -174,7 +174,7 @@ def _curve(
     time_s: Floats,
     names: Sequence[str],
 ) -> Curve:
-    """Stack what is there during each action.
+    """Stack what is live during each action.
 
     rows : (name, lower, upper, bytes), half-open in numbers of actions
     time_s, names : when each action starts, and the last ends; what each is
@@ -236,7 +236,7 @@ def blank(size: tuple[float, float], without: str) -> Any:
         raise MissingExtra(
             f"{without} Install it with: pip install 'superneurons[report]'"
         ) from missing
-    # Not pyplot: no window system is asked for, no state of the user's own figures is touched.
+    # Not pyplot, which asks for a window system and holds the state of the user's own figures.
     chart = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(chart)
     return chart
@@ -278,8 +278,8 @@ def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     for (name, size), colour in zip(after.layers, _LAYERS, strict=True):
         above = below + size[:-1] / scale
         if size.any():
-            # An edge, as scratch of an op that takes no time to speak of would not be seen; over
-            # the line of the whole.
+            # An edge, as scratch of an op of a microsecond would not be seen; over the line of the
+            # whole.
             edge = {"linewidth": 1, "zorder": 2.5} if name == "scratch" else {"linewidth": 0}
             shown = np.where(size[:-1] > 0, above, np.nan)
             axes.stairs(shown, after.time_s, baseline=below, color=colour, fill=True, label=name,
@@ -336,8 +336,9 @@ def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     axes.grid(False, axis="y")
 
 
-def _short(name: str, most: int = 26) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
+def _short(name: str) -> str:
+    # The end of a path tells more of it than the middle: 26 characters in all.
+    return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
 
 
 def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:

@@ -1,8 +1,8 @@
 """What a plan does and why: tables, pictures, one HTML page that needs nothing else.
 
-A plan that only says "peak 5.8 GiB" has to be believed. The report shows what is there when, before
+A plan that only says "peak 5.8 GiB" has to be believed. The report shows memory over time, before
 and after, kernels' scratch as a layer of its own; who owns the peak; what was decided for each
-storage, with the reason; and where the plan stands, in time and memory, beside others. The plan is
+storage, with the reason; and how the plan compares with others in time and memory. The plan is
 replayed by `check_plan` first, so that nothing here is only what the planner says of itself. Text
 and page show the same facts and tables.
 """
@@ -25,6 +25,7 @@ from .figure import Replayed, figure, owner_groups, planned_curve, top_owners, u
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
 _OWNERS, _OWNERS_OF_PAGE = 6, 10
+# Heads of columns that the page aligns on the right.
 _NUMBERS: Final = (
     "bytes", "share", "storages", "time", "budget", "peak", "extra time", "gap"
 )  # fmt: skip
@@ -127,8 +128,10 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     >>> print(report(graph, policy("liveness")(graph, budget_bytes=None)).headline)
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
+    # First of all: what cannot be carried out has no curve.
     replay = check_plan(graph, plan)
     moved = [item for item in plan.decisions if item.technique != "keep"]
+    # Names break ties, so that the same plan has the same page.
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
     before, after = unplanned_curve(graph), planned_curve(graph, plan, replay)
     return Report(graph, plan, tuple(others), before, after, tuple(ranked))
@@ -147,6 +150,7 @@ def _facts(report: Report) -> Iterator[str]:
         baseline = show_bytes(plan.baseline_peak_bytes)
         yield f"the plain step peaks at {baseline}, which percent of a budget are of"
     if plan.reserved_peak_bytes is not None:
+        # What an allocator's segments hold beyond the live tensors.
         above = plan.reserved_peak_bytes / max(plan.peak_bytes, 1) - 1
         line = f"reserved {show_bytes(plan.reserved_peak_bytes)}, {above:.0%} above the peak after"
         line += f", by {plan.allocator}" if plan.allocator else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import GraphError
 from ..base.sizes import parse_bytes, show_bytes, table
@@ -28,8 +28,8 @@ class Estimate:
         The peak of forward and backward, or of a whole step function, the optimizer's state
         included.
     update_bytes
-        The peak of an optimizer's step that is counted by itself, else 0; the batch counts, which
-        the loop holds.
+        The peak of an optimizer's step where that is separate, else 0; with the batch, which the
+        loop holds.
     peak_op
         The op that reaches `step_bytes`: its name in the graph, or the framework's own where
         tensors live longer than the graph says.
@@ -138,13 +138,15 @@ class Estimate:
         rows = [(name, show_bytes(size)) for name, size in sizes.items()]
         if self.seconds is not None:
             rows.append(("seconds, predicted", f"{self.seconds:.3g}"))
-        lines = table(rows, right=True)
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*table(rows, right=True), *(f"note: {note}" for note in self.notes)])
 
 
 def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
-    """Peaks grow almost linearly, so a straight line says where to look; bisection makes sure."""
-    # Two points for the first line.
+    """Return the largest batch whose step has room; a batch of 1 takes `one` bytes.
+
+    Peaks grow almost linearly, so a straight line says where to look; bisection makes sure.
+    """
+    # (batch, bytes) twice, for the first line: `low` fits, and `high` is raised until it does not.
     low, high = (1, one), (2, step_of(2))
     while high[1] <= room:
         grows = max(1, (high[1] - low[1]) // (high[0] - low[0]))
@@ -212,7 +214,7 @@ class Batches:
             return round(between(few, many))
 
         def seconds(few: float | None, many: float | None) -> float | None:
-            # Measured at one of the two only: no line, and what is known of the larger one.
+            # Measured at one batch only there is no line: the larger one's value stands.
             return many if few is None or many is None else between(few, many)
 
         def op_at(op: Op) -> Op:
@@ -283,7 +285,7 @@ class Fit:
 
     device, room_bytes : its name, and what torch's allocator can have there
     length : of the sequence; None where the sample has its own
-    most : the largest batch that was asked for
+    most : the largest batch that was tried
     notes : what is estimated or left out
     """
 
@@ -300,7 +302,7 @@ class Fit:
         return {"sequence" if key == "length" else key: value for key, value in data.items()}
 
     def shown_batch(self, way: Way) -> str:
-        """The largest batch of a way as text; with a plus where no larger one was asked for."""
+        """The largest batch of a way as text; with a plus where no larger one was tried."""
         return f"{way.batch}{'+' if way.batch == self.most else ''}" if way.batch else "none"
 
     def __str__(self) -> str:
@@ -324,6 +326,7 @@ class Fit:
                 )
             )
         lines = [head, *table(rows, right=True)]
+        # The table has totals only; what they are made of is shown for the plain step.
         plain = self.ways[0]
         held = ", ".join(f"{name} {show_bytes(size)}" for name, size in plain.bytes.items() if size)
         if held:
@@ -333,7 +336,7 @@ class Fit:
 
 
 def categories(estimate: Estimate) -> dict[str, int]:
-    """Bytes of an estimate's peak by category; what is live then beside them is `other`."""
+    """Bytes of an estimate's peak by category; what else is live then is `other`."""
     held = {
         "parameters": estimate.parameters_bytes,
         "gradients": estimate.gradients_bytes,
@@ -343,7 +346,7 @@ def categories(estimate: Estimate) -> dict[str, int]:
         "buffers and input": estimate.buffers_bytes + estimate.inputs_bytes,
         "workspace": estimate.workspace_bytes,
     }
-    # At the peak of a backward pass some activations are gone and some gradients are not there.
+    # At the peak of a backward pass some activations are gone, and some gradients not there yet.
     over = sum(held.values()) - estimate.peak_bytes
     if over > 0:
         held["gradients"] = max(0, held["gradients"] - over)
@@ -356,19 +359,18 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
 
     start : one that is known to fit, where to look from
     """
-    low = max(start, 0)
-    if not low:
+    low = start
+    if low <= 0:
         if not fits(least):
             return 0
         low = least
-    high = low
-    while True:
-        if low >= most:
-            return most
-        high = min(2 * low, most)
-        if not fits(high):
-            break
-        low = high
+    # Doubled until one does not fit, as nothing bounds the answer from above but `most`.
+    high = min(2 * low, most)
+    while low < most and fits(high):
+        low, high = high, min(2 * high, most)
+    if low >= most:
+        return most
+    # `low` fits, `high` does not. To a thirtieth, as each batch that is tried may be a search.
     while high - low > max(1, low // 30):
         middle = (low + high) // 2
         if fits(middle):
@@ -378,8 +380,7 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
     return low
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Bytes of parameters by what gathers them: the largest block, and all that is in none."""
 
     block_bytes: int
@@ -391,7 +392,7 @@ class Held:
     """Bytes on one card.
 
     parameters_bytes, gradients_bytes, optimizer_bytes : its part of each
-    gathered_bytes : whole parameters of units that are gathered at once, and whole gradients of one
+    gathered_bytes : whole parameters of units that are gathered together, and the gradients of one
     rest_bytes : everything else at its highest: buffers, input, activations, workspaces
     """
 
@@ -435,6 +436,7 @@ def on_cards(
         # Shards are padded to equal size.
         return -(-size // cards)
 
+    # Parameters of the root, the block that runs and the next one, and one whole gradient.
     gathered = 2 * units.block_bytes + units.root_bytes + max(units.block_bytes, units.root_bytes)
     return Held(
         part(parameters_bytes),

@@ -21,7 +21,7 @@ class Choice:
     technique
         `keep` or `recompute`.
     saved_bytes
-        What it leaves beside parameters and its inputs or results, measured.
+        What it leaves besides parameters and its inputs or results, measured.
     seconds
         Its forward pass, measured; what recomputing costs.
     """
@@ -37,13 +37,13 @@ class MeasuredPlan:
     """Which parts are run again, and what that was measured to need on the sample.
 
     choices : one for each part that could be chosen
-    budget_bytes : what was asked for
+    budget_bytes : what was to be kept
     peak_bytes, baseline_peak_bytes : measured with the plan and without; 0 where no such step was
         run.
     seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
         forward pass of all layers), and with what the reruns cost on top.
     peak_op : the op that holds the most at the peak
-    courses : how many random courses of the step the peak is the largest of; 1 for a model whose
+    courses : of how many random courses of the step the peak is the largest; 1 for a model whose
         course does not depend on random numbers.
     """
 
@@ -109,9 +109,9 @@ def min_recompute(
 ) -> tuple[list[P], S]:
     """Return the parts to run again within a budget, and that step.
 
-    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. Where
-    there are parts, the step in which none runs again is above the budget, and no choice: measured
-    once more, it may be below by luck.
+    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. To keep
+    all of them is no choice: that step was above the budget, and measured once more it may be below
+    by luck.
 
     parts, smallest : all that may run again, and the step in which all do
     measured : measures a step in which these parts run again
@@ -133,10 +133,12 @@ def min_recompute(
             op=smallest.peak_op,
             percent=percent,
         )
+    # A part that leaves nothing is kept first: its rerun would cost and free no bytes.
     order = sorted(parts, key=lambda part: -part.seconds / max(1, part.saved_bytes))
     best, low, high = smallest, 0, len(order)
     # Never with `middle` at the end of `order`, where nothing would run again.
     while high - low > 1:
+        # The first `middle` of the order are kept; taken to need more memory the more they are.
         middle = (low + high) // 2
         step = measured(order[middle:])
         if step.peak_bytes <= budget_bytes:
@@ -156,14 +158,15 @@ def measured_plan(
     baseline_seconds: float,
     courses: int = 1,
 ) -> MeasuredPlan:
-    """Return the plan in which the parts of `again` run again.
+    """Return the plan in which the parts of `rerun` run again.
 
     parts : all that could be chosen
     best, baseline : the step with the plan, and without
     baseline_seconds : of what was timed without the plan
     courses : see MeasuredPlan
     """
-    chosen = {id(part) for part in rerun}  # two may have one name: a layer that is called twice
+    # By id, as two may have one name: a layer that is called twice.
+    chosen = {id(part) for part in rerun}
     return MeasuredPlan(
         choices=tuple(
             Choice(

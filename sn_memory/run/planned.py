@@ -35,14 +35,13 @@ class PlannedKind:
     """A kind of input that the model has a plan for.
 
     inputs : names and shapes of its tensors
-    how : `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
-        another kind, `planned at once`, `planned by regions` (torch alone), or `modules run again`
-        (TensorFlow: layers).
+    how : `planned` by `plan`. When it first came: `nothing runs again`, `carried over from the plan
+        of` another kind, `planned at once`, `planned by regions` (torch alone), or `modules run
+        again` (TensorFlow: layers).
     peak_bytes : predicted; measured where modules run again; 0 where neither could be.
     budget_bytes : what was to be kept
-    unlike : what was otherwise than in the nearest kind that was known; nothing if `plan` was
-        asked.
-    seconds : what planning it took, at first sight
+    unlike : how it differs from the nearest kind that was known; nothing if `plan` was asked.
+    seconds : what planning it took, when it first came
     """
 
     inputs: str
@@ -120,12 +119,11 @@ class PlannedRecord(ABC, Generic[T]):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: these lines, and the picture of the report."""
-        if self.latest_trace is None:
-            picture = ""
-        else:
+        picture = ""
+        if self.latest_trace is not None:
             try:
                 picture = self._page()._repr_html_()
-            # A notebook shows the lines all the same.
+            # Without matplotlib a notebook shows the lines all the same.
             except MissingExtra as missing:
                 picture = f"<p>{escape(str(missing))}</p>"
         return f"<pre>{escape(repr(self))}</pre>{picture}"
@@ -148,7 +146,8 @@ class PlannedRecord(ABC, Generic[T]):
         return None
 
     def _page(self) -> Report:
-        """The report of the plan, as `sn_memory.report` makes it; training needs none of it."""
+        """The report of the plan, as `sn_memory.report` makes it."""
+        # Not at the top: a process that trains is to import as little as it can (`test_closure`).
         from ..report.report import report
 
         return report(self.trace.graph, self.plan)
@@ -176,7 +175,7 @@ class Verification:
         run's.
     difference
         The largest of their differences, relative to the size of what differs. What is zero but for
-        rounding is held against more than itself: see `model/results.py` of the rim.
+        rounding is compared with more than itself: see `model/results.py` of the rim.
     allocated_peak_bytes
         Of the planned step, in blocks as TensorFlow's allocator handed them out: what is asked for,
         and what its blocks were too large by. None with torch.

@@ -5,12 +5,11 @@ allocator's rules: torch's (`cost/caching.py`) or TensorFlow's (`cost/bfc.py`). 
 there before; then come two steps in a row, since the second begins with what the first has left.
 
 Under torch the step has a pool of its own, as the executor has it. The gradient of an output that
-a caller makes between the passes is not in it: it is beside the pool as residents are, and what the
-pool has free is not for it (GPT-2 on an H200, logits of 1.5 GiB: 8,052 MiB reserved where one pool
-would have taken 6,414). The pool begins with one free segment
-for all blocks above 1 MiB, which is cut by the smallest block that fits, as a growing segment would
-be, so that what is reserved is near to what is live; by default torch reserves a segment for each
-large block that finds no room.
+a caller makes between the passes is not in it: it lies outside as residents do, and cannot take
+what the pool has free (GPT-2 on an H200, logits of 1.5 GiB: 8,052 MiB reserved where one pool would
+have taken 6,414). The pool begins with one free segment for all blocks above 1 MiB, from which they
+are cut as from a segment that grows, so that little more is reserved than is live; by default torch
+reserves a segment for each large block that finds no room.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def host_budget(resident_bytes: int) -> int:
 
 
 def left(name: str, free_bytes: int, margin_bytes: int, resident_bytes: int, read: str = "") -> int:
-    """Return what is free less a margin, and what is there; raise PlanError if nothing is free."""
+    """Return what is free, less a margin, with what is resident; PlanError if nothing is free."""
     if free_bytes <= margin_bytes:
         raise PlanError(
             f"got no budget, and the smallest limit, {name}, leaves {show_bytes(free_bytes)}; "
@@ -155,20 +154,18 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
     The former are there from before to after the step, or a caller's.
     """
     buffers = plan_buffers(graph, plan)
-    end = max(len(plan.actions), 1)
-    # `plan_buffers` has the resident ones in front.
+    # `plan_buffers` has the resident ones in front; no plan frees one of them.
     first = sum(storage.resident for storage in graph.storages)
-    inputs = _given(graph)
+    callers = _output_gradients(graph)
     outside: Rows = []
     inside: Rows = []
     for place, (name, row) in enumerate(zip(buffers.names, buffers.buffers, strict=True)):
-        stays = place < first and row[1] == end
-        (outside if stays or name in inputs else inside).append(row)
+        (outside if place < first or name in callers else inside).append(row)
     return outside, inside
 
 
-def _given(graph: Graph) -> dict[str, int]:
-    """Return gradients that a caller makes, of outputs, by name, with their bytes."""
+def _output_gradients(graph: Graph) -> dict[str, int]:
+    """Return gradients of outputs, which the caller makes, by name, with their bytes."""
     return {
         storage.name: storage.bytes
         for storage in graph.storages
@@ -240,7 +237,7 @@ def keeping_reserved(
 
     settings : of the allocator; where there is none, or none with rules, the plan as it is
     """
-    # Without rules nothing can be told, and live bytes have to do.
+    # Without rules nothing can be predicted, and live bytes have to do.
     if settings is None or not settings.caching:
         return plan
     amount = reserved(graph, plan, settings)
@@ -263,7 +260,7 @@ def _searched(search: Callable[[int, float | None], Plan], live_bytes: int, seco
     try:
         return search(live_bytes, seconds)
     except BudgetError:
-        # On a busy machine a short search may find nothing that there is; it refuses nobody.
+        # On a busy machine a short search may miss what there is: it is no reason to refuse.
         return search(live_bytes, None)
 
 
@@ -277,19 +274,14 @@ def _refused(
         f"{settings.reserves} {show_bytes(taken.peak_bytes)} for a plan of "
         f"{show_bytes(plan.peak_bytes)} of live tensors, the least of those that were tried"
     )
-    better = _better(graph, plan, settings, taken.peak_bytes)
-    instead = f"set {better[0]}, which reserves {show_bytes(better[1])} less" if better else ""
-    op = graph.ops[-1].name
-    for_error = with_reserved(plan, taken, settings)
+    instead = "make the batch smaller"
+    if better := _better(graph, plan, settings, taken.peak_bytes):
+        instead = f"set {better[0]}, which reserves {show_bytes(better[1])} less"
+    # What is reserved has no op of its own: it is the sum of all segments.
     return refused(
-        text,
-        graph,
-        for_error,
-        budget_bytes,
-        op=op,
-        instead=instead or "make the batch smaller",
-        nearest_bytes=taken.peak_bytes,
-    )
+        text, graph, with_reserved(plan, taken, settings), budget_bytes, op=graph.ops[-1].name,
+        instead=instead, nearest_bytes=taken.peak_bytes,
+    )  # fmt: skip
 
 
 def _notes(graph: Graph, plan: Plan, settings: Settings, first: Plan) -> list[str]:
@@ -308,10 +300,10 @@ def _notes(graph: Graph, plan: Plan, settings: Settings, first: Plan) -> list[st
     better = _better(graph, plan, settings, plan.reserved_peak_bytes)
     if better:
         lines.append(f"{better[0]} would reserve {show_bytes(better[1])} less")
-    input_bytes = sum(_given(graph).values())
-    if input_bytes > _SHOWN * plan.reserved_peak_bytes:
+    gradient_bytes = sum(_output_gradients(graph).values())
+    if gradient_bytes > _SHOWN * plan.reserved_peak_bytes:
         lines.append(
-            f"{show_bytes(input_bytes)} of it are gradients of outputs, which the caller makes "
+            f"{show_bytes(gradient_bytes)} of it are gradients of outputs, which the caller makes "
             "outside of the plan's pool; a model that returns its loss needs none"
         )
     return lines

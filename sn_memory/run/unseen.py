@@ -1,9 +1,9 @@
-"""A training input of a kind that nobody planned for: what runs, found when it comes.
+"""A training input of a kind that nobody planned for: what runs is decided when it comes.
 
-The plain step is no choice: a plan exists for runs that do not fit. The input is traced, and of the
-plans there are the fastest that keeps the budget on it is carried over; where none does, a short
-search plans it (`PlanAtOnce`). Where that fails too, parts of the model run again, chosen by
-measured steps. A rim says how it traces, and which parts there are.
+The plain step is no choice: a plan exists for runs that do not fit. The input is traced; of the
+plans for other inputs, the fastest that keeps the budget on this one is carried over; where none
+does, a short search plans it (`PlanAtOnce`). Where that fails too, parts of the model run again,
+chosen by measured steps. A rim says how it traces, and which parts there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .reserved import keeping_reserved
 
 # A search while training ends after so many seconds.
 SEARCH_S = 1.0
-# Planning while training may take so much of the time, and so many seconds before that counts.
+# Planning while training may take this share of the time, and this many seconds before it counts.
 SHARE = 0.1
 ALLOWED_S = 30.0
 # How a kind of input was planned; the last two by a search.
@@ -56,7 +56,7 @@ def plan_at_once(
     plans: Sequence[tuple[str, Plan]],
     allocator: Settings | None = None,
 ) -> PlanAtOnce:
-    """Plan a graph at once.
+    """Plan a graph while training: first what takes no search, then a short one.
 
     graph : a step of the model on a new input
     search : plans a graph within these bytes, in about SEARCH_S
@@ -70,7 +70,7 @@ def plan_at_once(
             return None
         return keeping_reserved(graph, plan, budget_bytes, allocator)
 
-    # The step as it is, where it fits: no plan is faster.
+    # The plain step where it fits: no plan is faster.
     if whole := kept(policy("liveness")(graph, budget_bytes=None)):
         return PlanAtOnce(whole, NOTHING_AGAIN)
     tried = [(name, kept(carried_over(graph, plan, budget_bytes))) for name, plan in plans]
@@ -80,7 +80,7 @@ def plan_at_once(
     try:
         plan = search(graph)
     except BudgetError as error:
-        # Above the budget, and yet the least that was found: a rim says what becomes of it.
+        # Above the budget, and yet the least that was found: the rim decides what becomes of it.
         return PlanAtOnce(error.plan or smallest(graph), AT_ONCE, error)
     return PlanAtOnce(plan, AT_ONCE)
 
@@ -99,7 +99,7 @@ def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
 
 
 def smallest(graph: Graph) -> Plan:
-    """Return a plan that needs little memory and is found at once."""
+    """Return a plan that needs little memory, without a search."""
     return policy("superneurons_memory")(graph, budget_bytes=None)
 
 
@@ -124,9 +124,9 @@ def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
 
 
 class TimeToPlan:
-    """Seconds that planning at first sight took since a model was planned, and whether more may.
+    """Seconds spent on planning new inputs since a model was planned, and whether more may be.
 
-    planning_s, longest_s : what it took in all, and most
+    planning_s, longest_s : in all, and the most for one
     """
 
     def __init__(self) -> None:
@@ -161,11 +161,11 @@ S = TypeVar("S", bound=Step)
 
 
 class UnseenInput(ABC, Generic[S]):
-    """A kind of input that came for the first time, and the way to what runs it.
+    """A kind of input that came for the first time; `step` finds what runs it.
 
     name : of the model, for messages
     strict : raise where a warning would say that what runs is no plan of its ops
-    clock : what planning at first sight took, and may take
+    clock : what planning new inputs took, and may take
     """
 
     log: ClassVar[logging.Logger]
@@ -187,7 +187,7 @@ class UnseenInput(ABC, Generic[S]):
 
     @abstractmethod
     def described(self) -> str:
-        """Say what it is."""
+        """Return what it is, in words."""
 
     @abstractmethod
     def refusal(self) -> str:

@@ -15,7 +15,7 @@ from sn_memory.base import errors
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT, Impossible
 from sn_memory.graph.liveness import KEEP, holes
 from sn_memory.plan.search.candidates import all_moved, carried, fit
-from sn_memory.plan.search.improve import Rules, anneal
+from sn_memory.plan.search.improve import anneal
 from sn_memory.plan.simulate import compiled, simulate
 
 
@@ -120,13 +120,14 @@ def test_annealing_makes_the_same_choices(speed):
         graph = random_graph(number, most_ops=16, plain=number % 3 == 0)
         link = Device(to_host_bytes_per_s=speed, to_device_bytes_per_s=speed)
         shape = holes(Graph(graph.storages, graph.ops, name=graph.name, device=link), lean=True)
-        rules = Rules(
-            budget_of(shape.graph, 0.8), offload=speed is not None, recompute=True, tries=300,
-            warm=0.01, seed=number,
-        )  # fmt: skip
+        budget = budget_of(shape.graph, 0.8)
+        rules = {
+            "offload": speed is not None, "recompute": True, "wait": True, "tries": 300,
+            "warm": 0.01, "seed": number, "deadline": math.inf,
+        }  # fmt: skip
         start = all_moved(shape) if number % 2 and speed else carried(shape, shape.natural(), {})
-        ours = anneal(shape, start, rules, deadline=math.inf)
-        theirs = annealing_oracle.anneal(shape, start, rules, deadline=math.inf)
+        ours = anneal(shape, start, budget, **rules)
+        theirs = annealing_oracle.anneal(shape, start, budget, **rules)
         assert (ours.choice, ours.moved) == (theirs.choice, theirs.moved), f"graph {number}"
         assert ours.seconds == theirs.seconds
         changed += (ours.choice, ours.moved) != (start.choice, start.moved)

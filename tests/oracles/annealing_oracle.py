@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from sn_memory.base.progress import now
 from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
 from sn_memory.graph.graph import Ints
 from sn_memory.graph.liveness import KEEP, Holes
 from sn_memory.plan.search.candidates import Candidate, carried
-from sn_memory.plan.search.improve import COLD, Rules
+from sn_memory.plan.search.improve import COLD
 
 WORD = (1 << 64) - 1
 # What a hole that is moved is tried with.
 WAITS = (BESIDE, BESIDE, BESIDE, BESIDE, BESIDE, OUT, BACK, BOTH)
 
 
-def anneal(holes: Holes, start: Candidate, rules: Rules, *, deadline: float) -> Candidate | None:
-    """Return what `sn_memory.plan.search.improve.anneal` returns."""
-    return carried(holes, *_Annealer(holes, start, rules).run(lambda: now() > deadline))
+def anneal(
+    holes: Holes, start: Candidate, budget_bytes: int, *, deadline: float, **rules: Any
+) -> Candidate | None:
+    """Return what `sn_memory.plan.search.improve.anneal` returns; `rules` are its keywords."""
+    annealer = _Annealer(holes, start, SimpleNamespace(budget_bytes=budget_bytes, **rules))
+    return carried(holes, *annealer.run(lambda: now() > deadline))
 
 
 class _Draw:
@@ -43,7 +48,7 @@ class _Draw:
 
 
 class _Annealer:
-    def __init__(self, holes: Holes, start: Candidate, rules: Rules) -> None:
+    def __init__(self, holes: Holes, start: Candidate, rules: SimpleNamespace) -> None:
         self.holes, self.rules, self.draw = holes, rules, _Draw(rules.seed)
         self.choice, self.moved = list(start.choice), dict(start.moved)
         lanes = rules.offload and holes.graph.device.can_offload

@@ -240,8 +240,9 @@ def _back(schedule: Schedule, holes: Holes, hole: int) -> int:
     return min(
         (
             schedule.at[first]
-            for first in schedule.starts.get(holes.storage[hole], ())
-            if holes.start[hole] < schedule.at[first] <= holes.end[hole]
+            for storage, first, _ in schedule.intervals.tolist()
+            if storage == holes.storage[hole]
+            and holes.start[hole] < schedule.at[first] <= holes.end[hole]
         ),
         default=holes.end[hole],
     )

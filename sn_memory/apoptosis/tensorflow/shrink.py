@@ -40,6 +40,7 @@ def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
     flat = tf.reshape(tf.cast(seen[0::2] if len(seen) > 1 else seen, tf.float64), [-1, n])
     flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
     own.fit += tf.matmul(flat, flat, transpose_a=True).numpy()
+    # Rows that the fit leaves out: what least squares fitted by chance is no likeness.
     odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
     inputs = np.asarray(seen[odd].numpy(), np.float32)
     outputs = np.asarray(out[odd].numpy(), np.float64)
@@ -99,6 +100,7 @@ def measure(
         row = [Seen(np.zeros((group.width + 1, group.width + 1))) for _ in group.sites]
         sites |= {site.call: own for site, own in zip(group.sites, row, strict=True)}
         seen_by_group.append(row)
+    # By id of what Keras recorded: each call reads what earlier calls have left there.
     for batch in batches:
         values = {id(t): x for t, x in zip(graph.inputs, keras.tree.flatten(batch), strict=True)}
         for node in calls_of(graph):
@@ -123,7 +125,7 @@ def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: 
     if operation.name not in sites:
         return operation(*args, **kwargs)
     activation = operation.activation
-    # What a reader puts out is looked at before its activation.
+    # What a reader puts out is measured before its activation.
     operation.activation = keras.activations.linear
     try:
         out = operation(*args, **kwargs)
@@ -231,13 +233,10 @@ class Apoptosis(BaseApoptosis):
         overhead: float | None = 0.02,
     ) -> None:
         super().__init__(
-            tolerance=tolerance,
-            every=every,
-            min_width=min_width,
-            round_to=round_to,
-            schedule=schedule,
-            overhead=overhead,
-        )
+            tolerance=tolerance, every=every, min_width=min_width, round_to=round_to,
+            schedule=schedule, overhead=overhead,
+        )  # fmt: skip
+        # Raises for a model without a graph: now, not at the first look, hours later.
         graph_of(model)
         self.model, self.optimizer = model, optimizer
 
@@ -324,6 +323,7 @@ class _Callback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]  
     def __init__(self, owner: Apoptosis, inputs: list[Any], batch: int) -> None:
         super().__init__()
         self.owner, self.inputs, self.batch = owner, inputs, batch
+        # Of `inputs`, where the next batch for a look begins.
         self.row = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,8 +1,8 @@
 """One group shrinks: kernels, biases, norms, and what the optimizer keeps of each, in one go.
 
-The objects that Keras knows a variable by stay; what they hold is a new tf.Variable, of the new
-shape. A function that was recorded before still holds the old ones, and would train a model that
-nobody has any more. So the old ones are emptied: such a function fails at once.
+Keras's variable objects stay; what each holds is a new tf.Variable, of the new shape. A function
+that was recorded before still holds the old ones, and would train a model that is not used any
+more. So the old ones are emptied: such a function fails at once.
 """
 
 from __future__ import annotations
@@ -110,9 +110,6 @@ def _follow(walk: Walk, node: Any) -> Tag | None:
     operation, kind = node.operation, kind_of(node.operation)
     try:
         rule = _RULES.get(kind)
-        # First: their rule is none of `_RULES`.
-        if kind in _ELEMENTWISE:
-            return walk.tag(node.input_tensors[0])
         if rule is None:
             raise _Refusal(f"{type(operation).__name__} is not understood")
         return rule(walk, node)
@@ -121,6 +118,10 @@ def _follow(walk: Walk, node: Any) -> Tag | None:
             if tag := walk.tag(used):
                 walk.group(tag).refuse(f"{refusal} (at {operation.name})")
         return None
+
+
+def _elementwise(walk: Walk, node: Any) -> Tag | None:
+    return walk.tag(node.input_tensors[0])
 
 
 def _activation(walk: Walk, node: Any) -> Tag | None:
@@ -216,6 +217,7 @@ _RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
     "Dense": _layer,
     "Flatten": _flatten,
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _layer),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_POOLS | _GLOBAL, _pool),
     **dict.fromkeys(_TWO_SIDED, _two_sided),
 }
@@ -368,7 +370,7 @@ def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int) -> None:
 
 
 def update_sizes(walk: Walk, layers: dict[str, Any]) -> None:
-    """Make what layers and recorded values say of their size true again."""
+    """Set the sizes that layers and recorded values state to those of the variables."""
     for layer in layers.values():
         update_layer(layer)
     for key, tag in walk.tags.items():
@@ -378,7 +380,7 @@ def update_sizes(walk: Walk, layers: dict[str, Any]) -> None:
 
 
 def update_layer(layer: Any) -> None:
-    """Make what one layer says of its size that of its variables."""
+    """Set the sizes that one layer states to those of its variables."""
     kernel = next((held for held in layer.variables if held.name == "kernel"), None)
     if kernel is not None and hasattr(layer, "filters"):
         layer.filters, inputs = int(kernel.shape[-1]), int(kernel.shape[-2])
@@ -388,8 +390,10 @@ def update_layer(layer: Any) -> None:
         inputs = int(layer.moving_mean.shape[-1])
     else:
         return
+    # Checked at each call: an input of the new width would be refused.
     axes = layer.input_spec.axes
     axes.update(dict.fromkeys(axes, inputs))
+    # Saved with the model, and built from when it is loaded.
     shapes = layer._build_shapes_dict
     for name, shape in (shapes or {}).items():
         shapes[name] = (*shape[:-1], inputs)

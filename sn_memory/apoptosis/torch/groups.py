@@ -53,7 +53,7 @@ class Walk(Groups):
 
     def cut(self, tag: Tag, parts: int) -> None:
         """Make neurons at the same place of equal parts one; nothing else may read them whole."""
-        # Whoever reads all parts at once would need them side by side as before.
+        # An op that reads all parts together would need them side by side as before.
         indivisible = any(len(node.users) != 1 for node, _ in self._holders(tag))
         if indivisible or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")
@@ -151,31 +151,40 @@ def _matmul(walk: Walk, node: fx.Node) -> Tag | None:
     raise Refusal("matmul along the channels, or with a value of other channels")
 
 
-def _along(walk: Walk, node: fx.Node) -> Tag | None:
+Rule = Callable[[Walk, fx.Node], Tag | None]
+
+
+def of_channels(rule: Callable[[Walk, fx.Node, Tag], Tag | None]) -> Rule:
+    """Return a rule for calls that are of interest where their first argument holds channels."""
+
+    def applied(walk: Walk, node: fx.Node) -> Tag | None:
+        tag = walk.tag(node.args[0])
+        return None if tag is None else rule(walk, node, tag)
+
+    return applied
+
+
+@of_channels
+def _along(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """A call along one axis: softmax."""
     arguments: Any = node.args
-    tag = walk.tag(arguments[0])
-    if tag and arguments[1] % len(shape(node)) == tag.axis:
+    if arguments[1] % len(shape(node)) == tag.axis:
         raise Refusal("softmax over the channels")
     return tag
 
 
-def _masked(walk: Walk, node: fx.Node) -> Tag | None:
-    source, mask, value = node.args[:3]
-    tag = walk.tag(source)
-    if not isinstance(source, fx.Node) or not isinstance(mask, fx.Node) or tag is None:
-        return tag
+@of_channels
+def _masked(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
+    arguments: Any = node.args
+    source, mask, value = arguments[:3]
     if isinstance(value, fx.Node) or not is_one_for_all(source, tag, mask):
         raise Refusal("a mask for each channel")
     return tag
 
 
-def _split(walk: Walk, node: fx.Node) -> Tag | None:
+@of_channels
+def _split(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """Equal parts along one axis; the value is a list of them, and the tag holds for each."""
-    source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is None:
-        return None
     axis = _axis(node, 2, 0)
     sizes = {int(part.shape[axis]) for part in node.meta["val"]}
     if axis == tag.axis:
@@ -185,27 +194,23 @@ def _split(walk: Walk, node: fx.Node) -> Tag | None:
     return tag
 
 
-def _glu(walk: Walk, node: fx.Node) -> Tag | None:
+@of_channels
+def _glu(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """One half times a function of the other."""
-    source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is not None and _axis(node, 1, -1) == tag.axis:
+    if _axis(node, 1, -1) == tag.axis:
         walk.cut(tag, 2)
     return tag
 
 
-def _one(walk: Walk, node: fx.Node) -> Tag | None:
+@of_channels
+def _one(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """One value of a list."""
-    source: Any = node.args[0]
-    return walk.tag(source)
+    return tag
 
 
-def _without(walk: Walk, node: fx.Node) -> Tag | None:
+@of_channels
+def _without(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """One place on an axis, or a list of all: the axis itself is gone."""
-    source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is None:
-        return None
     axis = _axis(node, 1, 0)
     if axis == tag.axis:
         raise Refusal(f"{node.name} takes the channels apart")
@@ -243,21 +248,13 @@ _RESHAPES = frozenset(
 
 def follow(walk: Walk, node: fx.Node) -> Tag | None:
     """Return where the channels lie in what a call gives; refuse the groups it does not keep."""
-    name = _name(node)
-    rule = _RULES.get(name)
-    if name in _ELEMENTWISE:
-        rule = _elementwise
-    elif name in _TWO_SIDED:
-        rule = _two_sided
-    elif name in _POOLS:
-        rule = _pool
-    elif name in _RESHAPES:
-        rule = _reshape
+    rule = _RULES.get(_name(node))
     try:
         if rule is None:
-            raise Refusal(f"{name} is not understood")
+            raise Refusal(f"{_name(node)} is not understood")
         return rule(walk, node)
     except Refusal as refusal:
+        # What it reads is not known to survive a cut; what it gives has no channels for others.
         for used in node.all_input_nodes:
             if tag := walk.tag(used):
                 walk.group(tag).refuse(f"{refusal} (at {node.name})")
@@ -268,7 +265,8 @@ def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = str(target._schema.name).rpartition("::")[2]
-        return name.removesuffix("_")  # in place or not is the same to channels
+        # In place or not is the same to channels.
+        return name.removesuffix("_")
     return str(getattr(target, "__name__", target))
 
 
@@ -297,20 +295,18 @@ def _two_sided(walk: Walk, node: fx.Node) -> Tag | None:
     raise Refusal(f"{_name(node)} with a value of other channels")
 
 
-def _pool(walk: Walk, node: fx.Node) -> Tag | None:
-    tag = walk.tag(node.args[0])
+@of_channels
+def _pool(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     # The 2 of `max_pool2d`.
     spatial = int(_name(node)[-2])
-    if tag and tag.axis >= len(shape(node)) - spatial:
+    if tag.axis >= len(shape(node)) - spatial:
         raise Refusal(f"{_name(node)} over the channels")
     return tag
 
 
-def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
+@of_channels
+def _reshape(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is None:
-        return None
     before, after = shape(source), shape(node)
     channels = before[tag.axis] // tag.places
     for axis, size in enumerate(after):
@@ -333,13 +329,10 @@ def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
     raise Refusal(f"{_name(node)} from {before} to {after} splits the channels")
 
 
-def _move(walk: Walk, node: fx.Node) -> Tag | None:
-    source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is None:
-        return None
-    order = list(range(len(shape(source))))
+@of_channels
+def _move(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     arguments: Any = node.args
+    order = list(range(len(shape(arguments[0]))))
     if _name(node) == "permute":
         order = [axis % len(order) for axis in arguments[1]]
     elif _name(node) == "transpose":
@@ -350,13 +343,10 @@ def _move(walk: Walk, node: fx.Node) -> Tag | None:
     return Tag(tag.group, order.index(tag.axis), tag.places)
 
 
-def _mean(walk: Walk, node: fx.Node) -> Tag | None:
-    source: Any = node.args[0]
-    tag = walk.tag(source)
-    if tag is None:
-        return None
-    rank = len(shape(source))
+@of_channels
+def _mean(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     arguments: Any = node.args
+    rank = len(shape(arguments[0]))
     axes = {axis % rank for axis in (arguments[1] if len(arguments) > 1 else None) or range(rank)}
     if tag.axis in axes:
         raise Refusal(f"{_name(node)} over the channels")
@@ -365,10 +355,8 @@ def _mean(walk: Walk, node: fx.Node) -> Tag | None:
     return Tag(tag.group, tag.axis - (0 if keeps else sum(a < tag.axis for a in axes)), tag.places)
 
 
-def _batch_norm(walk: Walk, node: fx.Node) -> Tag | None:
-    tag = walk.tag(node.args[0])
-    if tag is None:
-        return None
+@of_channels
+def _batch_norm(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     if tag.axis != 1 or tag.places != 1:
         raise Refusal("batch_norm over places of a channel")
     for used in node.args[1:5]:
@@ -397,10 +385,11 @@ def _convolution(walk: Walk, node: fx.Node) -> Tag | None:
     if groups == 1:
         return _layer(walk, node, axis=1, padded=padded)
     source, tag = arguments[0], walk.tag(arguments[0])
-    depthwise = groups == shape(source)[1] == shape(node)[1]
-    names = [walk.parameter(used) for used in arguments[1:3] if used is not None]
     if tag is None:
         return None
+    # One filter a channel: nothing is mixed, so its filters go with their channels.
+    depthwise = groups == shape(source)[1] == shape(node)[1]
+    names = [walk.parameter(used) for used in arguments[1:3] if used is not None]
     if not depthwise or None in names or tag.axis != 1 or tag.places != 1:
         raise Refusal(f"a convolution of {groups} groups is not understood")
     walk.group(tag).slices += [Slice(str(name), node.name) for name in names]
@@ -434,28 +423,24 @@ def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
     return Tag(outputs_tag, axis)
 
 
-_RULES: dict[str, Callable[[Walk, fx.Node], Tag | None]] = {
+_RULES: dict[str, Rule] = {
     "linear": _linear,
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv3d": _convolution,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
     "batch_norm": _batch_norm,
     "mean": _mean,
     "scaled_dot_product_attention": _attention,
     "matmul": _matmul,
     "softmax": _along,
     "masked_fill": _masked,
-    "chunk": _split,
-    "split": _split,
-    "split_with_sizes": _split,
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), _split),
     "glu": _glu,
     "getitem": _one,
-    "unbind": _without,
-    "select": _without,
-    "transpose": _move,
-    "permute": _move,
-    "t": _move,
-    "numpy_T": _move,
+    **dict.fromkeys(("unbind", "select"), _without),
+    **dict.fromkeys(("transpose", "permute", "t", "numpy_T"), _move),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_TWO_SIDED, _two_sided),
+    **dict.fromkeys(_POOLS, _pool),
+    **dict.fromkeys(_RESHAPES, _reshape),
 }
 
 
@@ -469,6 +454,7 @@ def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
             for used in node.all_input_nodes:
                 if tag := walk.tag(used):
                     walk.group(tag).refuse("it is an output of the model")
+    # After the walk: until its end a later call may read a group, or join it with another.
     groups = list(walk.roots())
     for group in groups:
         if not group.sites:
@@ -479,6 +465,7 @@ def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
 
 def _refuse_unusual(group: Group, model: torch.nn.Module) -> None:
     """Refuse groups with parameters that surgery does not know how to replace."""
+    # All names of each parameter: `named_parameters` gives one of a shared one by default.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""`Apoptosis`: look at the model every so often, merge what may go, say what was done."""
+"""`Apoptosis`: measure the model every so often, merge what may go, report what was done."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_o
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
+    """Runs the traced calls once more, without dropout, and notes what sites read and put out."""
+
     def __init__(
         self, graph: fx.GraphModule, sites: dict[str, tuple[Site, torch.Tensor, Seen]], share: int
     ) -> None:
@@ -82,6 +84,7 @@ def _patches(
         _each(arguments[place] if len(arguments) > place else default, spatial)
         for place, default in ((3, 1), (4, 0), (5, 1))
     )
+    # Padding as a string is "same" or "valid": see `torch.nn.functional.conv2d`.
     if padding == "same":
         sides = same_padding(kernel, stride, dilation, seen.shape[2:])
     else:
@@ -144,21 +147,18 @@ def measure(
     signature = program.graph_signature
     state = dict(model.named_parameters(remove_duplicate=False))
     state |= dict(model.named_buffers(remove_duplicate=False))
-    constants = program.constants
+    # What the program takes in front of the user's inputs, which have no target.
+    targets = [spec.target for spec in signature.input_specs if spec.target is not None]
     share = math.ceil(samples / len(batches))
     with torch.no_grad():
         for args, kwargs in batches:
-            lifted = [
-                state[spec.target] if spec.target in state else constants[spec.target]
-                for spec in signature.input_specs
-                if spec.target is not None
-            ]
+            lifted = [state[name] if name in state else program.constants[name] for name in targets]
             # Calls of a batch norm write into its buffers; parameters are only read.
             copies = [
                 value if isinstance(value, torch.nn.Parameter) else value.clone()
                 for value in lifted
             ]
-            inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+            inputs = tree.tree_leaves((args, kwargs))
             _Run(program.graph_module, sites, share).run(*copies, *inputs)
     for fit, seen in fits:
         seen.fit = fit.cpu().numpy()
@@ -185,7 +185,7 @@ def check_plain(model: nn.Module, optimizer: Any) -> None:
 
 
 def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
-    """Write `path` (torch.save of the state_dict) and beside it the same name with .json."""
+    """Write `path` (torch.save of the state_dict), and the same name with .json."""
     path = Path(path)
     torch.save(model.state_dict(), path)
     record = {
@@ -206,7 +206,7 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     model
         Made as it was before training, at full width; changed in place.
     path
-        The file of the state_dict; its JSON lies beside it.
+        The file of the state_dict, next to which its JSON lies.
 
     Returns
     -------
@@ -311,19 +311,15 @@ class Apoptosis(BaseApoptosis):
     ) -> None:
         check_plain(model, optimizer)
         super().__init__(
-            tolerance=tolerance,
-            every=every,
-            min_width=min_width,
-            round_to=round_to,
-            schedule=schedule,
-            overhead=overhead,
-        )
+            tolerance=tolerance, every=every, min_width=min_width, round_to=round_to,
+            schedule=schedule, overhead=overhead,
+        )  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
-        # The first trace imports the tracer: nothing that a look costs.
+        # The first trace imports the tracer, whose seconds are not to count as those of a look.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
@@ -445,17 +441,16 @@ class Apoptosis(BaseApoptosis):
         """Say where a model runs, but takes fewer channels for as many smaller heads."""
         now = {group.name: group for group in find_groups(program, self.model)}
         for group, choice in done:
-            group_now = now.get(group.name)
-            if group_now is None or (group_now.width, group_now.block) != (
-                len(choice.kept),
-                group.block,
-            ):
+            current = now.get(group.name)
+            expected = len(choice.kept), group.block
+            if current is None or (current.width, current.block) != expected:
                 return "it takes the same number of heads, and makes each smaller"
         return ""
 
     def _trace(self, batch: Any) -> tuple[Any, str]:
         """Return (program, "") or (None, why the model cannot be traced)."""
         named = self.model.state_dict(keep_vars=True).items()
+        # What a trace depends on: the mode, and all shapes.
         key = (
             self.model.training,
             self._shapes(batch),

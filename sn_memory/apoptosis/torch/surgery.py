@@ -2,7 +2,7 @@
 
 New tensors are new Parameters, in the same places of the modules and of the optimizer's groups. A
 Parameter whose data changes shape would keep the autograd node of its old one, and the backward of
-the next step would end in an error wherever somebody still holds the last loss.
+the next step would raise wherever the last loss is still held.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Pruner:
                 if held is old:
                     group["params"][place] = new
                     self._undo.append(partial(group["params"].__setitem__, place, old))
+        # Keyed by the parameter object: state under the old one would be lost to the optimizer.
         if old in self.optimizer.state:
             before = self.optimizer.state.pop(old)
             self.optimizer.state[new] = state
@@ -94,6 +95,7 @@ class Pruner:
         the gradient of a parameter that did not shrink a second time.
         """
         for old in list(self.model.parameters()):
+            # A subclass may hold what a plain one would lose; groups with one are refused.
             if type(old) is not nn.Parameter:
                 continue
             # Views share memory, so nothing is copied.
@@ -119,7 +121,7 @@ class Pruner:
         return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
 
     def _resize(self, module: nn.Module) -> None:
-        """Make what a module says of its size true again."""
+        """Set the attributes in which a module states its size."""
         for attribute, size in sizes(module).items():
             before = getattr(module, attribute)
             setattr(module, attribute, size)
@@ -164,7 +166,7 @@ def reshape(
             f"{odd!r} is only in one of the model and its saved state; expected the same names. "
             "Make the model with the code that was trained."
         )
-    # It wants an optimizer; this one knows none of the parameters.
+    # `Pruner` needs an optimizer; this one knows none of the parameters.
     pruner = Pruner(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):
@@ -183,7 +185,7 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     for place, site in enumerate(group.sites):
         _read_less(pruner, site, choice, place, kept)
     calls: dict[tuple[str, int], list[Slice]] = {}
-    # The last rows first: so the others of the same parameter stay where they are.
+    # The last rows first, so that the others of the same parameter stay where they are.
     for piece in sorted(group.slices, key=lambda piece: -piece.start):
         calls.setdefault((piece.call, piece.start), []).append(piece)
     for pieces in calls.values():
@@ -238,6 +240,7 @@ def _remembered(
     """Return what the survivors remember; state of other names is left to them alone."""
     if key not in _KINDS:
         return held
+    # Not in place: `undo` gives the old state back.
     held = held.clone()
     add_up(_KINDS[key], held[span].view(width, -1), merges)
     return held
@@ -256,6 +259,7 @@ def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int, kept: tor
     bias = None if site.bias is None else pruner.value(site.bias)
     plain = None if bias is None else bias.detach().double().cpu().numpy()
     folded, moved = fold(as_offsets(weight, site), plain, choice, place)
+    # A flattened channel is read at all of its places.
     inputs = _rows(kept, site.places)
     shape = (len(weight), len(inputs), *weight.shape[2:])
     # Horovod sends no gradient of a parameter that is not contiguous.

@@ -1,4 +1,4 @@
-"""What the search has found for a graph: choices that can be carried out, and what they lead to.
+"""What the search has found for a graph: choices that can be carried out, and their schedules.
 
 All of them stay. A front over many budgets is monotone by construction when each budget takes the
 fastest of all candidates within it, whatever budget they were found for.
@@ -28,10 +28,10 @@ def fit(
     rounds: int = 200,
     factors: Sequence[float] = (),
 ) -> tuple[list[int], Schedule] | None:
-    """Let storages go until the true peak is within the budget.
+    """Drop storages until the true peak is within the budget.
 
     `factors`, one per hole, are multiplied to the prices: other factors, another order.
-    Returns the choice and its schedule, or None if this way leads nowhere or time is over.
+    Returns the choice and its schedule, or None if there is nothing left to drop or no time.
     """
     until = late_or_units(deadline)
     fitted = compiled(holes).fit(choice, budget_bytes, until, moves, rounds, factors)
@@ -46,11 +46,9 @@ def trim(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
 ) -> tuple[list[int], Schedule]:
-    """Take decisions back, dearest first, where the budget allows and seconds are saved.
-
-    On large graphs, where that is dear, only what fits into the room left at every op of the
-    hole is tried; that misses cases where fewer rebuilds make the room.
-    """
+    """Take decisions back, dearest first, where the budget allows and seconds are saved."""
+    # Only what fits into the room left at every op of the hole: trimming is ten times cheaper, but
+    # misses cases where fewer rebuilds make the room (1.7 points on ResNet-50, decision 75).
     filtered = len(holes.graph.ops) > TRY_ALL
     order = _dearest(holes, choice)
     until = late_or_units(deadline)
@@ -59,7 +57,7 @@ def trim(
 
 
 def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
-    """Return the holes let go before a later use, dearest per byte first."""
+    """Return the holes dropped before a later use, dearest per byte first."""
     inner = [
         hole
         for hole, held in enumerate(choice)
@@ -106,7 +104,7 @@ def finished(
 
 
 def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Candidate | None:
-    """Carry a choice with moved holes out; None if that cannot be, or the host is too small."""
+    """Carry out a choice with moved holes; None if it is impossible, or the host too small."""
     try:
         schedule, _ = simulate_moved(shape, choice, moved)
     except Impossible:
@@ -115,7 +113,7 @@ def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Ca
 
 
 def all_moved(shape: Holes) -> Candidate | None:
-    """Return what leaves the least on the device without rebuilds: all is away between its uses."""
+    """Return what holds least on the device without rebuilds: all is moved between its uses."""
     leaves = [hole for hole in range(shape.count) if shape.may_leave(hole)]
     return carried(shape, shape.natural(), dict.fromkeys(leaves, BOTH))
 
@@ -128,6 +126,7 @@ class Archive:
         self.items: list[Candidate] = []
         self.with_ways: dict[tuple[int, int], Candidate] = {}
         self.choosy = any(len(ways) > 1 for ways in shape.graph.arrays.seconds)
+        # Never moved and so never refused: there is a first candidate for any graph.
         natural = shape.natural()
         self.add(natural, simulate(shape, natural), "keep")
 
@@ -148,6 +147,7 @@ class Archive:
 
         Where ops can be carried out in several ways, each candidate uses what it leaves free.
         """
+        # Holes are priced at the smallest workspaces, so that no candidate is missed here.
         within = [item for item in self.items if item.peak_bytes <= budget_bytes]
         # Which one is fastest depends on the ways that each leaves room for.
         if self.choosy:
@@ -165,7 +165,7 @@ class Archive:
 
     def equipped(self, item: Candidate, budget_bytes: int) -> Candidate:
         """Return a candidate with the fastest way for each op that the budget leaves room for."""
-        # By id: all candidates stay, so that none leaves its id to another.
+        # By id, which is unique as long as all candidates stay: those in the archive do.
         key = (id(item), budget_bytes)
         if key not in self.with_ways:
             schedule = equip(self.shape, item.schedule, budget_bytes)

@@ -31,10 +31,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.progress import now, spend
-from ...graph.graph import Floats, Graph
+from ...graph.graph import Floats
 from ...graph.liveness import KEEP, Holes
 
 UNITS = 400
+# The table has an entry for each stretch of blocks, so the square of their number.
+MOST_BLOCKS = 100
 # Units of work to look at one way over all budgets.
 WAY = 60
 
@@ -76,35 +78,28 @@ class Block:
     options: tuple[Option, ...]
 
 
-def turn_of(graph: Graph) -> int:
-    """Return the first backward op; the number of ops if there is none."""
-    for at, op in enumerate(graph.ops):
-        if op.phase == "backward":
-            return at
-    return len(graph.ops)
-
-
-def split(shape: Holes, *, most: int = 100) -> list[Block]:
-    """Cut a graph into at most about `most` blocks; an empty list where there is no backward."""
+def split(shape: Holes) -> list[Block]:
+    """Cut a graph into at most about MOST_BLOCKS; an empty list where there is no backward."""
     graph = shape.graph
-    turn = turn_of(graph)
-    if turn == len(graph.ops) or turn < 4:
+    backward = [at for at, op in enumerate(graph.ops) if op.phase == "backward"]
+    # Of fewer forward ops there is nothing to cut.
+    if not backward or backward[0] < 4:
         return []
+    turn, until = backward[0], backward[-1] + 1
     last_forward = [-1] * len(graph.storages)
     for op in range(turn):
         for storage in shape.touched[op]:
             last_forward[storage] = op
-    cuts = _cuts(shape, turn, last_forward, most)
+    cuts = _cuts(shape, turn, last_forward)
     owner = [
         bisect_right(cuts, chain[0]) - 1 if chain and chain[0] < turn else -1
         for chain in shape.chain
     ]
     turns = _turns(shape, cuts, owner, last_forward, turn)
-    until = max(at for at, op in enumerate(graph.ops) if op.phase == "backward") + 1
     return _blocks(shape, cuts, [*turns, turn], owner, last_forward, until)
 
 
-def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[int]:
+def _cuts(shape: Holes, turn: int, last_forward: list[int]) -> list[int]:
     """Choose where to cut: at few crossing storages, before dear ops, not too often."""
     width = np.zeros(turn + 1, np.int64)
     for storage, last in enumerate(last_forward):
@@ -112,8 +107,8 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[i
             maker = shape.chain[storage][0]
             if maker < turn:
                 width[maker + 1 : last + 1] += 1
-    longest = max(24, 2 * turn // most)
-    shortest = max(2, turn // (2 * most))
+    longest = max(24, 2 * turn // MOST_BLOCKS)
+    shortest = max(2, turn // (2 * MOST_BLOCKS))
     cuts = [0]
     for at in range(1, turn):
         if at - cuts[-1] < shortest or turn - at < 2:
@@ -142,8 +137,10 @@ def _turns(
                 begins[block] = op
     begins[-1] = turn
     for block in range(count - 2, -1, -1):
+        # One that no backward op touches has none of its own: it begins where the next one does.
         if begins[block] == len(shape.graph.ops):
             begins[block] = begins[block + 1]
+        # The backward pass takes blocks from the last to the first.
         begins[block] = max(begins[block], begins[block + 1])
     return begins
 
@@ -158,8 +155,8 @@ def _blocks(
     created: list[list[int]] = [[] for _ in range(count)]
     crossing: list[list[int]] = [[] for _ in range(count)]
     held, passed = [0] * count, [0] * count
-    # Live bytes of what a block makes, in its own ops; of backward ops, until it goes. And of its
-    # forward ops where nothing is kept.
+    # Live bytes of what each block makes, during its own ops; of what backward ops make, until it
+    # goes. `bare`: of its forward ops where nothing is kept.
     live, bare = np.zeros(ops + 1, np.int64), np.zeros(ops + 1, np.int64)
     for storage, chain in enumerate(shape.chain):
         if not chain:
@@ -171,6 +168,7 @@ def _blocks(
             live[chain[0]] += size
             live[ops if stays else used + 1] -= size
             continue
+        # What follows is made by a forward op of a block.
         created[block].append(storage)
         forward, end = last_forward[storage], cuts[block + 1]
         for later in range(block + 1, bisect_right(cuts, forward)):
@@ -223,11 +221,12 @@ class Chain:
         for at, block in enumerate(self.blocks):
             alike = block.options, block.forward_s, block.forward_peak_bytes
             self.stretch[at, at] = self._number(alike)
-        # Of all blocks before each.
+        # Of all blocks before each, so that a difference of two is a stretch.
         self.forward_s = np.cumsum([0.0, *(block.forward_s for block in self.blocks)])
         self.turn_holes = _turn_holes(shape, self.blocks)
         self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
+        # Half a table answers nothing: without blocks there is no choice.
         if self.blocks and not self._filled(end):
             self.blocks = []
 
@@ -251,6 +250,7 @@ class Chain:
         """Fill the table; False if time is over before."""
         count = len(self.blocks)
         solved: dict[int, Floats] = {}
+        # Short stretches first: the ways of a longer one read the entries of its parts.
         for length in range(1, count + 1):
             for i in range(count - length + 1):
                 if now() > end:
@@ -289,6 +289,7 @@ class Chain:
             # Below its own peak an option is none.
             value[: self._units(option.peak_bytes)] = np.inf
             ways.append((value, option))
+        # Or run on to block k, holding only what crosses into it, and come back for these later.
         rise = 0
         for k in range(i + 1, j + 1):
             rise = max(rise, self.blocks[k - 1].forward_peak_bytes)
@@ -303,20 +304,15 @@ class Chain:
         spend(WAY * len(ways))
         return ways
 
-    def extra_seconds(self, budget_bytes: int) -> float:
-        """Return the table's answer for a budget; infinity if it has none."""
-        units = (budget_bytes - self.base) // self.unit
-        if not self.blocks or units < 0:
-            return float("inf")
-        return float(self.table[0, len(self.blocks) - 1][min(units, UNITS)])
-
     def choice(self, budget_bytes: int) -> list[int] | None:
         """Return the choice of the table's solution for a budget; None if it has none."""
-        if not np.isfinite(self.extra_seconds(budget_bytes)):
+        last, units = len(self.blocks) - 1, (budget_bytes - self.base) // self.unit
+        # More units than the table has are those at which everything is kept.
+        units = min(units, UNITS)
+        if not self.blocks or units < 0 or not np.isfinite(self.table[0, last][units]):
             return None
         writer = _Writer(self)
-        units = min(UNITS, (budget_bytes - self.base) // self.unit)
-        self._descend(0, len(self.blocks) - 1, units, KEEP, writer)
+        self._descend(0, last, units, KEEP, writer)
         return writer.result
 
     def _descend(self, i: int, j: int, units: int, since: int, writer: _Writer) -> None:
@@ -329,6 +325,7 @@ class Chain:
                 i += 1
             else:
                 writer.hold(way, self.blocks[i].first, since)
+                # Blocks before the cut run again once the backward pass has come down to it.
                 self._descend(i, way - 1, units, self.blocks[way - 1].turn, writer)
                 units -= self._units(self._crossing(i, way))
                 i = way
@@ -358,6 +355,7 @@ class _Writer:
             hole = self.chain.turn_holes[storage]
             if option.kept and self.shape.start[hole] < turn <= self.shape.end[hole]:
                 self._put(hole, since)
+            # What is rebuilt stays from where the block's own backward ops begin.
             elif hole not in self.held and self._goes(hole):
                 self.result[hole] = block.turn
         if number + 1 < len(self.chain.blocks):

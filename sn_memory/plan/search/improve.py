@@ -1,10 +1,9 @@
-"""Better candidates from good ones: annealing, ruin and repair, single holes that change sides."""
+"""Better candidates from good ones: annealing, ruin and repair, changes of single holes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,31 +22,13 @@ SLACK = 0.02
 NOISE = (0.0, 0.3, 1.0)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What an annealing may do.
-
-    budget_bytes : to be kept by what is found
-    offload, recompute : whether holes may be spent on the host; whether storages may be made again
-    tries : changes to try; the heat falls over all of them
-    warm : heat at the start
-    seed : of the random numbers
-    wait : whether holes are tried on the host with ops that wait for the copies
-    """
-
-    budget_bytes: int
-    offload: bool
-    recompute: bool
-    tries: int
-    warm: float
-    seed: int = 0
-    wait: bool = True
-
-
-def anneal(holes: Holes, start: Candidate, rules: Rules, *, deadline: float) -> Candidate | None:
+def anneal(
+    holes: Holes, start: Candidate, budget_bytes: int, *, offload: bool, recompute: bool,
+    wait: bool, tries: int, warm: float, seed: int, deadline: float,
+) -> Candidate | None:  # fmt: skip
     """Return the fastest found by simulated annealing within the budget, else the smallest peak.
 
-    Better choices are kept, at first also slightly worse ones. Greedy fitting only lets go, and is
+    Better choices are kept, at first also slightly worse ones. Greedy fitting only drops, and gets
     stuck near the floor, where the plan that fits holds something dear for a moment, drops it, and
     brings it back just in time. Here a choice may be over the budget on the way. Bytes too many
     have a price that rises while it is over and falls while it is within, so that the search swings
@@ -56,20 +37,24 @@ def anneal(holes: Holes, start: Candidate, rules: Rules, *, deadline: float) -> 
     csrc/memory/annealing.cpp does this at five microseconds a try on a graph of a hundred ops, a
     few hundred on thousands.
 
-    None where the last word cannot be carried out, which the start can.
+    offload, recompute : whether holes may be spent on the host; whether storages may be made again
+    wait : whether holes are tried on the host with ops that wait for the copies
+    tries : changes to try; the heat falls over all of them, from `warm` on
+    seed : of the random numbers
+
+    None where the final choice cannot be carried out, or needs more than the host has.
     """
     device = holes.graph.device
     latency_s, out, back = 0.0, list[float](), list[float]()
-    if rules.offload and device.can_offload:
+    if offload and device.can_offload:
         latency_s, out, back = device.copy_seconds(holes.bytes)
     lanes = latency_s, np.array(out, np.float64), np.array(back, np.float64)
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
     # 0 is a hole that is not moved.
     away = [1 + start.moved[hole] if hole in start.moved else 0 for hole in range(holes.count)]
     choice, away = compiled(holes).anneal(
-        start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
-        (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
-        wait=rules.wait,
+        start.choice, away, budget_bytes, late_or_units(deadline), (*lanes, pinned), (warm, COLD),
+        tries=tries, seed=seed, recompute=recompute, wait=wait,
     )  # fmt: skip
     return carried(holes, choice, {hole: kind - 1 for hole, kind in enumerate(away) if kind})
 
@@ -93,7 +78,6 @@ def refine(
 
     Ends after `tries` attempts in a row without gain, at the deadline, or below `enough_s`.
     """
-    # The same search finds the same plan.
     draw = random.Random(0)
     natural = holes.natural()
     best = here = start
@@ -107,9 +91,8 @@ def refine(
         repaired = _repaired(holes, *ruined, budget_bytes, draw, noise, deadline)
         if repaired is None:
             continue
-        if repaired.seconds < here.seconds or repaired.seconds < best.seconds * (
-            1 + SLACK * (1 - idle / tries)
-        ):
+        limit = best.seconds * (1 + SLACK * (1 - idle / tries))
+        if repaired.seconds < max(here.seconds, limit):
             here = repaired
         # Rounding alone is no gain, or the search would go on for it.
         if repaired.seconds < best.seconds * (1 - 1e-9):
@@ -158,6 +141,7 @@ def _repaired(
     deadline: float,
 ) -> Candidate | None:
     """Return a choice within the budget that starts from this one; None if none was found."""
+    # The host copy is the storage: it is not to be rebuilt as well.
     for hole in moved:
         choice[hole] = KEEP
     moves = windows(holes, moved)
@@ -169,7 +153,8 @@ def _repaired(
         return None
     trimmed, _ = trim(holes, fitted[0], budget_bytes, deadline=deadline, moves=moves)
     candidate = carried(holes, trimmed, moved)
-    if candidate is None or candidate.schedule.peak_bytes > budget_bytes:
+    # Rebuilds may need a copy back earlier than `moves` has it, which raises the peak.
+    if candidate is None or candidate.peak_bytes > budget_bytes:
         return None
     return candidate
 
@@ -177,20 +162,18 @@ def _repaired(
 def improve(
     shape: Holes, start: Candidate, budget_bytes: int, *, recompute: bool, deadline: float
 ) -> Candidate:
-    """Let single holes change sides, dearest first, as long as the time falls."""
+    """Treat single holes otherwise, dearest first, as long as the seconds fall."""
     best = start
+    # A hole that is treated otherwise alters what others cost, so all are tried again.
     for _ in range(4):
         before = best.seconds
         for hole in _dearest(shape, best):
             if now() > deadline:
                 return best
-            for choice, moved in _sides(shape, best, hole, recompute):
+            for choice, moved in _alternatives(shape, best, hole, recompute):
                 trial = carried(shape, choice, moved)
-                if (
-                    trial is not None
-                    and trial.schedule.peak_bytes <= budget_bytes
-                    and trial.seconds < best.seconds
-                ):
+                fits = trial is not None and trial.peak_bytes <= budget_bytes
+                if trial is not None and fits and trial.seconds < best.seconds:
                     best = trial
         if best.seconds > before * (1 - 1e-4):
             break
@@ -198,39 +181,36 @@ def improve(
 
 
 def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
-    """Return the holes let go or moved, those first that cost most per byte."""
-    price: dict[int, float] = {}
+    """Return the holes dropped or moved, those first that cost most per byte."""
+    device, price = shape.graph.device, dict[int, float]()
     for hole, held in enumerate(mixed.choice):
         storage = shape.storage[hole]
         inner = hole + 1 < shape.first[storage + 1] and shape.bytes[storage] > 0
         if hole in mixed.moved:
-            price[hole] = lane_share(shape, storage) / shape.bytes[storage]
+            size = shape.bytes[storage]
+            # The lane of the slower direction is the one that other copies wait for.
+            price[hole] = max(device.to_host_s(size), device.to_device_s(size)) / size
+        # One that no rerun brings back costs nothing where it is.
         elif inner and held != KEEP and shape.chain[storage][0] in mixed.schedule.last_reruns:
             own = sum(shape.seconds[op] for op in shape.chain[storage])
             price[hole] = own / shape.bytes[storage]
     return sorted(price, key=lambda hole: -price[hole])
 
 
-def lane_share(shape: Holes, storage: int) -> float:
-    """Return the seconds that a round trip of a storage takes of the slower lane."""
-    device, size = shape.graph.device, shape.bytes[storage]
-    return max(device.to_host_s(size), device.to_device_s(size))
-
-
-def _sides(
+def _alternatives(
     shape: Holes, mixed: Candidate, hole: int, recompute: bool
 ) -> list[tuple[list[int], Mapping[int, int]]]:
-    """Return what else can be done in a hole: stay, leave to be rebuilt, move, wait less."""
+    """Return what else can be done in a hole: keep it, drop it, move it, let ops wait less."""
     held = list(mixed.choice)
     held[hole] = KEEP
     rest = {other: waits for other, waits in mixed.moved.items() if other != hole}
-    sides: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
+    others: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
     if hole in mixed.moved:
         if recompute and shape.rebuildable[shape.storage[hole]]:
             dropped = list(mixed.choice)
             dropped[hole] = 0
-            sides.append((dropped, rest))
-        sides += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
+            others.append((dropped, rest))
+        others += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
     elif not shape.held[shape.storage[hole]]:
-        sides += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
-    return sides
+        others += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
+    return others

@@ -1,7 +1,7 @@
 """One search: the candidates found so far for a graph, and the ways to find more.
 
-Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
-the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
+Each way starts from another choice of what to keep (nothing, what the linear relaxation keeps, what
+the chain of blocks keeps), fits it to the budget by its true peak, and trims it. The best is then
 improved by annealing and by ruin and repair (`improve.py`).
 """
 
@@ -17,16 +17,14 @@ from ..bound import Relaxed, moments, relax
 from ..simulate import simulate, simulate_moved
 from .candidates import Archive, Candidate, all_moved, carried, fit, trim
 from .chain import Chain
-from .improve import Rules, anneal, improve, refine
+from .improve import anneal, improve, refine
 
 
-def start_from_relaxed(shape: Holes, relaxed: Relaxed) -> list[int]:
-    """Return the choice that keeps what the relaxation has at least half of, at its op."""
-    return _split(shape, relaxed, recompute=True)[0]
+def _rounded(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int], list[int]]:
+    """Return the choice that a relaxation rounds to, and the holes that it moves to the host.
 
-
-def _split(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int], list[int]]:
-    """Return the choice that a relaxation rounds to, and the holes that it moves to the host."""
+    Kept is what it has more than half of on the device at its op.
+    """
     choice, moved = shape.natural(), []
     for storage, kept in relaxed.kept.items():
         for hole in shape.of(storage):
@@ -43,63 +41,12 @@ def _split(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int
     return choice, moved
 
 
-def from_relaxed(
-    shape: Holes, relaxed: Relaxed, budget_bytes: int, *, recompute: bool, deadline: float
-) -> list[Candidate]:
-    """Make a relaxation's split between host and rebuilds whole, within the budget.
-
-    Moved holes get windows, the rest is fitted; where windows leave too much on the device, ops
-    wait for the copies.
-    """
-    choice, moved = _split(shape, relaxed, recompute=recompute)
-    candidates: list[Candidate] = []
-    # Beside the ops first; only if that holds too much do ops wait.
-    for waits in (BESIDE, BOTH):
-        start = _within(
-            shape, choice, dict.fromkeys(moved, waits), budget_bytes,
-            recompute=recompute, deadline=deadline,
-        )  # fmt: skip
-        if start is not None:
-            candidates.append(start)
-            if start.choice == choice:
-                break
-    return candidates
-
-
-def _within(
-    shape: Holes,
-    choice: list[int],
-    moved: Mapping[int, int],
-    budget_bytes: int,
-    *,
-    recompute: bool,
-    deadline: float,
-) -> Candidate | None:
-    """Carry out what keeps the budget; what does not is fitted, where ops may run twice."""
-    start = carried(shape, choice, moved)
-    if start is None or start.schedule.peak_bytes <= budget_bytes:
-        return start
-    if not recompute:
-        return None
-    try:
-        _, windows = simulate_moved(shape, choice, moved)
-        fitted = fit(shape, choice, budget_bytes, deadline=deadline, moves=windows)
-    except Impossible:
-        return None
-    if fitted is None:
-        return None
-    refitted = carried(shape, fitted[0], moved)
-    return (
-        refitted if refitted is not None and refitted.schedule.peak_bytes <= budget_bytes else None
-    )
-
-
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
 # Above this many ops a single simulation takes so long that the order of the ways matters.
 LARGE = 4000
-# Above this many ops no relaxation is solved. It takes kilobytes for each op, and what it told of
-# such graphs was no more than the time without a plan (benchmarks/planner_deep.py).
+# Above this many ops no relaxation is solved. It takes kilobytes for each op, and its bound of such
+# graphs was no more than the time without a plan (benchmarks/planner_deep.py).
 RELAXED = 20_000
 # Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
 SMALL = 6000
@@ -147,7 +94,7 @@ class Search:
         """Return the lower bound on the seconds of any plan within a budget."""
         shape = self.shape
         least = sum(min(options) for options in shape.graph.arrays.seconds)
-        # The graph as it stands fits, so its own seconds are the bound.
+        # The graph as it stands fits, and no op has a faster way than its default: that is optimal.
         if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
         if (not self.recompute and not self.offload) or len(shape.graph.ops) > RELAXED:
@@ -167,15 +114,12 @@ class Search:
         key = (at, budget_bytes)
         if key not in self.bounds:
             bound = relax(
-                self.shape,
-                at,
-                budget_bytes,
-                offload=self.offload,
-                recompute=self.recompute,
+                self.shape, at, budget_bytes, offload=self.offload, recompute=self.recompute,
                 deadline=self.deadline,
-            )
+            )  # fmt: skip
+            # For want of time, perhaps: with a later deadline there may be one, so none is noted.
             if bound is None and self.late:
-                return None  # for want of time, perhaps
+                return None
             self.bounds[key] = bound
         return self.bounds[key]
 
@@ -230,13 +174,14 @@ class Search:
             best = self.archive.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
                 return best
+        # All that the ways found is in the archive; annealing goes on from the best of it.
         self.annealed(budget_bytes, target)
         if self.recompute and len(self.shape.graph.ops) <= SMALL:
             self.refined(budget_bytes, target)
         return self.archive.best(budget_bytes)
 
     def annealed(self, budget_bytes: int, target: float) -> None:
-        """Improve by annealing, in ever longer rounds, until two of them bring nothing.
+        """Improve by annealing, in ever longer rounds, until two of them gain nothing.
 
         Rounds are counted in tries, not in seconds, so that what they find does not depend on the
         machine, as long as the time suffices.
@@ -278,11 +223,11 @@ class Search:
     ) -> None:
         """Put what one annealing finds into the archive."""
         # Where nothing waits yet, every second round leaves it so: most tries would be wasted.
-        waits = start.peak_bytes > budget_bytes or any(start.moved.values())
-        rules = Rules(
-            budget_bytes, self.offload, self.recompute, tries, warm, seed, waits or seed % 2 == 1
-        )
-        annealed = anneal(self.shape, start, rules, deadline=deadline)
+        wait = start.peak_bytes > budget_bytes or any(start.moved.values()) or seed % 2 == 1
+        annealed = anneal(
+            self.shape, start, budget_bytes, offload=self.offload, recompute=self.recompute,
+            wait=wait, tries=tries, warm=warm, seed=seed, deadline=deadline,
+        )  # fmt: skip
         if annealed is not None:
             self.take(annealed, "annealing", budget_bytes)
 
@@ -308,6 +253,7 @@ class Search:
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate by ruin and repair."""
         best = self.archive.start(budget_bytes)
+        # Repairs keep the budget, so there has to be a plan within it to compare them with.
         if best.peak_bytes > budget_bytes or best.seconds <= target or self.late:
             return
         better = refine(
@@ -345,6 +291,7 @@ class Search:
     def from_sqrt_n(self, choice: Sequence[int], budget_bytes: int) -> None:
         """Start from this choice, and from the one that holds nothing for what is rebuilt later."""
         freed, natural = list(choice), self.shape.natural()
+        # `dropping` holds what others are rebuilt from past its last use.
         for last in {first - 1 for first in self.shape.first if first}:
             freed[last] = natural[last]
         for start in (choice, freed):
@@ -362,24 +309,14 @@ class Search:
         for lanes in () if large else (1.0, 0.8, 0.6, 0.4):
             if self.late:
                 break
+            # Slower lanes than there are: fewer copies, and fewer waits for them.
             relaxed = relax(
-                self.shape,
-                at,
-                budget_bytes,
-                offload=True,
-                recompute=self.recompute,
-                lanes=lanes,
+                self.shape, at, budget_bytes, offload=True, recompute=self.recompute, lanes=lanes,
                 deadline=self.deadline,
-            )
+            )  # fmt: skip
             if relaxed is None:
                 continue
-            for start in from_relaxed(
-                self.shape,
-                relaxed,
-                budget_bytes,
-                recompute=self.recompute,
-                deadline=self.deadline,
-            ):
+            for start in self.from_lanes(relaxed, budget_bytes):
                 starts.append(start)
                 self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
@@ -395,6 +332,39 @@ class Search:
         best = min(starts, key=lambda item: item.seconds)
         improved = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
         self.take(improved, "lanes, improved", budget_bytes)
+
+    def from_lanes(self, relaxed: Relaxed, budget_bytes: int) -> list[Candidate]:
+        """Return what keeps the budget of a relaxation's split between host and rebuilds."""
+        choice, moved = _rounded(self.shape, relaxed, recompute=self.recompute)
+        candidates: list[Candidate] = []
+        # Copies that overlap with the ops first; only if that holds too much do ops wait for them.
+        for waits in (BESIDE, BOTH):
+            start = self.within(choice, dict.fromkeys(moved, waits), budget_bytes)
+            if start is not None:
+                candidates.append(start)
+                # Nothing had to be fitted, so waits could only cost.
+                if start.choice == choice:
+                    break
+        return candidates
+
+    def within(
+        self, choice: list[int], moved: Mapping[int, int], budget_bytes: int
+    ) -> Candidate | None:
+        """Carry out what keeps the budget; what does not is fitted, where ops may run twice."""
+        start = carried(self.shape, choice, moved)
+        if start is None or start.peak_bytes <= budget_bytes:
+            return start
+        if not self.recompute:
+            return None
+        try:
+            _, windows = simulate_moved(self.shape, choice, moved)
+            fitted = fit(self.shape, choice, budget_bytes, deadline=self.deadline, moves=windows)
+        except Impossible:
+            return None
+        # Windows follow the choice: with the fitted one copies may end elsewhere.
+        refitted = None if fitted is None else carried(self.shape, fitted[0], moved)
+        fits = refitted is not None and refitted.peak_bytes <= budget_bytes
+        return refitted if fits else None
 
     @cached_property
     def chain(self) -> Chain:
@@ -413,15 +383,13 @@ class Search:
         if now() > self.deadline:
             return
         low, high = budget_bytes, self.archive.items[0].peak_bytes
-        first: list[int] | None = None
-        for _ in range(8):
-            if self.late and first is not None:
+        for number in range(8):
+            if self.late and number:
                 break
-            middle = (low + high) // 2 if first is not None else low
+            # The budget itself first: where its choice does not fit, bisection has no lower end.
+            middle = (low + high) // 2 if number else low
             choice = self.chain.choice(middle)
             schedule = None if choice is None else self.simulated(choice)
-            if choice is not None and schedule is not None and first is None:
-                first = choice
             if choice is not None and schedule is not None:
                 self.archive.add(choice, schedule, "chain")
             fits = schedule is not None and schedule.peak_bytes <= budget_bytes
@@ -442,11 +410,12 @@ class Search:
         """Start from what the relaxation keeps, with part of the budget left for rebuilds."""
         at = moments(self.shape, 1)[0]
         base = self.shape.graph.base_bytes
+        # The relaxation looks at one moment, and counts nothing for rebuilds at others.
         room = base + int((budget_bytes - base) * share)
         relaxed = relax(self.shape, at, room, offload=False, deadline=self.deadline)
         if relaxed is None:
             return
-        choice = start_from_relaxed(self.shape, relaxed)
+        choice, _ = _rounded(self.shape, relaxed, recompute=True)
         if self.simulated(choice) is None:
             return
         self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")
