@@ -147,6 +147,40 @@ def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
         attach.load(state, tmp_path)
 
 
+def test_a_compiled_model_is_the_one_inside(group):
+    ddp = DistributedDataParallel(net())
+    state = attach.attach(torch.compile(ddp, backend="eager"), SMALL, "a test")
+    train(ddp)
+    assert state.report()["steps"] == 3
+
+
+def test_models_of_one_accelerator_have_files_of_their_own(group, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [DistributedDataParallel(net()) for _ in range(2)]
+    states = [integrations.compress_accelerated(accelerator, ddp, SMALL) for ddp in models]
+    for ddp, steps in zip(models, (2, 3), strict=True):
+        train(ddp, steps)
+    saved = [str(state.state_dict()) for state in states]
+    assert saved[0] != saved[1]
+    accelerator.save_state(str(tmp_path))
+    for ddp in models:
+        train(ddp)
+    accelerator.load_state(str(tmp_path))
+    assert [str(state.state_dict()) for state in states] == saved
+    # One that has gone is saved no more, and another one may take its place.
+    del ddp, states
+    models[0] = DistributedDataParallel(net())
+    state = integrations.compress_accelerated(accelerator, models[0], SMALL)
+    train(models[0], 4)
+    accelerator.save_state(str(tmp_path))
+    assert sorted(it.name for it in tmp_path.glob("compression*")) == [
+        "compression-1-rank0.pt", "compression-rank0.pt",
+    ]  # fmt: skip
+    assert str(torch.load(tmp_path / "compression-rank0.pt")) == str(state.state_dict())
+
+
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
     with pytest.warns(UncalledWarning, match="it starts empty"):
