@@ -181,6 +181,18 @@ def test_models_of_one_accelerator_have_files_of_their_own(group, tmp_path):
     assert str(torch.load(tmp_path / "compression-rank0.pt")) == str(state.state_dict())
 
 
+@pytest.mark.parametrize("names", ["module.", "_orig_mod.", None])
+def test_a_memory_of_other_names_is_refused(group, names):
+    ddp, model = DistributedDataParallel(net()), net()
+    state = attach.attach(ddp, SMALL, "a test")
+    train(ddp)
+    named = names and [(names + name, it) for name, it in model.named_parameters()]
+    other = CompressionState(SMALL, named_parameters=named)
+    with pytest.raises(CompressError, match=r"'0\.weight', '2\.weight', which the model"):
+        other.load_state_dict(state.state_dict())
+    assert not other.shared.tensors
+
+
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
     with pytest.warns(UncalledWarning, match="it starts empty"):

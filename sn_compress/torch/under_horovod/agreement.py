@@ -286,7 +286,10 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     place, memory = _place(optimizer), _idle_state(optimizer)
     one = isinstance(arrays, dict)
     fits = arrays | place if one else loadable(arrays, place["ranks"])
-    engine_state.load_state_dict(memory.engine, fits, ranks=place["ranks"], rank=place["rank"])
+    engine_state.load_state_dict(
+        memory.engine, fits, ranks=place["ranks"], rank=place["rank"],
+        names=list(optimizer._parameter_names.values()),
+    )  # fmt: skip
     memory.loaded = [arrays] if one else list(arrays)
 
 
