@@ -99,6 +99,7 @@ class CompressionState:
         check_scaler(scaler)
         check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
+        self._users_group = process_group
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(
@@ -285,9 +286,9 @@ class CompressionState:
 
     def begin_pass(self) -> None:
         """Start a backward pass; drop what a pass that ended with an error has left."""
-        if self.model is None:
-            self.model = HookedModel()
-            self.process_group = self.model.find(self, self.process_group)
+        if self.model is None or self.model.gone:  # another DDP goes on with the same state
+            self.model, self._passed = HookedModel(), False
+            self.process_group = self.model.find(self, self._users_group)
             self.collectives.group = self.process_group
         first = self.model.static and not self._passed
         self._to_come = {id(parameter) for parameter, _ in self._trained()} if first else set()

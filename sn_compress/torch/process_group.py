@@ -176,6 +176,11 @@ class HookedModel:
             )
 
     @property
+    def gone(self) -> bool:
+        """Whether there was one, and is no more."""
+        return self._model is not None and self._model() is None
+
+    @property
     def static(self) -> bool:
         """Whether its graph was said to be static."""
         model = None if self._model is None else self._model()

@@ -268,13 +268,15 @@ class TwoTypes(nn.Module):
 
 
 def a_static_graph_of_two_types_goes_on():
-    """Its first pass hands over a bucket a type, each as the first of several."""
+    """Its first pass hands over a bucket a type, each as the first of several; a new DDP, too."""
     for model in (TwoTypes, Spectral):
         for compression in LOSSY:
             ddp, state = hooked(model(), compression, static_graph=True, bucket_cap_mb=25)
-            train(ddp, range(6))
-            assert_alike(ddp)
-            assert state.report()["steps"] == 6, state.report()
+            for steps in (6, 12):
+                train(ddp, range(6))
+                assert_alike(ddp)
+                assert state.report()["steps"] == steps, state.report()
+                ddp = wrap(ddp.module, state, static_graph=True, bucket_cap_mb=25)
 
 
 RIGHT = {
