@@ -249,7 +249,8 @@ class CompressionState:
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
         self.engine.agree(
             fingerprint, total=total, rank=self.rank, ranks=self.ranks, name="start",
-            like=torch.zeros(1, device=like.device), do="Make CompressionState alike on all ranks.",
+            like=torch.zeros(1, dtype=torch.float32, device=like.device),
+            do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
         if not self._looked:
             self._looked = True
