@@ -187,7 +187,7 @@ def test_a_memory_of_other_names_is_refused(group, names):
     state = attach.attach(ddp, SMALL, "a test")
     train(ddp)
     named = names and [(names + name, it) for name, it in model.named_parameters()]
-    other = CompressionState(SMALL, named_parameters=named)
+    other = CompressionState(SMALL, named_parameters=named, warn_after=0)
     with pytest.raises(CompressError, match=r"'0\.weight', '2\.weight', which the model"):
         other.load_state_dict(state.state_dict())
     assert not other.shared.tensors
@@ -195,8 +195,25 @@ def test_a_memory_of_other_names_is_refused(group, names):
 
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
-    with pytest.warns(UncalledWarning, match="it starts empty"):
+    with pytest.warns(UncalledWarning, match="which starts empty"):
         attach.load(state, tmp_path)
+
+
+def test_a_checkpoint_of_lightning_without_a_memory_is_said(group):
+    pytest.importorskip("lightning")
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(model=DistributedDataParallel(net())), precision_plugin=None
+    )
+    callback = integrations.LightningCompression(SMALL)
+    callback.on_load_checkpoint(trainer, None, {})
+    with pytest.warns(UncalledWarning, match="starts empty"):
+        callback.on_train_start(trainer, None)
+    train(trainer.strategy.model)
+    callback.on_train_start(trainer, None)  # a second training, from no checkpoint
+    saved = [callback.state.state_dict()]
+    callback.on_load_checkpoint(trainer, None, {"sn_compress": saved})
+    callback.on_train_start(trainer, None)
+    assert str(callback.state.state_dict()) == str(saved[0])
 
 
 def test_log_report_writes_scalars():

@@ -73,12 +73,7 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
     own_file = _file(folder, state.rank, number)
     first = own_file if own_file.exists() else _file(folder, 0, number)
     if not first.exists():
-        warnings.warn(
-            f"{folder} has no memory of compressed gradients ({own_file.name}); it starts empty. "
-            "This is expected if the checkpoint was saved without compression.",
-            UncalledWarning,
-            stacklevel=3,
-        )
+        warn_of_none(f"{folder} has no {own_file.name}")
         return
     saved = torch.load(first, map_location="cpu", weights_only=True)
     if saved["ranks"] != state.ranks:
@@ -90,6 +85,16 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
             )
         saved = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     state.load_state_dict(saved)
+
+
+def warn_of_none(what: str) -> None:
+    """Say that training goes on from a checkpoint, and its memory begins empty."""
+    warnings.warn(
+        f"{what}: no memory of compressed gradients, which starts empty. This is expected if the "
+        "checkpoint was saved without compression.",
+        UncalledWarning,
+        stacklevel=4,
+    )
 
 
 def _file(folder: str | Path, rank: int, number: int) -> Path:
