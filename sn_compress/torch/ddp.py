@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from ..allreduce.exchange import AllReduceExchange
 from ..codecs import registry
@@ -43,7 +44,16 @@ from ..errors import CompressError
 from ..prediction import new_tuner
 from ..saved import held, reading
 from .layout import BucketSlice as BucketSlice
-from .layout import Names, changes_of, check_flag, check_scaler, fingerprint_of, layout_of, parts_of
+from .layout import (
+    Names,
+    changes_of,
+    check_flag,
+    check_scaler,
+    fingerprint_of,
+    in_shape_of,
+    layout_of,
+    parts_of,
+)
 from .outcomes import Outcomes, digest
 from .process_group import CallWatch, Collectives, HookedModel
 
@@ -100,6 +110,8 @@ class CompressionState:
         check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self._users_group = process_group
+        # Of this pass, once it is over, where DDP may drop some of them.
+        self._means: list[tuple[str, torch.Tensor]] | None = None
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(
@@ -297,6 +309,7 @@ class CompressionState:
         # Outside of a backward pass DDP calls its hook for ranks that have joined.
         self.outcomes.joined = torch._C._current_graph_task_id() < 0
         self.watch.begin_pass()
+        self._means = [] if self.model.drops_unused and not self.outcomes.joined else None
         self.waiting.clear()
         self.pending.clear()
         self.summing.clear()
@@ -329,6 +342,11 @@ class CompressionState:
         """
         self._to_come.clear()
         self._passed = True
+        means, self._means = self._means, None
+        if means is not None:
+            # Behind what DDP itself calls when the pass is over: a call that such a call asks for.
+            later = Variable._execution_engine.queue_callback
+            later(partial(later, partial(self.outcomes.write_unused, means)))
         fingerprint, self._fingerprint, self._exchanged = self._fingerprint, None, True
         if self._asks:
             total = partial(self._total, device, self.collectives)
@@ -429,7 +447,13 @@ def compression_hook(
         state.pending.append(_sparse_rounds(state, flat, state.parts(bucket)[0].name, future))
         next(state.pending[-1])
     else:
-        state.waiting.append((future, flat, state.parts(bucket)))
+        parts = state.parts(bucket)
+        state.waiting.append((future, flat, parts))
+        if state._means is not None:
+            state._means += [
+                (part.name, in_shape_of(parameter, part.of(flat)))
+                for part, parameter in zip(parts, bucket.parameters(), strict=True)
+            ]
     large = sum(tensor.numel() for _, tensor, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []
