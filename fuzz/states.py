@@ -28,6 +28,7 @@ from sn_compress.torch.ddp import CompressionState
 from sn_compress.torch.gossip import GossipOptimizer, ring_shuffle
 
 SHAPE = (37, 21)
+TENSORS = {"w": SHAPE, "v": (300,), "e": (64, 16)}
 N = SHAPE[0] * SHAPE[1]
 _PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 
@@ -100,7 +101,7 @@ def _run(rounds: Any) -> None:
 
 
 def _step(own: AllReduceExchange) -> None:
-    for name, shape in (("w", SHAPE), ("v", (300,)), ("e", (64, 16))):
+    for name, shape in TENSORS.items():
         values = _gradient(int(np.prod(shape)))
         if name == "e":
             values.reshape(shape)[5:] = 0
@@ -119,7 +120,8 @@ def _shared() -> AllReduceExchange:
 
 
 def _ddp() -> CompressionState:
-    own = Lonely(LOW_RANK)
+    named = [(name, torch.empty(shape)) for name, shape in TENSORS.items()]
+    own = Lonely(LOW_RANK, named_parameters=named)
     own.process_group = "none"
     _step_all(own)
     return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ def load_state_dict(
     rank: int,
     changes: Callable[[dict[str, Any]], Changes] = lambda state: {},
     mean: bool = False,
+    names: Collection[str] | None = None,
 ) -> None:
     """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
@@ -55,10 +56,13 @@ def load_state_dict(
 
     changes : from a saved state, what to do with the memories of tensors that lie otherwise now
     mean : take the mean of a list from as many ranks as there are now, too
+    names : of all tensors there are now: what is remembered of another one would never be sent
     """
     with reading("the saved state"):
         all_states = [state] if isinstance(state, dict) else list(state)
         states = all_states if mean else _chosen(state, ranks, rank)
+        if names is not None:
+            _check_names(states, names)
         _load(engine, states, changes(states[0]))
 
 
@@ -173,6 +177,22 @@ def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
             f"of {ranks}; expected this rank's own, or the list of all that were saved"
         )
     return states
+
+
+def _check_names(states: Sequence[dict[str, Any]], names: Collection[str]) -> None:
+    """Raise CompressError for a memory of a tensor that there is not, as of a renamed one."""
+    remembered = [{**state["feedback"]["memory"], **state["shared"]["tensors"]} for state in states]
+    if unknown := sorted({str(name) for memory in remembered for name in memory} - set(names)):
+        raise CompressError(
+            f"the saved state remembers {_some(unknown)}, which the model does not have; expected "
+            f"its names: {_some(sorted(names)) or 'none were given'}. Pass the named_parameters "
+            "of the module whose names were saved: DDP puts 'module.' before them, torch.compile "
+            "'_orig_mod.'. Where layers have changed, begin without the state."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" * (len(names) > 3))
 
 
 def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from ..allreduce.exchange import AllReduceExchange
 from ..codecs import registry
@@ -43,7 +44,16 @@ from ..errors import CompressError
 from ..prediction import new_tuner
 from ..saved import held, reading
 from .layout import BucketSlice as BucketSlice
-from .layout import Names, changes_of, check_flag, check_scaler, fingerprint_of, layout_of, parts_of
+from .layout import (
+    Names,
+    changes_of,
+    check_flag,
+    check_scaler,
+    fingerprint_of,
+    in_shape_of,
+    layout_of,
+    parts_of,
+)
 from .outcomes import Outcomes, digest
 from .process_group import CallWatch, Collectives, HookedModel
 
@@ -99,6 +109,9 @@ class CompressionState:
         check_scaler(scaler)
         check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
+        self._users_group = process_group
+        # Of this pass, once it is over, where DDP may drop some of them.
+        self._means: list[tuple[str, torch.Tensor]] | None = None
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
         self.engine = engine = Engine(
@@ -248,7 +261,8 @@ class CompressionState:
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
         self.engine.agree(
             fingerprint, total=total, rank=self.rank, ranks=self.ranks, name="start",
-            like=torch.zeros(1, device=like.device), do="Make CompressionState alike on all ranks.",
+            like=torch.zeros(1, dtype=torch.float32, device=like.device),
+            do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
         if not self._looked:
             self._looked = True
@@ -285,9 +299,9 @@ class CompressionState:
 
     def begin_pass(self) -> None:
         """Start a backward pass; drop what a pass that ended with an error has left."""
-        if self.model is None:
-            self.model = HookedModel()
-            self.process_group = self.model.find(self, self.process_group)
+        if self.model is None or self.model.gone:  # another DDP goes on with the same state
+            self.model, self._passed = HookedModel(), False
+            self.process_group = self.model.find(self, self._users_group)
             self.collectives.group = self.process_group
         first = self.model.static and not self._passed
         self._to_come = {id(parameter) for parameter, _ in self._trained()} if first else set()
@@ -295,6 +309,7 @@ class CompressionState:
         # Outside of a backward pass DDP calls its hook for ranks that have joined.
         self.outcomes.joined = torch._C._current_graph_task_id() < 0
         self.watch.begin_pass()
+        self._means = [] if self.model.drops_unused and not self.outcomes.joined else None
         self.waiting.clear()
         self.pending.clear()
         self.summing.clear()
@@ -327,6 +342,11 @@ class CompressionState:
         """
         self._to_come.clear()
         self._passed = True
+        means, self._means = self._means, None
+        if means is not None:
+            # Behind what DDP itself calls when the pass is over: a call that such a call asks for.
+            later = Variable._execution_engine.queue_callback
+            later(partial(later, partial(self.outcomes.write_unused, means)))
         fingerprint, self._fingerprint, self._exchanged = self._fingerprint, None, True
         if self._asks:
             total = partial(self._total, device, self.collectives)
@@ -391,6 +411,7 @@ class CompressionState:
     ) -> None:
         engine_state.load_state_dict(
             self.engine, state, ranks=self.ranks, rank=self.rank, mean=mean,
+            names=[name for _, name in self.names.known()],
             changes=lambda saved: changes_of(self.names.known(), saved.get("layout", {})),
         )  # fmt: skip
 
@@ -426,7 +447,13 @@ def compression_hook(
         state.pending.append(_sparse_rounds(state, flat, state.parts(bucket)[0].name, future))
         next(state.pending[-1])
     else:
-        state.waiting.append((future, flat, state.parts(bucket)))
+        parts = state.parts(bucket)
+        state.waiting.append((future, flat, parts))
+        if state._means is not None:
+            state._means += [
+                (part.name, in_shape_of(parameter, part.of(flat)))
+                for part, parameter in zip(parts, bucket.parameters(), strict=True)
+            ]
     large = sum(tensor.numel() for _, tensor, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []

@@ -67,7 +67,9 @@ class BlockCodec:
         scales = blocks.abs().amax(2, keepdim=True) / levels
         codes = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)
         if generator is not None:
-            noise = torch.rand(codes.shape, generator=generator, device=codes.device)
+            noise = torch.rand(
+                codes.shape, generator=generator, dtype=torch.float32, device=codes.device
+            )
             codes = (codes + noise).floor_()
         else:
             codes = codes.round_()
@@ -168,7 +170,7 @@ class _ReduceScatter(_Comm):
         dist.all_to_all_single(received, words, group=group)
         rank_here = group.rank()
         # In order of the ranks: the same bits however the collective ran.
-        total = torch.zeros(n, device=rows.device)
+        total = torch.zeros(n, dtype=torch.float32, device=rows.device)
         for rank, row in enumerate(received):
             total += rows[rank_here] if rank == rank_here else self._codec.decode(row[None], n)[0]
         if op == dist.ReduceOp.AVG:

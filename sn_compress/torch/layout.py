@@ -86,6 +86,15 @@ def shape_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[axis] for axis in axes_of(shape, strides))
 
 
+def in_shape_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's stretch of a bucket in its shape; of a complex one with an axis more."""
+    shape, strides = real_sides(parameter)
+    axes = axes_of(shape, strides)
+    return values.view([shape[axis] for axis in axes]).permute(
+        sorted(range(len(axes)), key=axes.__getitem__)
+    )
+
+
 def reorder(vector: Floats, shape: Sequence[int], old: Axes, new: Axes) -> Floats:
     """The [n] elements of a tensor of this shape, which lie as `old` says, as `new` says.
 

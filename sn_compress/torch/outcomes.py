@@ -6,21 +6,26 @@ discriminator through which the generator's loss went, a step that the loop reje
 scaler skipped. What compression left out of a dropped gradient must not be sent later.
 
 Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run one program decide
-alike. A parameter that no optimizer of torch has stepped so far is unknown, as where a loop updates
-it by hand, or an optimizer holds a copy in another precision: its gradients count as applied.
+alike. A parameter that no optimizer of torch holds is unknown, as where a loop updates it by hand,
+or an optimizer holds a copy in another precision: its gradients count as applied.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..consistency import weigh, weights
 from ..engine.transaction import Outcome
@@ -41,14 +46,20 @@ class _FoundInf:
 class _Parameter:
     """One parameter, and what became of its last exchanged gradient.
 
-    known : whether an optimizer of torch has stepped it, ever
+    known : whether an optimizer of torch has stepped it, ever, or holds it
+    hooked : whether passes that reach it are told
+    stepping : whether it had a gradient when an optimizer began the step that it is in
     found_inf : of a fused optimizer whose step applied the gradient, or skipped it
+    sent : the gradient when it was sent, and how often it had been written to
     """
 
     parameter: torch.Tensor
     known: bool = False
+    hooked: bool = False
+    stepping: bool = False
     outcome: Outcome = "applied"
     found_inf: _FoundInf | None = None
+    sent: tuple[weakref.ref[torch.Tensor], int] | None = None
 
     def settled(self) -> Outcome:
         """What became of the gradient so far."""
@@ -56,6 +67,20 @@ class _Parameter:
             self.outcome = "held"
         self.found_inf = None
         return self.outcome if self.known else "unknown"
+
+    def is_sent(self) -> None:
+        """Take note of the gradient, which DDP hands over as it is: a mean is written into it."""
+        gradient = self.parameter.grad
+        self.sent = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether nothing was written into the gradient since."""
+        gradient = self.parameter.grad
+        if gradient is None or self.sent is None:
+            return False
+        sent, version = self.sent
+        return version == gradient._version and sent() is gradient
 
 
 class _Pass:
@@ -81,27 +106,33 @@ class Outcomes:
         self._records: dict[str, _Parameter] = {}
         self._by_id: dict[int, _Parameter] = {}
         self._pass: weakref.ref[_Pass] | None = None
+        self._searched = False
 
     def follow(self, name: str, parameter: torch.Tensor) -> None:
         """Take note of what happens to a parameter from now on."""
         known = self._records.get(name)
         if not self._records:
-            handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-            weakref.finalize(self, handle.remove)
-        if known is not None:
-            if known.parameter is parameter:
-                return
-            self._by_id.pop(id(known.parameter), None)
-        self._records[name] = self._by_id[id(parameter)] = _Parameter(parameter)
-        if parameter.requires_grad:
+            for handle in (
+                register_optimizer_step_pre_hook(partial(_steps, weakref.ref(self))),
+                register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self))),
+            ):
+                weakref.finalize(self, handle.remove)
+        if known is None or known.parameter is not parameter:
+            if known is not None:
+                self._by_id.pop(id(known.parameter), None)
+            known = self._records[name] = self._by_id[id(parameter)] = _Parameter(parameter)
+        # One that is frozen now may be trained later, as networks that take turns are.
+        if parameter.requires_grad and not known.hooked:
             # Before the gradient is added: after that, zeros cannot be told from what was held.
             parameter.register_hook(partial(_reached, weakref.ref(self)))
+            known.hooked = True
 
     def sent(self, names: Iterable[str]) -> None:
         """See engine.Outcomes."""
         for name in names:
             if (record := self._records.get(name)) is not None:
                 record.outcome, record.found_inf = "applied" if self.joined else "held", None
+                record.is_sent()
 
     def of(self, name: str) -> Outcome:
         """See engine.Outcomes."""
@@ -110,6 +141,10 @@ class Outcomes:
 
     def look(self) -> None:
         """Between backward passes: which gradients were dropped."""
+        if not self._searched and any(
+            not record.known and record.outcome == "held" for record in self._records.values()
+        ):
+            self._search()
         held = []
         for record in self._records.values():
             if record.settled() == "held":
@@ -124,6 +159,34 @@ class Outcomes:
             for (record, _), count in zip(here, counts, strict=True):
                 record.outcome = "held" if count else "dropped"
 
+    def write_unused(self, means: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Behind a pass of DDP, which writes no mean where no rank had a gradient in it.
+
+        An old gradient that is still in `.grad` was sent again, with what was left out of it. It
+        may yet be applied, so that its mean has to be in its place.
+
+        means : of tensors by name, in their shapes; of complex ones with a last axis of two
+        """
+        for name, mean in means:
+            record = self._records[name]
+            if record.outcome == "held" and record.unwritten:
+                gradient = record.parameter.grad
+                assert gradient is not None
+                gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+                gradient.copy_(mean)
+
+    def _search(self) -> None:
+        """Find optimizers that have not made a step yet: a second pass is about to begin, or over.
+
+        Once, as it takes long, and after a collection: Python collects at other times on each rank.
+        """
+        self._searched = True
+        gc.collect()
+        # By its type: to ask some objects for their class makes them import things.
+        for optimizer in [obj for obj in gc.get_objects() if issubclass(type(obj), Optimizer)]:
+            for record in self._of(optimizer):
+                record.known = True
+
     def reached(self) -> None:
         """A backward pass is about to add to the gradient of a parameter."""
         running = None if self._pass is None else self._pass()
@@ -135,19 +198,34 @@ class Outcomes:
             Variable._execution_engine.queue_callback(running)
             self.look()
 
+    def steps(self, optimizer: Any) -> None:
+        """An optimizer begins a step, after which there may be no gradients any more."""
+        for record in self._of(optimizer):
+            record.stepping = record.parameter.grad is not None
+
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step."""
         # A fused one is called where the scaler skips, too, and looks itself.
         flag = getattr(optimizer, "found_inf", None)
         found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
-        for group in optimizer.param_groups:
+        for record in self._of(optimizer):
+            record.known = True
+            # One of the closure's, or one that the step was made with, and may have cleared.
+            has_gradient = record.stepping or record.parameter.grad is not None
+            if record.outcome == "held" and has_gradient:
+                record.outcome, record.found_inf = "applied", found_inf
+            record.stepping = False
+
+    def _of(self, optimizer: Any) -> Iterator[_Parameter]:
+        for group in getattr(optimizer, "param_groups", ()):  # one may be half made
             for parameter in group["params"]:
-                record = self._by_id.get(id(parameter))
-                if record is None:
-                    continue
-                record.known = True
-                if record.outcome == "held" and parameter.grad is not None:
-                    record.outcome, record.found_inf = "applied", found_inf
+                if (record := self._by_id.get(id(parameter))) is not None:
+                    yield record
+
+
+def _steps(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
+    if (outcomes := reference()) is not None:
+        outcomes.steps(optimizer)
 
 
 def _stepped(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:

@@ -176,6 +176,17 @@ class HookedModel:
             )
 
     @property
+    def gone(self) -> bool:
+        """Whether there was one, and is no more."""
+        return self._model is not None and self._model() is None
+
+    @property
+    def drops_unused(self) -> bool:
+        """Whether it writes no mean of a gradient that no rank has used."""
+        model = None if self._model is None else self._model()
+        return model is not None and bool(model.find_unused_parameters or model.static_graph)
+
+    @property
     def static(self) -> bool:
         """Whether its graph was said to be static."""
         model = None if self._model is None else self._model()

@@ -147,10 +147,73 @@ def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
         attach.load(state, tmp_path)
 
 
+def test_a_compiled_model_is_the_one_inside(group):
+    ddp = DistributedDataParallel(net())
+    state = attach.attach(torch.compile(ddp, backend="eager"), SMALL, "a test")
+    train(ddp)
+    assert state.report()["steps"] == 3
+
+
+def test_models_of_one_accelerator_have_files_of_their_own(group, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [DistributedDataParallel(net()) for _ in range(2)]
+    states = [integrations.compress_accelerated(accelerator, ddp, SMALL) for ddp in models]
+    for ddp, steps in zip(models, (2, 3), strict=True):
+        train(ddp, steps)
+    saved = [str(state.state_dict()) for state in states]
+    assert saved[0] != saved[1]
+    accelerator.save_state(str(tmp_path))
+    for ddp in models:
+        train(ddp)
+    accelerator.load_state(str(tmp_path))
+    assert [str(state.state_dict()) for state in states] == saved
+    # One that has gone is saved no more, and another one may take its place.
+    del ddp, states
+    models[0] = DistributedDataParallel(net())
+    state = integrations.compress_accelerated(accelerator, models[0], SMALL)
+    train(models[0], 4)
+    accelerator.save_state(str(tmp_path))
+    assert sorted(it.name for it in tmp_path.glob("compression*")) == [
+        "compression-1-rank0.pt", "compression-rank0.pt",
+    ]  # fmt: skip
+    assert str(torch.load(tmp_path / "compression-rank0.pt")) == str(state.state_dict())
+
+
+@pytest.mark.parametrize("names", ["module.", "_orig_mod.", None])
+def test_a_memory_of_other_names_is_refused(group, names):
+    ddp, model = DistributedDataParallel(net()), net()
+    state = attach.attach(ddp, SMALL, "a test")
+    train(ddp)
+    named = names and [(names + name, it) for name, it in model.named_parameters()]
+    other = CompressionState(SMALL, named_parameters=named, warn_after=0)
+    with pytest.raises(CompressError, match=r"'0\.weight', '2\.weight', which the model"):
+        other.load_state_dict(state.state_dict())
+    assert not other.shared.tensors
+
+
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
-    with pytest.warns(UncalledWarning, match="it starts empty"):
+    with pytest.warns(UncalledWarning, match="which starts empty"):
         attach.load(state, tmp_path)
+
+
+def test_a_checkpoint_of_lightning_without_a_memory_is_said(group):
+    pytest.importorskip("lightning")
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(model=DistributedDataParallel(net())), precision_plugin=None
+    )
+    callback = integrations.LightningCompression(SMALL)
+    callback.on_load_checkpoint(trainer, None, {})
+    with pytest.warns(UncalledWarning, match="starts empty"):
+        callback.on_train_start(trainer, None)
+    train(trainer.strategy.model)
+    callback.on_train_start(trainer, None)  # a second training, from no checkpoint
+    saved = [callback.state.state_dict()]
+    callback.on_load_checkpoint(trainer, None, {"sn_compress": saved})
+    callback.on_train_start(trainer, None)
+    assert str(callback.state.state_dict()) == str(saved[0])
 
 
 def test_log_report_writes_scalars():

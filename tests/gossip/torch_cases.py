@@ -309,6 +309,26 @@ def differ(world):
         assert words in every[0], every[0]
 
 
+def grown(world):
+    """What is trained and would not be averaged is an error: added, or unfrozen, later."""
+    for unfreezes in (False, True):
+        model, more = net(), nn.Linear(16, 16)
+        more.requires_grad_(not unfreezes)
+        optimizer = torch.optim.SGD(chain(model.parameters(), more.parameters()), lr=0.05)
+        if not unfreezes:
+            optimizer = sgd(model)
+        optimizer = GossipOptimizer(optimizer, **world.places[0])
+        backward(model, optimizer, 0, world.rank)
+        optimizer.step()
+        if unfreezes:
+            more.requires_grad_(True)
+        else:
+            optimizer.add_param_group({"params": more.parameters()})
+        with pytest.raises(CompressError, match=r"\(16, 16\) was added to the optimizer"):
+            optimizer.step()
+        optimizer.consensus()
+
+
 def counted(world):
     """Exact averages, and what ranks agree on, are in the report."""
     model, optimizer = trained(world)
@@ -380,5 +400,5 @@ CASES = {
     "weights": rules, "momentum": lambda world: rules(world, momentum=2),
     "buckets": buckets, "kinds": kinds, "consensus": consensus, "coded": coded, "settles": settles,
     "resume": resume, "limit": limit, "spread": spread, "differ": differ, "counted": counted,
-    "scaler": scaler, "ring": ring,
+    "scaler": scaler, "ring": ring, "grown": grown,
 }  # fmt: skip

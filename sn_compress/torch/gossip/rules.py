@@ -102,8 +102,8 @@ class Gossip:
         self._agreed = False
         self._bucket_bytes = bucket_bytes
         self._prefix = peers.prefix("gossip")
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = self._trained()
+        self._known = set(map(id, self.parameters))
         self.buckets = split(self.parameters[::-1], "w", bucket_bytes)
         for bucket in self.buckets:
             bucket.copies = settings.copies([tuple(tensor.shape) for tensor in bucket.tensors])
@@ -120,6 +120,14 @@ class Gossip:
 
     def step(self, inner: Callable[..., Any], closure: Any) -> Any:
         """One step of the optimizer and of gossip."""
+        for parameter in self._trained():
+            if id(parameter) not in self._known:
+                raise CompressError(
+                    f"a parameter of shape {tuple(parameter.shape)} was added to the optimizer, or "
+                    "set to require gradients, after GossipOptimizer was made, and would not be "
+                    "averaged; expected those it was made with. Make the optimizer, and "
+                    "GossipOptimizer of it, again."
+                )
         if not self._agreed:
             self._agree_on_weights()
         average_now = self._over_limit()
@@ -135,6 +143,10 @@ class Gossip:
         if average_now:
             self.consensus()
         return result
+
+    def _trained(self) -> list[Any]:
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _finish_all(self, *, again: bool) -> None:
         """Mix what has come, and start the next messages: each bucket as soon as it is ready."""

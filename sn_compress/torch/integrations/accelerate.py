@@ -6,13 +6,19 @@ rank 0 for all. Hooks of save_state run on every rank.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from accelerate import Accelerator
 
 from ...compression import Compression
 from ..ddp import CompressionState
 from . import attach
+
+# Of each accelerator by number; a model that was let go of takes its state along.
+_states: WeakKeyDictionary[Accelerator, WeakValueDictionary[int, CompressionState]]
+_states = WeakKeyDictionary()
 
 
 def compress_accelerated(
@@ -21,7 +27,8 @@ def compress_accelerated(
     """Compress the gradients of a model that `accelerator.prepare` returned.
 
     `save_state` and `load_state` then write and read `compression-rank<n>.pt` of every rank in the
-    checkpoint's folder. Returns the state, for report(); None, with a warning, in one process.
+    checkpoint's folder, of a second model `compression-1-rank<n>.pt`, in the order of these calls.
+    Returns the state, for report(); None, with a warning, in one process.
 
     Parameters
     ----------
@@ -31,6 +38,21 @@ def compress_accelerated(
     """
     settings.setdefault("scaler", accelerator.scaler)
     state = attach.attach(model, compression, "accelerate", **settings)
-    accelerator.register_save_state_pre_hook(lambda models, weights, to: attach.save(state, to))
-    accelerator.register_load_state_pre_hook(lambda models, of: attach.load(state, of))
+    if state is None:
+        return None
+    if accelerator not in _states:
+        states = _states[accelerator] = WeakValueDictionary()
+
+        def save(models: Any, weights: Any, folder: str) -> None:
+            for number, saved in sorted(states.items()):
+                attach.save(saved, folder, number)
+
+        def load(models: Any, folder: str) -> None:
+            for number, loaded in sorted(states.items()):
+                attach.load(loaded, folder, number)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+    states = _states[accelerator]
+    states[next(number for number in count() if number not in states)] = state
     return state

@@ -27,6 +27,7 @@ def attach(
     where : whose model it is, for messages
     settings : of CompressionState
     """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned for it
     if isinstance(model, DistributedDataParallel):
         settings.setdefault("find_unused_parameters", model.find_unused_parameters)
         state = CompressionState(
@@ -51,14 +52,17 @@ def attach(
     return None
 
 
-def save(state: CompressionState | None, folder: str | Path) -> None:
-    """Write this rank's memory into a checkpoint's folder; to be called on every rank."""
+def save(state: CompressionState | None, folder: str | Path, number: int = 0) -> None:
+    """Write this rank's memory into a checkpoint's folder; to be called on every rank.
+
+    number : of the model, where a checkpoint has several
+    """
     if state is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(state.state_dict(), _file(folder, state.rank))
+        torch.save(state.state_dict(), _file(folder, state.rank, number))
 
 
-def load(state: CompressionState | None, folder: str | Path) -> None:
+def load(state: CompressionState | None, folder: str | Path, number: int = 0) -> None:
     """Load what `save` wrote: this rank's state, or the mean of all if the rank count changed.
 
     Where the checkpoint has none, as before compression was switched on, the memory begins empty
@@ -66,19 +70,14 @@ def load(state: CompressionState | None, folder: str | Path) -> None:
     """
     if state is None:
         return
-    own_file = _file(folder, state.rank)
-    first = own_file if own_file.exists() else _file(folder, 0)
+    own_file = _file(folder, state.rank, number)
+    first = own_file if own_file.exists() else _file(folder, 0, number)
     if not first.exists():
-        warnings.warn(
-            f"{folder} has no memory of compressed gradients ({own_file.name}); it starts empty. "
-            "This is expected if the checkpoint was saved without compression.",
-            UncalledWarning,
-            stacklevel=3,
-        )
+        warn_of_none(f"{folder} has no {own_file.name}")
         return
     saved = torch.load(first, map_location="cpu", weights_only=True)
     if saved["ranks"] != state.ranks:
-        files = [_file(folder, rank) for rank in range(saved["ranks"])]
+        files = [_file(folder, rank, number) for rank in range(saved["ranks"])]
         if missing := [file.name for file in files if not file.exists()]:
             raise CompressError(
                 f"{folder} was saved by {saved['ranks']} ranks and has no {', '.join(missing)}; "
@@ -88,5 +87,16 @@ def load(state: CompressionState | None, folder: str | Path) -> None:
     state.load_state_dict(saved)
 
 
-def _file(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"compression-rank{rank}.pt"
+def warn_of_none(what: str) -> None:
+    """Say that training goes on from a checkpoint, and its memory begins empty."""
+    warnings.warn(
+        f"{what}: no memory of compressed gradients, which starts empty. This is expected if the "
+        "checkpoint was saved without compression.",
+        UncalledWarning,
+        stacklevel=4,
+    )
+
+
+def _file(folder: str | Path, rank: int, number: int) -> Path:
+    of_model = f"-{number}" if number else ""
+    return Path(folder) / f"compression{of_model}-rank{rank}.pt"

@@ -52,7 +52,10 @@ class LightningCompression(Callback):  # type: ignore[misc]
             self.state = attach.attach(model, self._compression, "Lightning", **kwargs)
             self._model = model
         if self._saved is not None and self.state is not None:
-            self.state.load_state_dict(self._saved)
+            if self._saved:
+                self.state.load_state_dict(self._saved)
+            else:
+                attach.warn_of_none(f"the checkpoint of Lightning has no {_KEY!r}")
         self._saved = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -68,7 +71,7 @@ class LightningCompression(Callback):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep what a checkpoint has until there is a state to take it."""
-        self._saved = checkpoint.get(_KEY)
+        self._saved = checkpoint.get(_KEY, [])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log report() as often as Lightning logs."""

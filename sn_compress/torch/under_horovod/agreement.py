@@ -136,7 +136,8 @@ def agree_on_calls(memory: OptimizerState, process_set: Any) -> None:
 
 def alike_in_hardware(memory: OptimizerState, process_set: Any, device: torch.device) -> bool:
     """Whether all ranks compute products with the same bits; asked where sums carry factors."""
-    mine = digest_words(hardware_fingerprint(numpy_view(torch.zeros(1, device=device))))
+    like = torch.zeros(1, dtype=torch.float32, device=device)
+    mine = digest_words(hardware_fingerprint(numpy_view(like)))
     return all_equal(total(memory, process_set, "sn.hardware", mine))
 
 
@@ -286,7 +287,10 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     place, memory = _place(optimizer), _idle_state(optimizer)
     one = isinstance(arrays, dict)
     fits = arrays | place if one else loadable(arrays, place["ranks"])
-    engine_state.load_state_dict(memory.engine, fits, ranks=place["ranks"], rank=place["rank"])
+    engine_state.load_state_dict(
+        memory.engine, fits, ranks=place["ranks"], rank=place["rank"],
+        names=list(optimizer._parameter_names.values()),
+    )  # fmt: skip
     memory.loaded = [arrays] if one else list(arrays)
 
 
@@ -303,7 +307,8 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     everyone = sets.process_set_id == 0
 
     def mean_over(name: str, n: int, residual: Any) -> Any:
-        wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
+        # The last one counts the ranks that have a memory.
+        wire = torch.zeros(n + 1, dtype=torch.float32)
         if residual is not None:
             wire[:n], wire[n] = torch.from_numpy(residual), 1
         total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)

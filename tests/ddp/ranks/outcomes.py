@@ -107,6 +107,113 @@ def what_is_thrown_away_leaves_no_trace():
             assert left.any()
 
 
+class Turns(nn.Module):
+    """Two networks of which one runs at a time; a judge also judges what the maker makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.turn = [self.maker, self.judge]
+
+    def forward(self, x):
+        for part in self.turn:
+            x = part(x)
+        return x
+
+
+def one_that_was_frozen_first_is_asked_too():
+    """Networks take turns, the other one is frozen and keeps its gradients until its own turn.
+
+    DDP hands the hook these gradients again, and drops what comes of them.
+    """
+    for compression in LOSSY:
+        ends = []
+        for clears in (False, True):
+            model = Turns()
+            ddp, _ = hooked(model, compression, find_unused_parameters=True)
+            parts = (model.maker, [model.maker, model.judge]), (model.judge, [model.judge])
+            for step in range(6):
+                for part, model.turn in parts:
+                    optimizer = sgd(part)
+                    for other in (model.maker, model.judge):
+                        other.requires_grad_(other is part)
+                    optimizer.zero_grad()
+                    loss_of(ddp, 2 * step + (part is model.judge)).backward()
+                    optimizer.step()
+                    if clears:
+                        optimizer.zero_grad()
+            ends.append(weights_of(model))
+        assert_equal(*ends, compression)
+
+
+def what_no_rank_used_in_a_pass_is_sent_once():
+    """Losses of two networks, one after the other, and a step: the first keeps its gradients."""
+    for compression in LOSSY:
+        for view in (False, True):
+            model = Turns()
+            options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+            ddp, state = hooked(model, compression, **options)
+            optimizer, ledger = sgd(model, 0.05), Ledger(model)
+            for step in range(8):
+                optimizer.zero_grad()
+                for part in (model.maker, model.judge):
+                    model.turn = [part]
+                    ledger.owe(step)
+                    loss_of(ddp, step).backward()
+                ledger.pay()
+                optimizer.step()
+            ledger.check(state)
+
+
+class Clears(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.zero_grad()
+
+
+def steps_that_clear_gradients_have_applied_them():
+    """A step that ends with zero_grad, or a hook of one optimizer that calls it."""
+    for compression in LOSSY:
+        ends = []
+        for kind in (torch.optim.SGD, Clears, None):
+            model, state, ddp, optimizer = fresh(compression)
+            if kind is None:
+                optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+            else:
+                optimizer = kind(model.parameters(), lr=0.05)
+            train(ddp, range(7), optimizer)
+            assert_dropped_nothing(state)
+            ends.append(weights_of(model))
+        for other in ends[1:]:
+            assert_equal(ends[0], other, compression)
+
+
+def nothing_is_lost_before_the_first_step():
+    """Passes that warm a program up are thrown away; without an optimizer, all are applied."""
+    for compression in LOSSY:
+        for by_hand in (False, True):
+            model = net()
+            ddp, state = hooked(model, compression)
+            optimizer, ledger = None if by_hand else sgd(model), Ledger(model)
+            for step in range(9):
+                warms_up = not by_hand and step < 3
+                ddp.zero_grad()
+                if warms_up:
+                    (100 * loss_of(ddp, step)).backward()
+                    continue
+                ledger.owe(step)
+                loss_of(ddp, step).backward()
+                ledger.pay()
+                if by_hand:
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= 0.05 * parameter.grad
+                else:
+                    optimizer.step()
+            ledger.check(state)
+
+
 def nothing_else_is_lost():
     """Dense steps and choices of sizes among what is thrown away: all that was applied balances."""
     for compression in (*LOSSY, SHARED.using(every=3)):
@@ -281,7 +388,10 @@ def ranks_that_have_joined_are_not_asked():
 
 
 CASES = [
-    what_is_thrown_away_leaves_no_trace, nothing_else_is_lost,
+    what_is_thrown_away_leaves_no_trace, one_that_was_frozen_first_is_asked_too,
+    what_no_rank_used_in_a_pass_is_sent_once,
+    steps_that_clear_gradients_have_applied_them,
+    nothing_is_lost_before_the_first_step, nothing_else_is_lost,
     gradients_may_accumulate_over_exchanges, an_exception_is_a_gradient_thrown_away,
     a_scaler_skips_for_each_optimizer_by_itself, ranks_that_decide_otherwise_are_an_error,
     a_pass_inside_of_a_pass_is_no_new_one, ranks_that_have_joined_are_not_asked,

@@ -268,13 +268,32 @@ class TwoTypes(nn.Module):
 
 
 def a_static_graph_of_two_types_goes_on():
-    """Its first pass hands over a bucket a type, each as the first of several."""
+    """Its first pass hands over a bucket a type, each as the first of several; a new DDP, too."""
     for model in (TwoTypes, Spectral):
         for compression in LOSSY:
             ddp, state = hooked(model(), compression, static_graph=True, bucket_cap_mb=25)
-            train(ddp, range(6))
-            assert_alike(ddp)
-            assert state.report()["steps"] == 6, state.report()
+            for steps in (6, 12):
+                train(ddp, range(6))
+                assert_alike(ddp)
+                assert state.report()["steps"] == steps, state.report()
+                ddp = wrap(ddp.module, state, static_graph=True, bucket_cap_mb=25)
+
+
+def the_default_type_is_the_users():
+    """Loops set it for what they make themselves."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for compression in LOSSY:
+            model = net().float()
+            ddp, _ = hooked(model, compression)
+            optimizer = sgd(model)
+            for step in range(5):
+                optimizer.zero_grad()
+                ddp(batch(step).float()).square().mean().backward()
+                optimizer.step()
+            assert_alike(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 RIGHT = {
@@ -317,5 +336,5 @@ CASES = [
     differences_are_still_found, an_unfrozen_parameter_is_compared,
     several_evaluations_a_step_are_refused, the_group_is_that_of_ddp,
     complex_parameters_are_averaged, a_static_graph_of_two_types_goes_on,
-    every_type_is_averaged_or_refused,
+    the_default_type_is_the_users, every_type_is_averaged_or_refused,
 ]  # fmt: skip
