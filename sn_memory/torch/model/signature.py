@@ -74,10 +74,12 @@ class InputSignature:
     """The signature of an input; one whose settings hold for another takes the same plan.
 
     arguments : name of each argument that is not left at its default, and its form: how it is
-        nested, and of each tensor in it size, strides, offset, type, whether it requires a
-        gradient, and which inputs are the same tensor and the same memory.
+        nested, and of each tensor in it size, strides, type, whether it requires a gradient, which
+        inputs are the same tensor and the same memory, and in that how many bytes it begins after
+        the first. Where in memory that is does not count: batches are parts of one tensor.
     casts : device type and dtype, where autocast is on
     wanted : per parameter, whether it requires a gradient
+    tensors : per parameter and buffer, its size, strides and type
     sharded : whether some parameter lies on several ranks, as where FSDP2 has sharded a module
     settings : per module, its class, its hooks, and the attributes that a trace read, with their
         contents
@@ -90,6 +92,7 @@ class InputSignature:
     arguments: tuple[tuple[str, Any], ...]
     casts: tuple[Hashable, ...]
     wanted: tuple[bool, ...]
+    tensors: tuple[Hashable, ...]
     sharded: bool
     settings: tuple[Settings, ...]
     ones: tuple[int, ...] = ()
@@ -101,7 +104,7 @@ class InputSignature:
     @cached_property
     def _hash(self) -> int:
         # It is looked up in each step, and has an item for each module.
-        held = (self.arguments, self.casts, self.wanted, self.sharded, self.settings)
+        held = (self.arguments, self.casts, self.wanted, self.tensors, self.sharded, self.settings)
         return hash((*held, self.ones, self.free))
 
     @property
@@ -181,8 +184,8 @@ class InputSignature:
         return same and self._same_modes(other) and self.settings_hold_for(other)
 
     def _same_modes(self, other: InputSignature) -> bool:
-        mine = (self.casts, self.wanted, self.sharded)
-        return mine == (other.casts, other.wanted, other.sharded)
+        mine = (self.casts, self.wanted, self.tensors, self.sharded)
+        return mine == (other.casts, other.wanted, other.tensors, other.sharded)
 
     def covers(self, other: InputSignature) -> bool:
         """Whether another has the same modes and arguments, and no tensor larger."""
@@ -221,6 +224,8 @@ class InputSignature:
             unlike.append("autocast is otherwise")
         if self.wanted != planned.wanted:
             unlike.append("other parameters require gradients")
+        if self.tensors != planned.tensors:
+            unlike.append("parameters or buffers have other shapes, strides or types")
         if not planned.settings_hold_for(self):
             names = {
                 f"{path}.{name}" if path else name
@@ -270,11 +275,11 @@ def _shown(form: Any, other: Any) -> str:
 def _leaf(leaf: Any, *, with_values: bool = False) -> str:
     if not _is_tensor(leaf):
         return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
-    size, stride, offset, dtype, wanted, same, shared = leaf
+    size, stride, distance, dtype, wanted, same, shared = leaf
     text = f"{str(dtype).removeprefix('torch.')} of shape {size}"
     if with_values:
-        text += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
-        text += f"{same}, memory of input {shared})"
+        text += f" (strides {stride}, requires_grad {wanted}, the tensor of input {same}, memory of"
+        text += f" input {shared}, {distance} bytes after it)"
     return text
 
 
@@ -283,20 +288,22 @@ def plain(value: Any) -> Hashable:
     return type(value), repr(value) if isinstance(value, float) else value
 
 
-def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
+def form_of_leaf(leaf: Any, first: dict[int, tuple[int, int]], place: int) -> Hashable:
     """Return what of a leaf among the arguments is part of the signature.
 
     leaf : the leaf
-    first : per tensor and per memory that was seen, the place where it was first; added to here
+    first : per tensor and per memory that was seen, the place where it was first, and where in
+        memory that one begins; added to here
     place : the leaf's own
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
     check_layout(leaf)
     # Which inputs are the same tensor, or share memory, is part of the trace.
-    same = first.setdefault(id(leaf), place)
-    shared = first.setdefault(_memory(leaf), place)
-    form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+    begin = leaf.storage_offset() * leaf.itemsize
+    same, _ = first.setdefault(id(leaf), (place, begin))
+    shared, begins = first.setdefault(_memory(leaf), (place, begin))
+    form = (tuple(leaf.size()), leaf.stride(), begin - begins, leaf.dtype)
     return (*form, leaf.requires_grad, same, shared)
 
 
@@ -323,7 +330,7 @@ def forms_of(
 
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
     forms, count = [], 0
     for name, value in _named(type(model).forward, *arguments):
         flat, spec = tree_flatten(value)
