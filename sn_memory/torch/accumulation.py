@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.progress import sharing
 from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError, Plan
+from .errors import first_line
 from .model.modes import warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments
-from .model.step import gradient_bytes, wanted_bytes
+from .model.step import cut_out, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .planned import PlanRecord
 from .planning import PlanOptions
@@ -108,38 +109,46 @@ def _with_gradients(
     if step.counts_gradients or step.plan.peak_bytes + held <= budget_bytes:
         return step
     planning, plain = record.planning(), inner_model(model)
+    arguments = cut_out(arguments)
     replanned: Step
     least: BudgetError | None = None
-    if step.covers_smaller:
-        from .regions.step import RegionStep
+    why = ""
+    try:
+        if step.covers_smaller:
+            from .regions.step import RegionStep
 
-        if isinstance(step, RegionStep):
-            replanned = step.for_gradients_of(held)
+            if isinstance(step, RegionStep):
+                replanned = step.for_gradients_of(held)
+            else:
+                replanned = step
+                # To measure anew is collectives, and other ranks may have no reason for it.
+                if not is_sharded(model):
+                    # Gradients are there while it is measured, so they are not made a second time:
+                    # what is measured is a step that finds none, which holds each new gradient
+                    # beside its own to the end, and thus no less.
+                    replanned = planning.by_modules(
+                        plain, arguments, safely=True, earlier_bytes=held
+                    )
         else:
-            replanned = step
-            # To measure anew is collectives, and other ranks may have no reason for it.
-            if not is_sharded(model):
-                # Gradients are there while it is measured, so they are not made a second time: what
-                # is measured is a step that finds none, which holds each new gradient beside its
-                # own to the end, and thus no less.
-                replanned = planning.by_modules(plain, arguments, safely=True, earlier_bytes=held)
-        need = replanned.plan.peak_bytes + (held if replanned is step else 0)
-    else:
-        if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
-            # As it was planned itself: nothing is timed, and the search is short.
-            speeds = None if step.trace is None else step.trace.graph.device
-            planning = planning.at_once(budget_bytes, speeds)
-        # Modes that the caller has on would see, and might change, what is traced.
-        with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
-            replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
-        need = replanned.plan.peak_bytes
+            kept = inputs.kept.values()
+            if any(one.step is step and one.used is not None for one in kept):
+                # As it was planned itself: nothing is timed, and the search is short.
+                speeds = None if step.trace is None else step.trace.graph.device
+                planning = planning.at_once(budget_bytes, speeds)
+            # Modes that the caller has on would see, and might change, what is traced.
+            with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
+                replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the plan there is runs
+        replanned, why = step, f" It has no other plan, as that failed: {first_line(error)}"
+    need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     if need > budget_bytes:
-        smallest = f" The smallest peak found is {show_bytes(least.peak_bytes)}." if least else ""
+        if least:
+            why = f" The smallest peak found is {show_bytes(least.peak_bytes)}."
         text = (
             f"a training step of {plain_class(type(model)).__name__} finds gradients of "
             f"{show_bytes(held)}, of an earlier micro-batch, or of the step before where they are "
             "dropped after the forward pass, as by Lightning: with them it takes "
-            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{smallest} Raise "
+            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{why} Raise "
             f"the budget: sn_memory.torch.plan(model, sample, {need})."
         )
         if record.strict:
