@@ -222,7 +222,7 @@ class UnseenInput(ABC, Generic[S]):
             try:
                 by_ops = self.by_ops()
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
-                why = f"it cannot be traced: {self.first_line(error)}"
+                why = f"it cannot be traced: {self.first_line(error).removesuffix('.')}"
         if self.over is not None:
             why = f"no plan of its ops was found that keeps {show_bytes(self.budget_bytes)}"
         elif by_ops is not None:

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.progress import sharing
 from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError, Plan
+from .errors import first_line
 from .model.modes import warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments
-from .model.step import gradient_bytes, wanted_bytes
+from .model.step import cut_out, gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .planned import PlanRecord
 from .planning import PlanOptions
@@ -108,38 +109,46 @@ def _with_gradients(
     if step.counts_gradients or step.plan.peak_bytes + held <= budget_bytes:
         return step
     planning, plain = record.planning(), inner_model(model)
+    arguments = cut_out(arguments)
     replanned: Step
     least: BudgetError | None = None
-    if step.covers_smaller:
-        from .regions.step import RegionStep
+    why = ""
+    try:
+        if step.covers_smaller:
+            from .regions.step import RegionStep
 
-        if isinstance(step, RegionStep):
-            replanned = step.with_gradients(held)
+            if isinstance(step, RegionStep):
+                replanned = step.with_gradients(held)
+            else:
+                replanned = step
+                # Measuring issues collectives, which other ranks may have no reason to join.
+                if not is_sharded(model):
+                    # The user's gradients exist while it is measured, so no others are allocated:
+                    # the measured step begins without, and holds each new gradient beside the
+                    # user's to the end, which is no less.
+                    replanned = planning.by_modules(
+                        plain, arguments, safely=True, earlier_bytes=held
+                    )
         else:
-            replanned = step
-            # Measuring issues collectives, which other ranks may have no reason to join.
-            if not is_sharded(model):
-                # The user's gradients exist while it is measured, so no others are allocated: the
-                # measured step begins without, and holds each new gradient beside the user's to the
-                # end, which is no less.
-                replanned = planning.by_modules(plain, arguments, safely=True, earlier_bytes=held)
-        need = replanned.plan.peak_bytes + (held if replanned is step else 0)
-    else:
-        if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
-            # As the step itself was planned while training: nothing is timed, the search is short.
-            speeds = None if step.trace is None else step.trace.graph.device
-            planning = planning.at_once(budget_bytes, speeds)
-        # The caller's modes would see, and might change, what is traced.
-        with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
-            replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
-        need = replanned.plan.peak_bytes
+            if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
+                # As the step itself was planned while training: nothing is timed, the search is
+                # short.
+                speeds = None if step.trace is None else step.trace.graph.device
+                planning = planning.at_once(budget_bytes, speeds)
+            # The caller's modes would see, and might change, what is traced.
+            with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
+                replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the plan there is runs
+        replanned, why = step, f" It has no other plan, as that failed: {first_line(error)}"
+    need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     if need > budget_bytes:
-        smallest = f" The smallest peak found is {show_bytes(least.peak_bytes)}." if least else ""
+        if least:
+            why = f" The smallest peak found is {show_bytes(least.peak_bytes)}."
         text = (
             f"a training step of {plain_class(type(model)).__name__} finds gradients of "
             f"{show_bytes(held)}, of an earlier micro-batch, or of the step before where they are "
             "dropped after the forward pass, as by Lightning: with them it takes "
-            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{smallest} Raise "
+            f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{why} Raise "
             f"the budget: sn_memory.torch.plan(model, sample, {need})."
         )
         if record.strict:

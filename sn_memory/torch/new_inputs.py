@@ -24,7 +24,7 @@ from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
 from .model.signature import OF_CALL, Arguments, InputSignature, Name, call_layout
-from .model.step import detached, restore_rng_state, tensors
+from .model.step import cut_out, detached, restore_rng_state, tensors
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
 from .planning import PlanOptions, guarded
@@ -97,7 +97,7 @@ class _UnseenArguments(UnseenInput[Step]):
         )
         self.plain, self.record, self.kind, self.like = plain, record, kind, like
         self.inputs = record.inputs
-        self.arguments = arguments
+        self.arguments = cut_out(arguments)
         if not record.strict:
             self.demand = "state on the host"
         # Whether a warning has already said that modules run again, and why.

@@ -14,6 +14,7 @@ import torch
 from small_models import Everything, images, maps_then_weights, mlp, wide
 from steps import grads, mean_of_squares, same
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from sn_memory import BudgetError, Device
 from sn_memory.graph.liveness import unplanned_bytes
@@ -409,3 +410,39 @@ def test_micro_batches_without_exchange_under_ddp(tmp_path):
         assert len(planned.sn_memory.inputs.later) == 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+LOOKS = {"now": False}
+
+
+class Looking(nn.Sequential):
+    """Looks at a value where a global dict says so, which no guard sees."""
+
+    def forward(self, x):
+        return super().forward(x) if not LOOKS["now"] or x.sum().item() else x
+
+
+def test_the_plan_there_is_runs_where_none_for_gradients_can_be(monkeypatch):
+    plain, x = Looking(*mlp(6)), torch.randn(64, 32)
+    mine = copy.deepcopy(plain)
+    planned = plan(mine, x, with_gradients(plain, x, 0.8), backend="graph", **SETTINGS)
+    monkeypatch.setitem(LOOKS, "now", True)
+    with pytest.warns(PlanWarning, match="It has no other plan, as that failed: .* depend on val"):
+        found = accumulated(planned, [x] * 3)[1]
+    assert same(found, accumulated(plain, [x] * 3)[1])
+
+
+def test_inside_parametrize_cached():
+    """What is traced there takes no weight from the cache, and leaves none in it."""
+    plain, x = mlp(6), torch.randn(64, 32)
+    for layer in list(plain.modules()):
+        if isinstance(layer, nn.Linear):
+            parametrizations.weight_norm(layer)
+    mine = copy.deepcopy(plain)
+    planned = plan(mine, x, with_gradients(plain, x, 0.95), backend="graph", **SETTINGS)
+    for batch in (x, x, x[:40]):
+        for model in (planned, plain):
+            with parametrize.cached():
+                accumulated(model, [batch])
+    assert same(grads(planned), grads(plain))
+    assert not any("modules" in kind.how for kind in planned.sn_memory.kinds)

@@ -8,7 +8,7 @@ from types import MethodType
 import pytest
 import torch
 from small_models import mlp, same_gradients
-from steps import grads, plan_warnings, rows, same
+from steps import gradients, grads, plan_warnings, rows, same
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.run import unseen
 from sn_memory.torch import PlanWarning, StorageTracker, plan, planned, planning, trace, verify
+from sn_memory.torch.model.step import cut_out
+from sn_memory.torch.target.capacity import _resident_bytes
 
 SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}
 # Where the plan has to follow the budget, which `sqrt_n` does not.
@@ -284,6 +286,49 @@ def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     monkeypatch.undo()
     assert kept(model, budgeted, rows(65))
     assert how(budgeted) == "planned at once"
+
+
+class Following(nn.Module):
+    """Given words, and those one place on: the same tensor of all words, looked at twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 32)
+        self.body = mlp(4)
+
+    def forward(self, words, following):
+        return (self.body(self.words(words)) - self.words(following)).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_batches_that_are_parts_of_one_tensor_are_one_kind(backend):
+    """Data may lie in one tensor, which is no part of a step: where a batch begins is nothing."""
+    data, model = rows(64 * 5), mlp(6)
+    settings = {**SETTINGS, "backend": backend}
+    alone = planned_for(model, rows(), "80%", **settings).sn_memory.plan
+    budgeted = planned_for(model, data[64:128], "80%", **settings)
+    assert budgeted.sn_memory.plan.baseline_peak_bytes == alone.baseline_peak_bytes
+    assert verify(budgeted, data[:64]).measured_peak_bytes <= budgeted.sn_memory.budget_bytes
+    assert _resident_bytes(model, data[:64], None, torch.device("cpu")) == _resident_bytes(
+        model, data[:64].clone(), None, torch.device("cpu")
+    )
+    (column,) = cut_out((columns := data[:, :8],))
+    assert column is columns
+    words = torch.arange(100) % 20
+    pairs = [(words[at : at + 32], words[at + 1 : at + 33]) for at in (3, 0, 40, 67)]
+    follows = Following()
+    planned_pairs = planned_for(follows, pairs[0], "90%", **settings)
+    with plan_warnings() as texts:
+        for batch in data.split(64):
+            assert same(gradients(budgeted, batch), gradients(model, batch))
+        for pair in pairs:
+            assert same(gradients(planned_pairs, *pair), gradients(follows, *pair))
+    assert not texts
+    assert len(budgeted.sn_memory.kinds) == len(planned_pairs.sn_memory.kinds) == 1
+    # Farther apart in that memory, and each in its own.
+    for pair in ((words[:32], words[2:34]), (words[:32].clone(), words[1:33])):
+        assert same(gradients(planned_pairs, *pair), gradients(follows, *pair))
+    assert len(planned_pairs.sn_memory.kinds) == 3
 
 
 def test_many_kinds_are_not_kept_for_ever(monkeypatch):

@@ -13,7 +13,7 @@ from steps import grads, optimizer_tensors, same
 from torch import nn
 
 from sn_memory import BudgetError, PlanError, check_plan
-from sn_memory.torch import HostState, StorageTracker, TraceError, plan, verify
+from sn_memory.torch import HostState, ReplayError, StorageTracker, TraceError, plan, verify
 from sn_memory.torch.host import buffers
 from sn_memory.torch.state import parameter
 from sn_memory.torch.state.model_state import check_model
@@ -483,3 +483,49 @@ def test_verify_is_refused_and_groups_stay_and_the_file_goes_with_the_model():
     del mine, optimizer, _
     gc.collect()
     assert held() is None
+
+
+class Attacked(nn.Module):
+    """Takes numbers, so that it can be asked for the gradient of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+@EACH_WAY
+def test_a_backward_pass_for_inputs_alone_uses_no_gradient_of_a_parameter(update, in_place):
+    """As in adversarial training: the step after it is the first of its own."""
+    x = torch.randn(16, 32)
+    mine, plain, *optimizers = pair(
+        model=Attacked(),
+        update=update,
+        in_place=in_place,
+        sample=x.clone().requires_grad_(),
+        budget="70%",
+    )
+    for step in range(3):
+        found = []
+        for model, optimizer in zip((mine, plain), optimizers, strict=True):
+            attacked = x.clone().requires_grad_()
+            if step == 1:
+                model(attacked).backward(inputs=[attacked])
+                toward = attacked.grad
+            else:
+                toward = torch.autograd.grad(model(attacked), attacked)[0]
+            attacked = (x + toward.sign()).requires_grad_()
+            model(attacked).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([toward, attacked.grad])
+        assert same(*found)
+        assert alike(mine, plain)
+    weights = [*mine.parameters()]
+    with pytest.raises(ReplayError, match="gradients of some parameters alone are requested"):
+        torch.autograd.grad(mine(x), weights[:2])
+    with pytest.raises(ReplayError, match="gradients of some parameters alone are requested"):
+        mine(x).backward(inputs=weights[:2])
+    assert all(weight.grad is None for weight in weights)

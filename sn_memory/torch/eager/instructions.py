@@ -64,6 +64,8 @@ class Memory:
     pending_copies : per storage that is being copied to the host or back, what waits for that
     left_out : places of gradients that are None in this step, as no output they come from has one
     plain, wanted : the step without the plan, and the tensors whose gradients it has
+    used : leaves that tell what a backward pass is for, where gradients are used inside the step: a
+        leaf of nobody's, which is for all of them, and the parameters
     passes : per graph task of autograd that does not use this up: memory of its own, or all
         gradients.
 
@@ -87,6 +89,7 @@ class Memory:
         self.left_out: frozenset[int] = frozenset()
         self.plain: Any = None
         self.wanted: Sequence[torch.Tensor] = ()
+        self.used: Sequence[torch.Tensor] = ()
         self.passes: dict[int, Any] = {}
 
     def for_one_pass(self, overwritten: Iterable[int]) -> Memory:
@@ -121,7 +124,7 @@ class Memory:
         # A frame that an exception keeps has the same list.
         self.held.clear()
         self.rng_states.clear()
-        self.plain, self.wanted = None, ()
+        self.plain, self.wanted, self.used = None, (), ()
 
     def __del__(self) -> None:
         self.clear()

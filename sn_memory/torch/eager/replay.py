@@ -18,12 +18,13 @@ from operator import gt
 from typing import Any, Protocol
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ...graph.records import LOSS
 from ...plan.plan import Plan
 from ..errors import ReplayError
+from ..model.guards import alike
 from ..model.modes import casting, is_batched, transformed
 from ..model.snapshot import version_of
 from ..step import Call, Step
@@ -175,6 +176,10 @@ class Replay(Step):
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = update_ops is not None and bool(update_ops.used_gradients)
+        used = update_ops.used_gradients if update_ops is not None else ()
+        self.used_places = [
+            place for place, (name, _) in enumerate(captured.gradients[:leaves]) if name in used
+        ]
         self.update_ops = update_ops
         # No other step of this process has it.
         self.number = next(_NUMBERS)
@@ -253,9 +258,13 @@ class Replay(Step):
             ]
         memory = self.start([*parameters, *buffers, *tensors])
         memory.plain, memory.wanted = plain, wanted
-        if self.inside and not follow:
-            # Autograd goes back to where a gradient is wanted.
-            follow = [torch.empty(0, device=self.device, requires_grad=True)]
+        if self.inside:
+            # Autograd goes back to where a gradient is wanted, and these say where that is.
+            memory.used = [
+                torch.empty(0, device=self.device, requires_grad=True),
+                *(wanted[place] for place in self.used_places),
+            ]
+            follow += memory.used
         sections = self.program.backward
         # The last section first: each node takes the token of the one that follows it backward.
         for at in range(len(sections) - 1, 0, -1):
@@ -283,9 +292,26 @@ class Replay(Step):
             gradients += memory[self.program.leaves :] if is_last else []
         if not is_last:
             gradients.append(torch.empty(0, device=self.device) if token is None else token)
-        elif self.inside and len(self.program.gradients) == self.program.leaves:
-            gradients.append(None)
+        elif self.inside:
+            gradients += [None] * (1 + len(self.used_places))
         return gradients
+
+    def unused(self, memory: Memory) -> frozenset[int]:
+        """Return the places of gradients that are not to be used inside of this backward pass.
+
+        All of them where it is for gradients of inputs alone, as `torch.autograd.grad(loss, x)`.
+        Raises ReplayError where it is for some parameters alone.
+        """
+        everything, *parameters = memory.used
+        if _is_wanted(everything):
+            return frozenset()
+        if any(map(_is_wanted, parameters)):
+            raise ReplayError(
+                "gradients of some parameters alone are requested (torch.autograd.grad, or "
+                "backward with inputs=) of a step that has its state on the host, which uses them "
+                "inside. Call backward() without inputs, and read `.grad` where there is one."
+            )
+        return frozenset(self.used_places)
 
     def _run(self, memory: Memory, section: Section, is_last: bool) -> Gradients:
         try:
@@ -476,6 +502,8 @@ class _Planned(torch.autograd.Function):
         if isinstance(memory, Memory):
             arrived = [grad for grad, end in zip(arrived, captured.ends, strict=True) if end]
             memory.left_out = left_out(replay.reached, arrived)
+            if replay.inside:
+                memory.left_out |= replay.unused(memory)
             with _as_recorded(replay.device), replay.in_pool():
                 for view in captured.output_gradients:
                     gradient = arrived.pop(0)
@@ -505,6 +533,14 @@ class _Section(torch.autograd.Function):
         return None, None, None, *ctx.replay.section(memory, ctx.at, token)
 
 
+def _is_wanted(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass under way is for the gradient of a leaf, among others."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch.autograd.grad was asked for it
+        return True
+
+
 def _versions(program: Program, memory: Memory) -> list[int]:
     held = [memory.held[storage] for storage in program.read_later]
     return [version_of(tensor) for tensor in held if tensor is not None]
@@ -531,19 +567,9 @@ def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether others have the same sizes, strides, offsets, types and devices.
-
-    It may say no of such that have, where another mode of torch is on, and never yes of others.
-    None of the tensors is held. Hundreds of them take a few microseconds.
-    """
-    # What torch.compile asks before it runs what it compiled.
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    offsets = [tensor.storage_offset() for tensor in tensors]
-
-    def alike(others: Sequence[torch.Tensor]) -> bool:
-        return guards.check(*others) and [other.storage_offset() for other in others] == offsets
-
-    return alike
+    """Return what tells whether others are alike, and begin at the same places of memory."""
+    forms, offsets = alike(tensors), [tensor.storage_offset() for tensor in tensors]
+    return lambda others: forms(others) and [one.storage_offset() for one in others] == offsets
 
 
 def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:

@@ -17,16 +17,17 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, zip_longest
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import core
@@ -54,7 +55,6 @@ OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
 # and neither does `_compiled_call_impl`: what it holds computes the same.
 _CALLED = frozenset({"forward", "_call_impl"})
 _NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
-_WANTED = attrgetter("requires_grad")
 
 
 # What a forward reads
@@ -366,10 +366,31 @@ def signature_of(
         forms_of(model, arguments, loosely=loosely),
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in casting()),
         tuple(param.requires_grad for param in model.parameters()),
+        _forms_of_tensors(model),
         any(map(is_elsewhere, model.parameters())),
         settings,
     )
     return signature if is_hashable(signature) else None
+
+
+def _forms_of_tensors(model: torch.nn.Module) -> tuple[Hashable, ...]:
+    """Return how parameters and buffers are: `model.to` changes it, and a layer of another size."""
+    return tuple(
+        (tensor.size(), tensor.layout is torch.strided and tensor.stride(), tensor.dtype)
+        for tensor in chain(model.parameters(), model.buffers())
+    )
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return what tells whether others have the same sizes, strides, types and devices.
+
+    And whether the same ones require a gradient. It may say no of such that have, where another
+    mode of torch is on, and never yes of others. None of the tensors is held. Hundreds of them take
+    a few microseconds.
+    """
+    # What torch.compile asks before it runs what it compiled.
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return lambda others: bool(guards.check(*others))
 
 
 def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:
@@ -520,8 +541,10 @@ class _ModelWatch:
         place = {id(value): at for at, value in reversed([*enumerate(held)])}
         self._parameters = _places(place[id(param)] for param in model.parameters())
         self._buffers = _places(place[id(buffer)] for buffer in model.buffers())
-        self._wanted = [param.requires_grad for param in model.parameters()]
-        self.state = (self.settings, self._wanted, [*map(is_elsewhere, model.parameters())])
+        self._alike = alike([*chain.from_iterable(self.tensors_of())])
+        wanted = [param.requires_grad for param in model.parameters()]
+        sharded = [*map(is_elsewhere, model.parameters())]
+        self.state = (self.settings, wanted, _forms_of_tensors(model), sharded)
 
     def tensors(self, model: torch.nn.Module, reads: Reads) -> tuple[list[Any], list[Any]] | None:
         """Return all parameters and buffers; None if anything changed, or other reads count."""
@@ -530,7 +553,7 @@ class _ModelWatch:
         if not self._watch.holds():
             return None
         current = self.tensors_of()
-        return current if [*map(_WANTED, current[0])] == self._wanted else None
+        return current if self._alike([*chain.from_iterable(current)]) else None
 
     def tensors_of(self) -> tuple[list[Any], list[Any]]:
         """Return all parameters and buffers, of modules that hold as many as at first."""
@@ -561,7 +584,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """Return the form of arguments as they are written; None for one of another class."""
     casts = casting()
     forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
     waiting: list[Any] = [args, *kwargs.values()]
     # The list grows while it is gone through: what is in a container comes after all before.
     for value in waiting:

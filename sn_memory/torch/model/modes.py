@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from ...base.errors import PlanWarning
 from ..target.accelerator import device_types
@@ -123,8 +124,10 @@ def outside_saved_tensors_hooks() -> Iterator[None]:
     """Take the caller's hooks, a checkpoint's among them, off what autograd saves.
 
     A step that is only traced or measured must not reach them: they would count it, or get tensors
-    without values.
+    without values. Nor may it use weights that `parametrize.cached` holds for the caller, or leave
+    its own there.
     """
+    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
     autograd = torch._C._autograd
     taken = []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -133,6 +136,7 @@ def outside_saved_tensors_hooks() -> Iterator[None]:
     try:
         yield
     finally:
+        parametrize._cache_enabled = cached
         # The outermost was taken last and has to go back first.
         for pack, unpack in reversed(taken):
             autograd._push_saved_tensors_default_hooks(pack, unpack)

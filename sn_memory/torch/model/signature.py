@@ -72,6 +72,8 @@ _NUMBERS = (bool, int, float, str, type(None))
 class TensorForm(NamedTuple):
     """What of a tensor among the arguments is part of the signature.
 
+    offset : bytes from where the first input in the same memory begins: batches are parts of one
+        tensor, and where a part lies does not count
     same, shared : the first input that is the same tensor, and that lies in the same memory
     """
 
@@ -92,6 +94,7 @@ class InputSignature:
         nested, and its leaves, of each tensor a TensorForm.
     casts : device type and dtype, where autocast is on
     wanted : per parameter, whether it requires a gradient
+    tensors : per parameter and buffer, its size, strides and type
     sharded : whether some parameter lies on several ranks, as where FSDP2 has sharded a module
     settings : per module, its class, its hooks, and the attributes that a trace read, with their
         contents
@@ -104,6 +107,7 @@ class InputSignature:
     arguments: tuple[tuple[str, Any], ...]
     casts: tuple[Hashable, ...]
     wanted: tuple[bool, ...]
+    tensors: tuple[Hashable, ...]
     sharded: bool
     settings: tuple[Settings, ...]
     ones: tuple[int, ...] = ()
@@ -115,7 +119,7 @@ class InputSignature:
     @cached_property
     def _hash(self) -> int:
         # It is looked up in each step, and has an item for each module.
-        held = (self.arguments, self.casts, self.wanted, self.sharded, self.settings)
+        held = (self.arguments, self.casts, self.wanted, self.tensors, self.sharded, self.settings)
         return hash((*held, self.ones, self.free))
 
     @property
@@ -200,8 +204,8 @@ class InputSignature:
         return same and self._same_modes(other) and self.settings_hold_for(other)
 
     def _same_modes(self, other: InputSignature) -> bool:
-        mine = (self.casts, self.wanted, self.sharded)
-        return mine == (other.casts, other.wanted, other.sharded)
+        mine = (self.casts, self.wanted, self.tensors, self.sharded)
+        return mine == (other.casts, other.wanted, other.tensors, other.sharded)
 
     def covers(self, other: InputSignature) -> bool:
         """Whether another has the same modes and arguments, and no tensor larger."""
@@ -240,6 +244,8 @@ class InputSignature:
             unlike.append("autocast is otherwise")
         if self.wanted != planned.wanted:
             unlike.append("other parameters require gradients")
+        if self.tensors != planned.tensors:
+            unlike.append("parameters or buffers have other shapes, strides or types")
         if not planned.settings_hold_for(self):
             names = {
                 f"{path}.{name}" if path else name
@@ -293,11 +299,11 @@ def _shown(form: Any, other: Any) -> str:
 def _leaf(leaf: Any, *, with_values: bool = False) -> str:
     if not _is_tensor(leaf):
         return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
-    size, stride, offset, dtype, wanted, same, shared = leaf
+    size, stride, distance, dtype, wanted, same, shared = leaf
     text = f"{str(dtype).removeprefix('torch.')} of shape {size}"
     if with_values:
-        text += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
-        text += f"{same}, memory of input {shared})"
+        text += f" (strides {stride}, requires_grad {wanted}, the tensor of input {same}, memory of"
+        text += f" input {shared}, {distance} bytes after it)"
     return text
 
 
@@ -306,19 +312,21 @@ def plain(value: Any) -> Hashable:
     return type(value), repr(value) if isinstance(value, float) else value
 
 
-def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
+def form_of_leaf(leaf: Any, first: dict[int, tuple[int, int]], place: int) -> Hashable:
     """Return what of a leaf among the arguments is part of the signature.
 
-    first : for each tensor and each memory, the place where it was first seen; updated here
+    first : for each tensor and each memory, the place where it was first seen, and at which byte
+        of the memory that tensor begins; updated here
     place : the leaf's own
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
     check_layout(leaf)
     # Which inputs are the same tensor, or share memory, is part of the trace.
-    same = first.setdefault(id(leaf), place)
-    shared = first.setdefault(_memory(leaf), place)
-    size, stride, offset = tuple(leaf.size()), leaf.stride(), leaf.storage_offset()
+    begin = leaf.storage_offset() * leaf.itemsize
+    same, _ = first.setdefault(id(leaf), (place, begin))
+    shared, first_begin = first.setdefault(_memory(leaf), (place, begin))
+    size, stride, offset = tuple(leaf.size()), leaf.stride(), begin - first_begin
     return TensorForm(size, stride, offset, leaf.dtype, leaf.requires_grad, same, shared)
 
 
@@ -345,7 +353,7 @@ def forms_of(
 
     loosely : of what cannot be compared, take the type: enough for the bytes a step holds
     """
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
     forms, count = [], 0
     for name, value in _named(type(model).forward, *arguments):
         flat, spec = tree_flatten(value)

@@ -17,7 +17,7 @@ from ...graph.records import Device
 from ...run.estimate import Units
 from ...run.reserved import PlacingSettings, host_budget, left, unknown
 from ..model.sharded import here
-from ..model.step import device_of, tensors
+from ..model.step import cut_out, device_of, tensors
 from .accelerator import free_bytes, is_apart
 from .allocator import active
 from .gpu import gpu_of
@@ -62,7 +62,7 @@ def _resident_bytes(
     ours += [our.grad for our in ours if our.is_leaf and our.grad is not None]
     ours += tensors([*getattr(optimizer, "state", {}).values()])
     samples = sample if isinstance(sample, list) else [sample]
-    largest = max((_bytes_on(where, tensors(sample)) for sample in samples), default=0)
+    largest = max((_bytes_on(where, tensors(cut_out(sample))) for sample in samples), default=0)
     return _bytes_on(where, ours) + largest
 
 

@@ -25,7 +25,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..model.step import device_of, restore_rng_state, tensors
+from ..model.step import cut_out, device_of, restore_rng_state, tensors
 from ..model.wrapping import check_model, check_optimizer
 from ..target.accelerator import working_device
 from ..target.gpu import Gpu, gpu_of
@@ -113,10 +113,10 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Given):
         return sample.args, sample.kwargs
     if isinstance(sample, Mapping):
-        return (), dict(sample)
+        return (), cut_out(dict(sample))
     if isinstance(sample, PackedSequence):
         return (sample,), {}
-    return (sample if isinstance(sample, tuple) else (sample,)), {}
+    return cut_out(sample if isinstance(sample, tuple) else (sample,)), {}
 
 
 @restore_rng_state()
