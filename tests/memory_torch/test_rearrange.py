@@ -7,6 +7,7 @@ from torch import nn
 
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace, verify
+from sn_memory.torch.trace.trace import Given
 
 
 def graph_of(model, sample, **settings):
@@ -149,3 +150,28 @@ def test_pools_read_the_shape_of_their_input_alone(pool, form):
     assert read not in op.inputs
     assert "last.weight" in op.inputs
     exact(model, sample)
+
+
+class TwoBranches(nn.Module):
+    """The gradient of one input is one of the terms that make up the gradient of the other."""
+
+    def forward(self, x, y):
+        grown, mixed = x.exp(), x + y
+        return grown + mixed.sin() + mixed.cos()
+
+
+class Doubled(nn.Module):
+    """Both terms of the gradient of the input are the same sum."""
+
+    def forward(self, x):
+        twice = x + x
+        return twice.sin() + twice.cos()
+
+
+@pytest.mark.parametrize(("model", "inputs"), [(TwoBranches(), 2), (Doubled(), 1)])
+def test_a_sum_that_is_read_otherwise_is_not_left_to_autograd(model, inputs):
+    sample = Given(tuple(torch.ones(3, requires_grad=True) for _ in range(inputs)), {})
+    part = {"part": True, "shares_inputs": True, "unplanned": False}
+    captured = trace(model, sample, profile=False, **part).captured
+    computed = {storage for call in captured.recording.calls for storage in call.makes}
+    assert {view.storage for _, view in captured.gradients} <= computed

@@ -65,13 +65,11 @@ class PlainStep:
 
     def retained(self) -> None:
         """Warn once if the budget has no room for what a backward pass does not free."""
+        budget = self.record.budget_bytes
+        # The pass frees its own references only: the kept graph holds what it held, meanwhile.
         need = self.step.plan.peak_bytes + self.step.waiting_bytes[0]
-        if need > self.record.budget_bytes:
-            _warn_once(
-                self.record,
-                "retained",
-                keeps_graph(self.model, need, self.record.budget_bytes),
-            )
+        if need > budget:
+            _warn_once(self.record, "retained", keeps_graph(self.model, need, budget))
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:
         """Warn once if the gradient of an output lies otherwise than planned."""
@@ -100,6 +98,7 @@ class PlainStep:
                 f"{what} requested, and only that of the loss was planned, as the model returns "
                 "it; later steps are planned for what was requested"
             )
+        # Before anything runs: is there still what the forward pass read, and may it take so much?
         self._check(what)
         _without_plan(self.model, self.record, self.step.plan.baseline_peak_bytes, why)
         with torch.enable_grad():
@@ -137,13 +136,10 @@ class PlainStep:
             torch.Tensor, lambda leaf: own.get(id(leaf), leaf), self.arguments
         )
         model = _OwnForward(inner_model(self.model))
+        # `functional_call` swaps parameters in the modules, where other threads would meet them.
         with self.record.lock, self._as_then():
             returned = functional_call(model, dict(zip(names, inputs, strict=True)), args, kwargs)
-        outputs = [
-            output
-            for output in flatten_outputs(returned, self.model)[0]
-            if isinstance(output, torch.Tensor)
-        ]
+        outputs = tensors(flatten_outputs(returned, self.model)[0])
         differentiable = zip(outputs, self.step.differentiable, strict=True)
         return [out for out, has_gradient in differentiable if has_gradient]
 

@@ -8,7 +8,6 @@ are checked for how their results lie; `Row` is the code that runs once that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from threading import Lock
 from typing import Any, Protocol
 
@@ -97,6 +96,7 @@ class Memory:
 
         overwritten : storages that a backward pass writes over
         """
+        # Its list of free buffers is its own: copies of pinned memory go when the pass ends.
         other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
         other.held = [*self.held]
         for storage in overwritten:
@@ -115,6 +115,7 @@ class Memory:
 
     def clear(self) -> None:
         """Let go of everything."""
+        # First: storages and buffers go to others, and a copy on its way would still use them.
         while self.pending_copies:
             self.pending_copies.popitem()[1]()
         buffers, self.buffers = self.buffers, None
@@ -131,7 +132,7 @@ class Memory:
 
 
 class FreeStorage:
-    """The instruction that gives a storage back."""
+    """The instruction that gives a storage back; a class, so that `written` knows it."""
 
     __slots__ = ("storage",)
 
@@ -158,6 +159,7 @@ def offload(storage: int, host_copy: int) -> Instruction:
         tensor = memory.held[storage]
         assert memory.buffers is not None
         assert tensor is not None
+        # Held until `wait_for_copy` frees it: its memory may not be given away while it is read.
         memory.pending_copies[storage] = memory.buffers.offload(host_copy, tensor)
 
     return start
@@ -207,6 +209,7 @@ class ViewLoad:
         view, base = self.view, held[self.view.storage]
         if self.unchanged:
             return base
+        # `as_strided` knows no other type; `set_` does, and counts in elements of the new one.
         if self.other_type:
             begin = base.storage_offset() * base.itemsize // view.dtype.itemsize + self.skipped
             empty = torch.empty(0, dtype=view.dtype, device=base.device)
@@ -266,6 +269,7 @@ class RunCall:
         # Else it would hold what the call may be the last to need.
         del flat
         if self.replayed and self.reruns:
+            # Afterwards as before: draws that follow are those of a step that runs nothing again.
             now = rng_state(self.device)
             set_rng_state(self.device, memory.rng_states[self.number])
             result = self.target(*args, **kwargs)
@@ -299,6 +303,7 @@ def _as_traced(
             form_of(value, -1) if isinstance(value, torch.Tensor) else None for value in flat
         )
         if tensor.size() == view.size:
+            # Laid out as traced, so that a trial goes on and sees the layouts of later kernels too.
             copy = torch.empty_strided(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
@@ -332,8 +337,8 @@ class Names:
         self.values: dict[str, Any] = {
             "view": torch.as_strided,
             "leaves": tree_leaves,
-            "chance": rng_state,
-            "set_chance": set_rng_state,
+            "rng_state": rng_state,
+            "set_rng_state": set_rng_state,
         }
         self._known: dict[int, str] = {}
         self.lock = Lock()
@@ -362,17 +367,10 @@ class Row:
 
     where `h` is what is held, `f2` an overload of an op and the rest are constants.
 
-    Parameters
-    ----------
-    instructions
-        In order.
-    names
-        Of the program it is a part of.
+    instructions : in order
+    names : of the program it is a part of
 
-    Attributes
-    ----------
-    is_checked
-        Whether results were seen to lie as traced: what runs from then on is written.
+    is_checked : whether results were seen to lie as traced: what runs from then on is written
     """
 
     __slots__ = ("_state", "is_checked", "names")
@@ -411,17 +409,13 @@ def written(instructions: Sequence[Instruction], names: Names) -> Function:
     """Return a function that does what these do, without looking at results."""
     with names.lock:
         writer = _Writer(names)
-        for kind, row in groupby(instructions, key=type):
-            if kind is FreeStorage:
-                writer.free(
-                    [instruction for instruction in row if isinstance(instruction, FreeStorage)]
-                )
-                continue
-            for instruction in row:
-                if isinstance(instruction, RunCall):
-                    writer.call(instruction)
-                else:
-                    writer.lines.append(f"{names.name('i', instruction)}(memory)")
+        for instruction in instructions:
+            if isinstance(instruction, RunCall):
+                writer.call(instruction)
+            elif isinstance(instruction, FreeStorage):
+                writer.lines.append(f"h[{instruction.storage}] = None")
+            else:
+                writer.lines.append(f"{names.name('i', instruction)}(memory)")
         return writer.function()
 
 
@@ -439,31 +433,23 @@ class _Writer:
         exec(compile(source, "<planned step>", "exec"), self.names.values, namespace)
         return namespace["run"]
 
-    def free(self, row: list[FreeStorage]) -> None:
-        self.lines.append(
-            " = ".join([*(f"h[{instruction.storage}]" for instruction in row), "None"])
-        )
-
     def call(self, instruction: RunCall) -> None:
         # Of an overload, what its own __call__ calls.
-        target = (
-            instruction.target._op
-            if isinstance(instruction.target, OpOverload)
-            else instruction.target
-        )
+        target = instruction.target
+        target = target._op if isinstance(target, OpOverload) else target
         args, kwargs = tree_unflatten(instruction.arguments, instruction.call.spec)
         arguments = [self.argument(arg) for arg in args]
         arguments += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
         call = f"{self.name('f', target)}({', '.join(arguments)})"
         device = self.name("c", instruction.device) if instruction.replayed else ""
+        state = f"memory.rng_states[{instruction.number}]"
         if instruction.replayed and instruction.reruns:
-            self.lines.append(f"now = chance({device})")
-            self.lines.append(f"set_chance({device}, memory.rng_states[{instruction.number}])")
+            self.lines += [f"now = rng_state({device})", f"set_rng_state({device}, {state})"]
         elif instruction.replayed:
-            self.lines.append(f"memory.rng_states[{instruction.number}] = chance({device})")
+            self.lines.append(f"{state} = rng_state({device})")
         self.results(call, _returns(instruction.call.target), instruction)
         if instruction.replayed and instruction.reruns:
-            self.lines += [f"set_chance({device}, now)", "now = None"]
+            self.lines += [f"set_rng_state({device}, now)", "now = None"]
 
     def results(self, call: str, returns: str, instruction: RunCall) -> None:
         """Write a call, and where those of its results go that are held."""
@@ -475,6 +461,7 @@ class _Writer:
         else:
             self.lines.append(f"r = {call}" if returns == "several" else f"r = leaves({call})")
             self.lines += [f"h[{storage}] = r[{place}]" for place, storage in kept]
+            # Else this local would hold the results beyond the action that frees them.
             self.lines.append("r = None")
 
     def argument(self, value: Any) -> str:

@@ -190,16 +190,19 @@ class _Builder:
         before: list[Instruction] = []
         current = before
         sections: list[Section] = []
-        outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
-        outside |= {view.storage for view in self.captured.output_gradients}
+        # What the caller has as well: it may not be moved, and may be changed meanwhile.
+        outside = {view.storage for view in self.captured.output_gradients}
+        outside |= self.captured.returned
+        changeable = outside | set(self.captured.recording.roles)
         # Gradients whose sum comes next: they go with their section, not before.
         summed: set[int] = set()
-        changeable = outside | set(self.captured.recording.roles)
         waiting: set[int] = set()
+        # Whether only storages were freed since the loss: of a part, those that it hands out.
         at_end = False
         for at, (kind, target, _) in enumerate(self.plan.actions):
             at_end &= kind == "free"
             if kind == "run" and target == LOSS:
+                # From here on instructions are of the backward pass, and go into its sections.
                 current = []
                 at_end = True
                 waiting = self.held - set(self.captured.recording.roles)
@@ -208,7 +211,7 @@ class _Builder:
             copied = self.copied(target) if kind == "run" else None
             if target in self.named.random_states:
                 drawn = self.named.random_states[target]
-                # A state that no rerun asks for was never saved.
+                # The op that draws keeps its state itself; one that never runs again keeps none.
                 if kind == "free" and drawn in self.drawn_again:
                     current.append(free_rng_state(drawn))
             elif copied is not None:
@@ -242,7 +245,8 @@ class _Builder:
                 sections.append(self.section(current, self.ready_at[at]))
                 current = []
         current += self.waits(set(self.pending))
-        # Gradients that no action of the backward pass touches: views of what is given.
+        # Gradients that no action of the backward pass touches (views of what is given), or that
+        # are not planned.
         rest = self.ready_at.get(-1, [])
         if rest or not sections:
             sections.append(self.section(current, rest))
@@ -295,6 +299,8 @@ class _Builder:
 
     def gradients_ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
+        # Per storage, the last action of the backward pass that needs it, and the last that reads
+        # its values: of parameters only the second counts.
         last: dict[int, int] = {}
         read: dict[int, int] = {}
         for at, (kind, target, _) in enumerate(self.plan.actions):
@@ -316,18 +322,15 @@ class _Builder:
                 last[self.named.storage_of[target]] = at
         ready: dict[int, Ready] = {}
         # Those that are not planned are told with the last section.
-        of_others = [(at, None) for at in self.captured.of_others if at < self.leaves]
-        if of_others:
-            ready[-1] = [*of_others]
+        for place in self.captured.of_others:
+            if place < self.leaves:
+                ready.setdefault(-1, []).append((place, None))
+        used = frozenset[str]() if self.update_ops is None else self.update_ops.used_gradients
         for place, (name, view) in enumerate(self.captured.gradients):
-            if view is not None and name in self.trained and not self.uses_up(name):
+            if view is not None and name in self.trained and name not in used:
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
                 ready.setdefault(at, []).append((place, view))
         return self.in_groups(ready)
-
-    def uses_up(self, name: str) -> bool:
-        """Whether the gradient of a parameter is used inside the step."""
-        return self.update_ops is not None and name in self.update_ops.used_gradients
 
     def in_groups(self, ready: dict[int, Ready]) -> dict[int, Ready]:
         """Let small gradients wait for those that are ready next, and end one section.
@@ -339,6 +342,8 @@ class _Builder:
             view.storage: at for at in sorted(ready) if at >= 0 for _, view in ready[at] if view
         }
         gone = self.gone(ready_at)
+        # What is live where autograd adds each gradient to one that is there, and lets it go: the
+        # plan counts it to the end, unless it has the sum as an op.
         curve = self.live.copy()
         if not self.sums:
             for storage, at in gone.items():
@@ -356,6 +361,7 @@ class _Builder:
         for at, following in zip(ends, [*ends[1:], 0], strict=False):
             waiting += ready[at]
             held = {view.storage for _, view in waiting if view}
+            # At each action until the next would be ready, what is held for having waited.
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
             for loaded in held:
                 wait[max(gone[loaded] - at, 0) :] += nbytes[loaded]
@@ -397,7 +403,8 @@ class _Builder:
                 self.held.add(view.storage)
                 self.forms[view.storage] = view
             results.append((place, view, fresh))
-        touched = (*call.makes, *call.writes)
+        # Effects make and write nothing, and draw nothing either.
+        touched = (*call.makes, *call.writes, 0)[0]
         return RunCall(
             call,
             self.forms,
@@ -405,8 +412,7 @@ class _Builder:
             number=self.named.call_of[name],
             reruns=is_rerun,
             replayed=call.random and name in self.rerun_names,
-            # Effects make and write nothing, and draw nothing either.
-            device=self.captured.recording.device[touched[0] if touched else 0],
+            device=self.captured.recording.device[touched],
         )
 
     def move(self, at: int, kind: str, storage: int) -> list[Instruction]:
@@ -470,6 +476,7 @@ def _live_bytes(named: GraphBinding, plan: Plan) -> Ints:
             new = {target}
         live += sum(size[storage] for storage in new - held)
         held |= new
+        # An action counts before it frees.
         curve.append(live)
         if kind == "free":
             held.discard(target)

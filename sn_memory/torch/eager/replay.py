@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from ...graph.records import LOSS
 from ...plan.plan import Plan
@@ -27,6 +26,7 @@ from ..errors import ReplayError
 from ..model.guards import alike
 from ..model.modes import casting, is_batched, transformed
 from ..model.snapshot import version_of
+from ..model.step import tensors
 from ..step import Call, Step
 from ..trace.record import Captured, View
 from ..trace.to_graph import STATE, GraphBinding, main_device, statistics
@@ -36,13 +36,11 @@ from .program import Program, Section
 
 
 def reached(captured: Captured) -> tuple[int, ...]:
-    """Return, per gradient, the output gradients it is computed from: their numbers, as bits.
+    """Return, per gradient, the output gradients it is computed from: their places, as bits.
 
     Where a loss takes some of the outputs only, autograd leaves the parameters of the rest without
     a gradient, and an optimizer passes them over. Zeros are not the same: moments go on, weights
     decay.
-
-    Numbers are places in `captured.output_gradients`; 0 where it is computed from none.
     """
     of: dict[int, int] = {}
     for number, view in enumerate(captured.output_gradients):
@@ -79,6 +77,7 @@ def overwritten(captured: Captured) -> list[str]:
     calls = captured.recording.calls[: captured.boundary]
     written = {storage for call in calls for storage in call.writes}
     named = (*captured.parameters, *captured.buffers)
+    # Per storage, what is written over of what it was computed from.
     of = {view.storage: {name} for name, view in named if view.storage in written}
     for call in calls:
         own = statistics(call)
@@ -87,8 +86,7 @@ def overwritten(captured: Captured) -> list[str]:
         names = set[str]().union(*(of.get(storage, ()) for storage in read))
         for storage in (*call.makes, *call.writes):
             of[storage] = of.get(storage, set()) | names
-    results = {view.storage for view in captured.outputs if isinstance(view, View)}
-    return sorted(set[str]().union(*(of.get(storage, ()) for storage in results)))
+    return sorted(set[str]().union(*(of.get(storage, ()) for storage in captured.returned)))
 
 
 Gradients = list[torch.Tensor | None]
@@ -116,16 +114,9 @@ class PlainStep(Protocol):
 class Replay(Step):
     """Runs a program on the tensors of a model.
 
-    Parameters
-    ----------
-    trace
-        The traced step.
-    plan
-        A plan of its graph.
-    update_ops
-        Who carries out ops of the graph that are no calls.
-    part
-        As in Program.
+    trace : the traced step
+    plan : a plan of its graph
+    update_ops, part : as in Program
     """
 
     backend = "graph"
@@ -240,14 +231,16 @@ class Replay(Step):
             call = Call(list(model.parameters()), list(model.buffers()), None)
         parameters, buffers = call.parameters, call.buffers
         plain: PlainStep | None = None if call.plain is None else call.plain(self)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = tensors((args, kwargs))
+        # As in `Captured.gradients`: parameters first, then inputs; each tensor once.
         wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]
+        # What the last section of the backward pass has gradients for besides parameters.
         follow: list[torch.Tensor] = []
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(tensor.requires_grad for tensor in inputs):
             leaves = set(map(id, wanted))
             others = {
                 id(tensor): tensor
-                for tensor in tensors
+                for tensor in inputs
                 if tensor.requires_grad and id(tensor) not in leaves
             }
             wanted += others.values()
@@ -256,7 +249,7 @@ class Replay(Step):
                 for other, many in zip(others.values(), self.times, strict=True)
                 for _ in range(many)
             ]
-        memory = self.start([*parameters, *buffers, *tensors])
+        memory = self.start([*parameters, *buffers, *inputs])
         memory.plain, memory.wanted = plain, wanted
         if self.inside:
             # Autograd goes back to where a gradient is wanted, and these say where that is.
@@ -272,6 +265,7 @@ class Replay(Step):
             follow = [_Section.apply(self, memory, at, *ready, *follow)]
         ready = [wanted[place] for place in sections[0].ready]
         results = iter(_Planned.apply(self, memory, *ready, *follow))
+        # What is no tensor is the same in each step: the trace's.
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
         # Of the joint graph of torch.compile alone there is no form, and it is not replayed.
         assert self.captured.output_form is not None
@@ -288,6 +282,7 @@ class Replay(Step):
         if isinstance(memory, Memory):
             gradients = self._run(memory, section, is_last)
         else:
+            # The model's own step has computed all of them.
             gradients = [memory[place] for place in section.ready]
             gradients += memory[self.program.leaves :] if is_last else []
         if not is_last:
@@ -369,6 +364,7 @@ class Replay(Step):
             used = memory.for_one_pass(self.program.overwritten)
         memory.consumed = not keeps
         if used is not memory:
+            # Later sections of this pass find it by the number of autograd's graph task.
             task = torch._C._current_graph_task_id()
             memory.passes[task] = used
             # Some of its sections may never run.
@@ -390,6 +386,7 @@ class Replay(Step):
         if self._inputs_as_planned is None or not self._inputs_as_planned(inputs):
             self._check(inputs)
             if self._each_its_own_storage:
+                # From the next step on a few microseconds, where `_check` walks through all.
                 self._inputs_as_planned = _alike(inputs)
         held = memory.held
         for storage, at in self._held_inputs:
@@ -410,8 +407,8 @@ class Replay(Step):
             if view.storage in fetched:
                 continue  # it lies on the host, and who fetches it looks at it
             place = self.captured.recording.device[view.storage]
-            form = view.size, view.stride, view.dtype, place
-            if form != (tensor.size(), tensor.stride(), tensor.dtype, tensor.device):
+            got = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+            if (*view.form, place) != got:
                 if tensor.is_meta:
                     raise ReplayError(
                         f"a parameter, buffer or input of size {tuple(tensor.size())} is on the "
@@ -566,9 +563,9 @@ def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+def _alike(inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     """Return what tells whether others are alike, and begin at the same places of memory."""
-    forms, offsets = alike(tensors), [tensor.storage_offset() for tensor in tensors]
+    forms, offsets = alike(inputs), [tensor.storage_offset() for tensor in inputs]
     return lambda others: forms(others) and [one.storage_offset() for one in others] == offsets
 
 

@@ -86,18 +86,20 @@ def tried(
 
     Raises SampleError if the model's own step fails on the sample.
     """
-    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not _has_memory(model, arguments):
         return Trial(False, {}, remark="the model or the sample has no memory")
 
     noted: Layouts = {}
     # Ranks that share parameters run the same steps.
     enough = not somewhere(model, not enough_memory(plain_bytes, device_of(model)))
+    # The planned step first: where kernels lay results out otherwise, the model's own is not run.
     try:
         with _noting(step, noted):
             got = _measured(around(model, step.run), model, arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
+        # Is it the plan, or the sample? Layouts that were noted are reason enough to trace anew.
         own = _own_failure(model, arguments) if enough and not noted else None
         if own is not None:
             raise fails_on_sample(type(model).__name__, *arguments, own) from own
@@ -107,6 +109,7 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
+    # By a profiler, of which torch has one at a time.
     counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
         expected = _measured(model, model, arguments, counted=counted)
@@ -118,7 +121,8 @@ def tried(
         second = differences(expected.results, _measured(model, model, arguments).results)
     except torch.OutOfMemoryError:
         return Trial(False, {}, remark="the model's own step does not fit into memory")
-    trial = _judged(different, second, (*model.parameters(), *_results(expected)))
+    results = [result for result in expected.results.values() if result is not None]
+    trial = _judged(different, second, (*model.parameters(), *results))
     if somewhere(model, bool(trial.failure)) and not trial.failure:
         return Trial(True, different, failure="on another rank its results are not the model's")
     reason = "" if step.trace is None else _reason(model, arguments)
@@ -128,7 +132,7 @@ def tried(
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     """Raise SampleError where a model's forward pass, run without gradients, fails on a sample."""
-    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not _has_memory(model, arguments):
         return
     args, kwargs = arguments
     try:
@@ -143,7 +147,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
 @contextmanager
 def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
     """Let a model be inside as a first forward pass leaves it, and as it was afterwards."""
-    if not is_real((*tensors(arguments), *model.parameters(), *model.buffers())):
+    if not _has_memory(model, arguments):
         raise TraceError(
             "the forward pass sets attributes in its first run, which needs a model and a sample "
             "with memory. Pass these."
@@ -282,8 +286,8 @@ def _measured(
         return measured
 
 
-def _results(measured: Measured) -> list[torch.Tensor]:
-    return [result for result in measured.results.values() if result is not None]
+def _has_memory(model: torch.nn.Module, arguments: Any) -> bool:
+    return is_real((*tensors(arguments), *model.parameters(), *model.buffers()))
 
 
 def is_real(held: Sequence[torch.Tensor]) -> bool:

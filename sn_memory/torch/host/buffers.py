@@ -26,7 +26,7 @@ from .copies import CopyEngine, HostBuffer
 _SLAB = 1 << 26
 # As the device's own allocator aligns.
 _ALIGNMENT = 512
-# Elements that are copied to measure the link, as many as the trace of a step takes.
+# Elements that are copied to measure the link, as many as `measured_device` takes at most.
 _PROBE = 1 << 24
 
 
@@ -219,7 +219,7 @@ class PinnedState(StateBuffers):
         slab, begin = self._slabs[at]
         self._slabs[at] = (slab, begin + wanted)
         memory = memoryview(slab.numpy())
-        # A storage of its own, which holds the slab.
+        # A storage of its own, as copies are of whole storages; it holds the slab.
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(nbytes, 1), offset=begin)[
             :nbytes
         ]
@@ -231,7 +231,7 @@ _PROBES = 3
 
 
 class FileLanes:
-    """A lane that reads a file into memory, and one that writes: a thread each.
+    """Two lanes of a thread each: one reads a file into memory, one writes it.
 
     While they read and write, the interpreter's lock is free, so ops run beside them. A copy that
     has to come after another waits for it in its own thread; those of one lane run in the order in
@@ -262,9 +262,8 @@ class FileLanes:
         if ticket is not None:
             ticket.result()
 
-    def finish(self, ticket: Ticket) -> None:
-        """Wait until a copy is done; on the CPU ops and the program wait alike."""
-        self.wait(ticket)
+    # On the CPU ops and the program wait alike.
+    finish = wait
 
     def _move(
         self, tensor: torch.Tensor, offset: int, after: Sequence[Future[None]], *, write: bool
@@ -277,6 +276,7 @@ class FileLanes:
                 done = os.pwrite(self.file, rest, offset)
             elif not (done := os.preadv(self.file, [rest], offset)):
                 raise OSError(f"the file of the state ends at {offset}, within a tensor.")
+            # The system may move less than it was asked for (2 GiB at most on Linux).
             rest, offset = rest[done:], offset + done
         if not self.keep_cached:
             if write:
@@ -333,7 +333,7 @@ class HostState(StateBuffers):
                 f"state: got {str(folder)!r}, which is not a folder. Pass one on a disk with room "
                 "for parameters and optimizer state, or make it."
             )
-        self.folder, self.where, self.device = folder, str(folder), torch.device("cpu")
+        self.where, self.device = str(folder), torch.device("cpu")
         self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
         # Without a name it goes with the process, however that ends.
         os.unlink(name)

@@ -66,6 +66,7 @@ class CopyEngine:
     def to_host(self, tensor: torch.Tensor, buffer: HostBuffer) -> Wait:
         """Start to copy the storage of a tensor; return what waits for that."""
         memory = tensor.untyped_storage()
+        # As bytes, all of it: other views of the storage have to be there when it is back.
         here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         # A buffer is given away when its copy back is asked for; it may still be read from.
         reading = [copy.read for copy in buffer.overlapping if copy.read is not None]
@@ -79,7 +80,7 @@ class CopyEngine:
 
         def wait() -> None:
             self.lanes.wait(ticket)
-            # Another copy back may have been asked for in between.
+            # Another copy back may have been asked for in between; it is not over yet.
             if buffer.read is ticket:
                 buffer.read = None
 
@@ -156,15 +157,10 @@ class OffloadBuffers:
         self.engine = engine
         self._nbytes = {number: copy.nbytes for number, copy in copies.items()}
         # Sizes rounded as offsets are: so the packing knows when it cannot be any lower.
-        rows = [
-            (
-                copy.start,
-                copy.end + 1,
-                max(1, -(-copy.nbytes // _ALIGNMENT)) * _ALIGNMENT,
-                _ALIGNMENT,
-            )
-            for copy in copies.values()
-        ]
+        rows = []
+        for away in copies.values():
+            nbytes = max(1, -(-away.nbytes // _ALIGNMENT)) * _ALIGNMENT
+            rows.append((away.start, away.end + 1, nbytes, _ALIGNMENT))
         packed = arrange(rows)
         if pinned_bytes is not None and packed.height > pinned_bytes:
             raise PlanError(
@@ -176,9 +172,11 @@ class OffloadBuffers:
         self._carve(packed.height)
 
     def _carve(self, nbytes: int) -> None:
+        # Only from pinned memory can a device copy while ops run.
         pinned = is_apart(self.engine.device)
         self.block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.buffers: dict[int, HostBuffer] = {}
+        # By offset; those that end beyond the next one's begin share bytes with it.
         before: list[tuple[int, HostBuffer]] = []
         for number, offset in sorted(self.offsets.items(), key=lambda entry: entry[1]):
             end = offset + self._nbytes[number]

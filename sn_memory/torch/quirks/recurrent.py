@@ -74,6 +74,7 @@ def layer_gradients(args: tuple[Any, ...], result: Any) -> Any:
 
 def cudnn_result(args: tuple[Any, ...], result: Any) -> Any:
     """Correct a fake result of cuDNN's layer: with what it reserves for the backward pass."""
+    # Places in the schema of `_cudnn_rnn`.
     mode, hidden, layers, train, both = args[6], args[7], args[9], args[12], args[13]
     output = result[0]
     steps = output.numel() // output.size(-1)
@@ -180,6 +181,7 @@ def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
     weights, _, layers, dropout, train, both = rest[:6]
     batch_first = False if packed else bool(rest[6])
     hidden, cell = (states[0], states[1]) if kind == "lstm" else (states, None)
+    # A layer has two weights, two biases if it has any, and one weight more with a projection.
     per_layer = len(weights) // (layers * (2 if both else 1))
     projected = hidden.size(2) if per_layer in (3, 5) else 0
     size = cell.size(2) if cell is not None else hidden.size(2)

@@ -155,7 +155,11 @@ class ModelState:
         planner : plans a graph within so many bytes
         measured : whether to measure the speeds of the way, in place of those of the trace
         """
-        graph = self._with_speeds(traced.graph) if measured else traced.graph
+        graph = traced.graph
+        if measured:
+            to_host, back = self.buffers.speeds()
+            device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
+            graph = replace(graph, device=device)
         units = self.units.of(model, traced)
         sizes = {storage.name: storage.bytes for storage in graph.storages}
         # Of each parameter, its gradient as well.
@@ -172,27 +176,33 @@ class ModelState:
                 updaters={name: param.by for name, param in self.parameters.items()},
             )  # fmt: skip
         else:
+            # With `step` a gradient waits on the host, and torch wants `.grad` where the parameter
+            # is: beside a device with memory of its own that has to be on the host as well.
+            is_host_only = is_apart(self.buffers.device) and self.update == "step"
             planned = plan_state(
                 graph, units, budget_bytes, planner, update=self.update, by=by,
-                places=self._possible_places(),
+                places=("host",) if is_host_only else ("state", "host"),
             )  # fmt: skip
         plan = replace(planned.plan, baseline_peak_bytes=baseline, budget_bytes=budget_bytes)
         self.latest = planned = replace(planned, plan=plan)
+        # Only now is anything moved: a budget that is refused leaves model and optimizer alone.
         self._place(model, planned)
         if by != "in place":
+            # What was moved went through the mapping of the file; steps read the file instead.
             self.buffers.let_go()
         self._step_bytes = {
             name: step_bytes(unit, planned.places[name], sizes[name], self.parameters[name].by)
             for unit in units
             for name in (unit.parameter,)
         }
+        # What `optimizer.step()` finds on the device, whichever parameter it updates.
         self._stays_bytes = planned.step_peak_bytes - max(
             (sum(self._step_bytes[unit.parameter]) for unit in units if unit.gradient), default=0
         )
         replace_step(self.optimizer, self)
+        # The replay knows storages by number; those of fetches and updates come after all recorded.
         numbers = dict(traced.named.storage_of)
         for storage in planned.graph.storages:
-            # Above all numbers of recorded storages.
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
         named = GraphBinding(
             planned.graph, traced.named.call_of, numbers, traced.named.random_states
@@ -204,6 +214,7 @@ class ModelState:
         """Finish the step of the optimizer: all that was not updated in the backward pass."""
         inside = self._updated_inside()
         if self.update == "step":
+            # Gradients wait in `.grad` on the host. One that is None is passed over, as by torch.
             row = [state for state in inside.values() if state.parameter.grad is not None]
             assert self.latest is not None
             assert self.latest.plan.budget_bytes is not None
@@ -285,15 +296,14 @@ class ModelState:
     @contextmanager
     def without_updates(self) -> Iterator[None]:
         """Let steps inside change no parameter, no gradient and no state."""
-        states = list(self.parameters.values())
-        gradients = [state.parameter.grad for state in states]
         # Gradients of the caller's are put aside: the dry run must not add to them.
-        for state in states:
+        gradients = [(state, state.parameter.grad) for state in self.parameters.values()]
+        for state, _ in gradients:
             state.is_dry, state.parameter.grad = True, None
         try:
             yield
         finally:
-            for state, gradient in zip(states, gradients, strict=True):
+            for state, gradient in gradients:
                 state.is_dry, state.parameter.grad = False, gradient
 
     def move_state(self) -> None:
@@ -357,15 +367,6 @@ class ModelState:
                 for leaf in tensors((args, kwargs)):
                     leaf.grad = None
 
-    def _possible_places(self) -> tuple[str, ...]:
-        """Return where what moves may lie.
-
-        With `step` a gradient waits on the host, and torch wants `.grad` where the parameter is; so
-        beside a device with memory of its own the parameter is there as well.
-        """
-        separate = is_apart(self.buffers.device)
-        return ("host",) if separate and self.update == "step" else ("state", "host")
-
     def _place(self, model: torch.nn.Module, plan: StatePlan) -> None:
         for name, parameter in model.named_parameters():
             if name not in self.parameters:
@@ -380,11 +381,6 @@ class ModelState:
                     plan.updaters.get(name, "device"),
                 )
 
-    def _with_speeds(self, graph: Graph) -> Graph:
-        to_host, back = self.buffers.speeds()
-        device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
-        return replace(graph, device=device)
-
 
 def sequential_update(
     states: Sequence[ParameterState], needs: Mapping[str, tuple[int, int]], room_bytes: int
@@ -397,6 +393,7 @@ def sequential_update(
     needs : per path, bytes that an update fetches, and that it holds beside them
     room_bytes : the budget without what is on the device anyway
     """
+    # What is on its way to the host, oldest first, and the parameter that was fetched ahead.
     storing: list[tuple[int, Wait]] = []
     fetched: Fetched | None = None
     try:
@@ -412,6 +409,7 @@ def sequential_update(
             # After the last nothing follows, which is more than there is room for.
             following = needs[states[at + 1].name][0] if at + 1 < len(states) else room + 1
             ahead = following if following <= room else 0
+            # Writes are waited for as far as the next fetch needs their room.
             while storing and sum(state for state, _ in storing) + ahead > room:
                 storing.pop(0)[1]()
             if following <= room:

@@ -39,7 +39,7 @@ BY_PARAMETER = tuple(
     )
     if hasattr(torch.optim, name)
 )
-_STATE = "_sn_memory_state"
+_STATE = "_sn_memory_state"  # in the optimizer's `__dict__`, of which `state_dict` saves nothing
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -127,14 +127,14 @@ def update_bytes(
     with mode:
         fake = fake_of(mode, parameter.detach())
         gradient, state = torch.empty_like(fake), dict[str, Any]()
-        kept = optimizer.state.get(parameter) if isinstance(optimizer.state, dict) else None
-        # Adagrad makes its state when it is made.
-        for name, value in (kept or {}).items():
+        # Adagrad makes its state in `__init__`, others with their first step.
+        for name, value in optimizer.state.get(parameter, {}).items():
             if is_movable(value):
                 state[name] = torch.empty_like(value, device=fake.device)
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 state[name] = torch.zeros_like(value) if is_tensor else value
+        # The first step makes what is kept, so only the second shows what an update takes beside.
         state = updated(optimizer, group, fake, gradient, state)
         held = [tensor for tensor in state.values() if is_movable(tensor)]
         counts = [
@@ -155,7 +155,6 @@ class StateUnits:
     """The parameters of models that one optimizer updates, as units of the planner.
 
     optimizer : which; PlanError if it does not update parameter by parameter
-
     groups : the group of each of its parameters, by id
     """
 
@@ -180,17 +179,18 @@ class StateUnits:
         captured = traced.captured
         names = {number: name for name, number in traced.named.storage_of.items()}
         gradients = dict(captured.gradients)
-        outputs = {output.storage for output in captured.outputs if isinstance(output, View)}
+        returned = captured.returned
+        # Gradients that are somebody else's memory as well: an update may not use them up.
         kept = {grad.storage for grad in captured.output_gradients} | set(captured.recording.roles)
         speed = traced.graph.device.bytes_per_s
         host_speed = speed if host_bytes_per_s is None else host_bytes_per_s
         units = []
         for name, form in captured.parameters:
             parameter, gradient = parameters[name], gradients.get(name)
-            trained = gradient is not None and id(parameter) in self.groups
+            updated_gradient = None
             size = state = counts = scratch = 0
-            if trained:
-                assert gradient is not None
+            if gradient is not None and id(parameter) in self.groups:
+                updated_gradient = names[gradient.storage]
                 state, counts, scratch = self._update_bytes(parameter)
                 size = parameter.numel() * parameter.element_size()
                 # Laid out otherwise it is copied first: see `ParameterState.update`.
@@ -200,11 +200,11 @@ class StateUnits:
             units.append(
                 Unit(
                     names[form.storage],
-                    names[gradient.storage] if trained and gradient is not None else None,
+                    updated_gradient,
                     state,
                     scratch,
                     moved / speed if speed else 0.0,
-                    movable=_is_whole(parameter, form) and form.storage not in outputs,
+                    movable=_is_whole(parameter, form) and form.storage not in returned,
                     used_up=gradient is not None and gradient.storage not in kept,
                     counts_bytes=counts,
                     host_update_s=moved / host_speed if host_speed else 0.0,

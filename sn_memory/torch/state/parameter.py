@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class ParameterState:
         buffers: StateBuffers,
         optimizer: torch.optim.Optimizer | None,
         group: dict[str, Any] | None,
-        by: str = "device",
+        by: str,
     ) -> None:
         self.name, self.parameter, self.place, self.by = name, parameter, place, by
         self.buffers, self.engine = buffers, buffers.engine
@@ -63,7 +64,7 @@ class ParameterState:
         if place == "host":
             buffers.move_here(parameter)
         elif (buffer := buffers.buffer_of(parameter)) is not None:
-            # It was made on the host, and there is room for it.
+            # It was made on the host (`hold`), and there is room for it on the device.
             own = buffer.block.clone().view(parameter.dtype)
             here = own.as_strided(parameter.size(), parameter.stride()).to(self.device)
             set_memory(parameter, here)
@@ -169,6 +170,7 @@ class ParameterState:
         for name, value in state.items():
             kept[name] = value
             if is_movable(value):
+                # Where it lay before, if it did: in its first step an optimizer makes it.
                 resident = before.get(name)
                 buffer = None
                 if resident is not None and resident.size() == value.size():
@@ -260,6 +262,7 @@ class StateOps:
         self.parameters, self.named = parameters, named
         self.forms, self.gradients = dict(captured.parameters), dict(captured.gradients)
         self.places = {name: place for place, (name, _) in enumerate(captured.gradients)}
+        # Not their number: those of fetches and updates are above all recorded ones, with gaps.
         self.storages = max(named.storage_of.values()) + 1
         fetched = {output for op in graph.ops if op.kind == "fetch" for output in op.outputs}
         # A fetched parameter is made by an op, so it is none of the tensors that a step is given.
@@ -288,10 +291,10 @@ class StateOps:
         name = op.removeprefix(prefix)
         parameter, number = self.parameters[name], self.named.storage_of
         if prefix == FETCH:
-            return _fetch(parameter, number[name], self.forms[name])
+            return _fetch(partial(parameter.fetch, self.forms[name]), number[name])
         if prefix == FETCH_STATE:
-            return _fetch_state(parameter, number[name + STATE])
-        # Of an update in place nothing is copied.
+            return _fetch(parameter.fetch_state, number[name + STATE])
+        # A parameter on the device is updated where it is, and one in place where it lies.
         is_copied = parameter.place == "host" and parameter.by == "device"
         storage, state = number[name] if is_copied else None, number.get(name + STATE)
         if prefix == STORE:
@@ -303,19 +306,13 @@ class StateOps:
         return _update(parameter, storage, state, load(gradient), self.places[name])
 
 
-def _fetch(parameter: ParameterState, storage: int, form: View) -> Instruction:
+def _fetch(start: Callable[[], tuple[Any, Wait]], storage: int) -> Instruction:
     def fetch(memory: Memory) -> None:
-        memory.held[storage], memory.pending_copies[storage] = parameter.fetch(form)
+        # Of a parameter a tensor, of its state a dictionary, which no call reads.
+        held: list[Any] = memory.held
+        held[storage], memory.pending_copies[storage] = start()
 
     return fetch
-
-
-def _fetch_state(parameter: ParameterState, storage: int) -> Instruction:
-    def fetch_state(memory: Memory) -> None:
-        held: list[Any] = memory.held
-        held[storage], memory.pending_copies[storage] = parameter.fetch_state()
-
-    return fetch_state
 
 
 def _is_left_out(parameter: ParameterState, place: int, memory: Memory) -> bool:
@@ -336,6 +333,7 @@ def _update(
         gradient = load(held)
         if _is_left_out(parameter, place, memory):
             return
+        # First: where the update fails half-way, the next forward pass is refused.
         parameter.mark_updated()
         if state is None and storage is None:
             parameter.update_in_place(gradient)

@@ -87,8 +87,7 @@ def free_bytes(device: torch.device) -> int | None:
     memory = memory_of(device)
     # What the allocator keeps for later is free for tensors, and in use to the driver.
     kept = memory.memory_reserved(device) - memory.memory_allocated(device)
-    free: int = module.mem_get_info(device)[0] + kept
-    return free
+    return int(module.mem_get_info(device)[0] + kept)
 
 
 def device_types() -> tuple[str, ...]:
@@ -98,6 +97,7 @@ def device_types() -> tuple[str, ...]:
 
 def in_use() -> list[str]:
     """Return those of them that this process has begun to use."""
+    # Asked of each module, as a call of most others would begin to use the device.
     has_begun = {
         kind: getattr(getattr(torch, kind, None), "is_initialized", None) for kind in device_types()
     }
@@ -142,8 +142,7 @@ class PlainLanes:
     def wait(self, ticket: Ticket) -> None:
         """Nothing to wait for."""
 
-    def finish(self, ticket: Ticket) -> None:
-        """Nothing to wait for."""
+    finish = wait
 
 
 class StreamLanes:
@@ -237,6 +236,7 @@ class OnDeviceMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call with copies on the device; what is only asked of a tensor is asked of itself."""
+        # A property: of the tensor, and so of where it lies, but for the device it works on.
         if getattr(func, "__name__", "") == "__get__":
             owner = getattr(func, "__self__", None)
             if owner is torch.Tensor.device and self.buffers.buffer_of(args[0]) is not None:

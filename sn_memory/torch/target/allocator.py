@@ -74,6 +74,7 @@ def use_placing_allocator() -> None:
     except BaseException:
         memory.close()
         raise
+    # torch has it now, for good: it knows no way back to its own.
     _active = memory
     COUNTED[_DEVICE_TYPE] = Counts(memory)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +58,7 @@ def _resident_bytes(
 ) -> int:
     """Return what of a step has memory on a device by now, each storage once."""
     ours = [*model.parameters(), *model.buffers()]
+    # `.grad` of a tensor that is no leaf warns.
     ours += [our.grad for our in ours if our.is_leaf and our.grad is not None]
     ours += tensors([*getattr(optimizer, "state", {}).values()])
     samples = sample if isinstance(sample, list) else [sample]
@@ -67,15 +67,12 @@ def _resident_bytes(
 
 
 def _bytes_on(where: torch.device, held: list[torch.Tensor]) -> int:
-    return sum(dict(_storages(where, held)).values())
-
-
-def _storages(where: torch.device, held: list[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    for tensor in held:
-        local = here(tensor)
+    sizes: dict[int, int] = {}
+    for local in map(here, held):
         if local.device.type == where.type and not isinstance(local, FakeTensor):
             storage = local.untyped_storage()
-            yield storage._cdata, storage.nbytes()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def units_of(model: torch.nn.Module) -> Units:
@@ -108,6 +105,7 @@ def allocator_settings() -> AllocatorSettings:
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         text = next((os.environ[name] for name in names if name in os.environ), "")
     settings = AllocatorSettings.of(text)
+    # Read by torch beside its settings: each tensor is then an allocation of the driver's.
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return replace(settings, caching=False, text="PYTORCH_NO_CUDA_MEMORY_CACHING")
     return settings

@@ -21,6 +21,7 @@ import ctypes
 import heapq
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from ..quirks import recurrent
 
 # What takes the gradient of a leaf.
 Take = Callable[[torch.Tensor, torch.Tensor], None]
-_LAST = 1 << 62
+_LAST = 1 << 62  # above the number of any node
 _COPY_THEIR_RESERVE = ("CudnnRnnBackward0", "CudnnBatchNormBackward0")
 
 
@@ -93,7 +94,9 @@ class Walk:
                 take(end, gradient)
             else:
                 _add(arrived.setdefault(end.grad_fn, {}), end.output_nr, gradient)
+        # A root from which another one is reached waits for what comes from there.
         waits = _arrivals(list(arrived))
+        # By number, the latest first; a count after it, as nodes cannot be compared.
         ready: list[tuple[int, int, Any]] = []
         for node in arrived:
             if not waits.get(node):
@@ -108,10 +111,14 @@ class Walk:
                 if place < len(results) and results[place] is not None:
                     form = target._input_metadata[slot]
                     _add(arrived.setdefault(target, {}), slot, _formed(results[place], form))
+                # Counted without a gradient as well: the engine runs nodes that get none, too.
                 waits[target] -= 1
                 if not waits[target]:
-                    heapq.heappush(ready, (-_number(target), count, target))
+                    # Gradients of leaves are taken at once.
+                    number = _LAST if hasattr(target, "variable") else target._sequence_nr()
+                    heapq.heappush(ready, (-number, count, target))
                     count += 1
+            # Else they would live on while the next node runs.
             del results
 
     def _run(self, node: Any, inputs: dict[int, torch.Tensor], take: Take) -> Sequence[Any]:
@@ -150,7 +157,7 @@ class Walk:
 
 def _arrivals(roots: list[Any]) -> dict[Any, int]:
     """Return per node how many others send it a gradient."""
-    waits: dict[Any, int] = {}
+    waits: Counter[Any] = Counter()
     seen: set[Any] = set()
     left = list(roots)
     while left:
@@ -158,16 +165,10 @@ def _arrivals(roots: list[Any]) -> dict[Any, int]:
         if node in seen:
             continue
         seen.add(node)
-        for target, _ in node.next_functions:
-            if target is not None:
-                waits[target] = waits.get(target, 0) + 1
-                left.append(target)
+        targets = [target for target, _ in node.next_functions if target is not None]
+        waits.update(targets)
+        left += targets
     return waits
-
-
-def _number(node: Any) -> int:
-    # Gradients of leaves are taken at once.
-    return _LAST if hasattr(node, "variable") else int(node._sequence_nr())
 
 
 def _formed(gradient: torch.Tensor, form: Any) -> torch.Tensor:
@@ -187,12 +188,13 @@ GPU = torch.device("cuda", 0)
 _CUDA, _META = 1, 14  # c10::DeviceType, whose numbers are kept for files of old
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _LIBRARY = "libc10.so"
+# The largest batches that torch's Normalization.cpp leaves to cuDNN, in training and evaluation.
 _SPATIAL, _SPATIAL_EVALUATED = 880801, 65535
 _ATTENTION: Any = torch.nn.functional.scaled_dot_product_attention
 _BATCH_NORM, _RMS_NORM = torch.batch_norm, torch.rms_norm
 _GROUPED = "grouped-query attention: keys and values are counted once for each head of queries"
 _HALF = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 256  # of flash attention
 # torch's flash attention computes on heads padded to a multiple of this.
 _HEAD_GRAIN = 8
 _MASK_GRAIN = 16
@@ -352,20 +354,15 @@ class Kernels(TorchFunctionMode):
     ) -> torch.Tensor:
         chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
         if chosen == "math":
-            return _ATTENTION(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        if _autocast():
+            inputs = query, key, value, attn_mask, dropout_p, is_causal
+            return _ATTENTION(*inputs, scale=scale, enable_gqa=enable_gqa)
+        # Autocast casts for `scaled_dot_product_attention`; kernels that are called by name it
+        # leaves alone.
+        if torch.is_autocast_enabled("cuda"):
             kind = torch.get_autocast_dtype("cuda")
             query, key, value = (tensor.to(kind) for tensor in (query, key, value))
-            attn_mask = attn_mask if attn_mask is None else _cast_mask(attn_mask, kind)
+            if attn_mask is not None and attn_mask.dtype != torch.bool:
+                attn_mask = attn_mask.to(kind)
             chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
         # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
         # fake tensors do not know it.
@@ -388,6 +385,7 @@ class Kernels(TorchFunctionMode):
         cudnn: bool,
     ) -> torch.Tensor:
         most = _SPATIAL if training else _SPATIAL_EVALUATED
+        # As torch asks in `_select_batch_norm_backend`; AMD's (0) are taken to have no cuDNN.
         if (
             self.capability
             and torch.backends.cudnn.enabled
@@ -440,14 +438,6 @@ def flags_of_autocast() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _autocast() -> bool:
-    return bool(torch.is_autocast_enabled("cuda"))
-
-
-def _cast_mask(mask: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    return mask if mask.dtype == torch.bool else mask.to(kind)
-
-
 def _first(device: torch.device) -> torch.device:
     return GPU if device.type == "cuda" and device.index is None else device
 
@@ -487,6 +477,8 @@ def attention_kernel(
         and mask is None
         and head == head_of_value
         and head <= _LARGEST_HEAD
+        # There its backward pass fails with such heads; in a step without gradients torch would
+        # take it all the same.
         and not (capability in (86, 89, 120) and head > 192 and (head <= 224 or dropout > 0))
     ):
         return "flash"
@@ -530,7 +522,12 @@ def _attend(
         )[0]
         return result[..., :head] if padding else result
     if mask is not None:
-        mask = _spread(mask, query, key)
+        # As kernels read it: rows begin at such multiples, batch and heads are views.
+        length = mask.size(-1)
+        padding = -length % _MASK_GRAIN
+        if padding and length > 1:
+            mask = torch.nn.functional.pad(mask, (0, padding))[..., :length]
+        mask = mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
     if chosen == "cudnn":
         return _aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, logsumexp, dropout, causal, False, scale=scale
@@ -538,12 +535,3 @@ def _attend(
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, logsumexp, dropout, causal, scale=scale
     )[0]
-
-
-def _spread(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a mask as kernels read it: rows begin at multiples of 16, heads are views."""
-    padding = -mask.size(-1) % _MASK_GRAIN
-    length = mask.size(-1)
-    if padding and length > 1:
-        mask = torch.nn.functional.pad(mask, (0, padding))[..., :length]
-    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -69,6 +70,7 @@ def capture(
             return replace(captured_with(frozenset()), reads=reads())
         captured = _assuming_ones(captured_with, tree_leaves((args, kwargs)))
         if casting():
+            # Once more, to tell only: would backward inside of autocast make other calls?
             inside = captured_with(captured.ones, inside=True)
             captured = replace(captured, only_outside=_course(inside) != _course(captured))
         return replace(captured, reads=reads())
@@ -127,9 +129,10 @@ def _captured(
 
 def _left_outside(recorder: Recorder) -> str:
     """Return who holds what a forward computed, now that it is over; nothing if nobody does."""
+    # By weak references first: mostly nothing is held, and all objects of the process are many.
     if not recorder.still_held():
         return ""
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # copies of weights, until autocast ends
     gc.collect()  # hooks on nodes of autograd make cycles
     held = recorder.still_held()
     left = [
@@ -176,22 +179,23 @@ class _Capture:
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of an input that is all ones, what the model is given for it.
         self.ones_of: dict[int, torch.Tensor] = {}
-        # Per fake of a parameter, whether it requires a gradient.
-        self.wanted: dict[int, bool] = {}
-        # Per fake of a parameter or buffer, the number of its memory.
-        self.memory: dict[int, int] = {}
+        # By id of the fake, as they are before the forward pass: whether a parameter requires a
+        # gradient, and the number of the storage of a parameter or buffer.
+        self.trained: dict[int, bool] = {}
+        self.storages: dict[int, int] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        parameters = self.swapped("_parameters", "parameter")
-        buffers = self.swapped("_buffers", "state")
+        # The caller puts the real tensors back (`restore_model`).
+        parameters = self.swap("_parameters", "parameter")
+        buffers = self.swap("_buffers", "state")
         flat, spec = tree_flatten((args, kwargs))
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
-        given_as = [
+        passed = [
             self.with_values(value) if at in self.ones else value for at, value in enumerate(inputs)
         ]
-        args, kwargs = tree_unflatten(given_as, spec)
-        # Its lists and mappings are others than the caller's.
+        # New lists and mappings, so what the forward changes in them is not the caller's.
+        args, kwargs = tree_unflatten(passed, spec)
         snapshot = StateSnapshot([("arguments", (args, kwargs))])
         with (
             torch.enable_grad(),
@@ -207,35 +211,29 @@ class _Capture:
             is_end = [id(out) in begins for out in outputs]
             del returned
             self.recorder.hand_out(output for output in outputs if _is_tensor(output))
+            # The forward pass is over. It must have left no mark but what calls have written.
             boundary = len(self.recorder.recording.calls)
             if snapshot.changed():
                 raise changes_what_it_is_given()
             self.check_buffers()
-            leaves = [(name, param) for name, param in parameters if param.requires_grad]
-            leaves += [
-                (f"input {place}", arg)
-                for place, arg in enumerate(inputs)
-                if _is_tensor(arg) and arg.requires_grad
-            ]
+            leaves = [*parameters]
+            leaves += [(f"input {at}", arg) for at, arg in enumerate(inputs) if _is_tensor(arg)]
             # A tensor passed twice has one gradient.
             first: dict[int, tuple[str, torch.Tensor]] = {}
             for name, leaf in leaves:
-                first.setdefault(id(leaf), (name, leaf))
+                if leaf.requires_grad:
+                    first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            places = [
-                at
-                for at, output in enumerate(outputs)
-                if _is_tensor(output) and output.requires_grad
-            ]
-            ends = tuple(is_end[at] for at in places)
-            ends = tuple(self.ends) if len(self.ends) == len(places) else ends
-            split: tuple[list[torch.Tensor], ...] = ([], [])
-            for at, end in zip(places, ends, strict=True):
-                split[end].append(outputs[at])
-            others = _leaves_of(split[False])
-            output_gradients, gradients = self.backward(
-                split[True], [gradient for _, gradient in wanted]
-            )
+            # Where a gradient may come back, and of these where the backward pass begins.
+            differentiable = tuple(_is_tensor(out) and out.requires_grad for out in outputs)
+            ends = tuple(compress(is_end, differentiable))
+            ends = tuple(self.ends) if len(self.ends) == len(ends) else ends
+            starts: list[torch.Tensor] = []
+            rest: list[torch.Tensor] = []
+            for out, end in zip(compress(outputs, differentiable), ends, strict=True):
+                (starts if end else rest).append(out)
+            of_rest = _leaves_of(rest)
+            output_gradients, gradients = self.backward(starts, [leaf for _, leaf in wanted])
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
         captured = Captured(
@@ -246,7 +244,7 @@ class _Capture:
             inputs=views,
             outputs=tuple(view(out) if _is_tensor(out) else out for out in outputs),
             output_form=output_form,
-            differentiable=tuple(_is_tensor(out) and out.requires_grad for out in outputs),
+            differentiable=differentiable,
             output_gradients=tuple(view(output_gradient) for output_gradient in output_gradients),
             gradients=tuple(
                 (name, None if grad is None else view(grad))
@@ -256,7 +254,7 @@ class _Capture:
             of_others=tuple(
                 place
                 for place, (_, leaf) in enumerate(wanted)
-                if gradients[place] is None and id(leaf) in others
+                if gradients[place] is None and id(leaf) in of_rest
             ),
         )
         return without_unused(captured)
@@ -277,16 +275,16 @@ class _Capture:
             self.ones_of[id(fake)] = fake if ones is None else ones
         return self.ones_of[id(fake)]
 
-    def swapped(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
+    def swap(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
         """Put fake tensors into the modules; return path and fake, each tensor once."""
         swapped_tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for path, module in self.model.named_modules():
             for name, real, fake in swap_tensors(
                 module, slot, lambda value: self.fake(value, role)
             ):
-                self.memory[id(fake)] = self.recorder.view(fake).storage
+                self.storages[id(fake)] = self.recorder.view(fake).storage
                 if slot == "_parameters":
-                    self.wanted[id(fake)] = fake.requires_grad
+                    self.trained[id(fake)] = fake.requires_grad
                     self.recorder.weights.add(real.untyped_storage()._cdata)
                 swapped_tensors.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
         return list(swapped_tensors.values())
@@ -309,27 +307,25 @@ class _Capture:
                     output_gradients[at] = torch.empty_strided(
                         ends[at].shape, stride, dtype=ends[at].dtype, device=ends[at].device
                     )
-        for output_gradient in output_gradients:
-            self.recorder.meet(output_gradient)
+        # What `.grad` may not be: memory of the caller's, or of another gradient.
+        taken = {self.recorder.meet(gradient).storage for gradient in output_gradients}
         arrived: Sequence[torch.Tensor | None]
         if self.gpu is not None:
             arrived = self.gpu.gradients(ends, wanted, output_gradients)
         else:
             with nullcontext() if self.inside else outside_autocast():
                 arrived = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
-        taken = {
-            self.recorder.view(output_gradient).storage for output_gradient in output_gradients
-        }
+        # Only now, as the backward pass may meet constants.
         taken |= set(self.recorder.recording.roles)
         gradients = []
         for leaf, gradient in zip(wanted, arrived, strict=True):
             if gradient is not None:
-                gradient = self.as_autograd_keeps_it(leaf, gradient, taken)
+                gradient = self.as_stored_in_grad(leaf, gradient, taken)
                 taken.add(self.recorder.view(gradient).storage)
             gradients.append(gradient)
         return output_gradients, gradients
 
-    def as_autograd_keeps_it(
+    def as_stored_in_grad(
         self, leaf: torch.Tensor, gradient: torch.Tensor, taken: set[int]
     ) -> torch.Tensor:
         """Copy a gradient where `.grad` would: it lies otherwise than its leaf, or is shared.
@@ -338,9 +334,10 @@ class _Capture:
         end, beside all the others. What a part is given is no leaf, and its gradient goes on as it
         lies: kernels that sum in the order of memory would round otherwise.
         """
-        goes_on = self.part and id(leaf) not in self.wanted
+        goes_on = self.part and id(leaf) not in self.trained
         with self.recorder.silent():
             wanted = torch.empty_like(gradient if goes_on else leaf).stride()
+        # As in torch's `obeys_layout_contract`, strides of dimensions of one item do not count.
         same = goes_on or all(
             have == want
             for size, have, want in zip(leaf.shape, gradient.stride(), wanted, strict=True)
@@ -359,10 +356,10 @@ class _Capture:
                 if tensor is None:
                     continue
                 where = f"{path}.{name}" if path else name
-                trains = self.wanted.get(id(tensor))
+                trains = self.trained.get(id(tensor))
                 if id(tensor) not in known:
                     why = f"replaces {where} with a new tensor. Change it in place (copy_, mul_)"
-                elif self.recorder.view(tensor).storage != self.memory.get(id(tensor)):
+                elif self.recorder.view(tensor).storage != self.storages.get(id(tensor)):
                     why = f"sets .data of {where}, which a replay would not. Change it in place"
                 elif trains is not None and tensor.requires_grad != trains:
                     why = f"sets requires_grad of {where}. Set it before planning"
@@ -445,7 +442,7 @@ def _assuming_ones(
         for place, arg in enumerate(arguments)
         if isinstance(arg, torch.Tensor) and may_be_known(arg) and _is_mask(arg)
     ]
-    captured = _as_it_looks(record, frozenset(place for place, ones in flags if ones))
+    captured = _fewest_ones(record, frozenset(place for place, ones in flags if ones))
 
     def differs(places: frozenset[int]) -> bool:
         other = _or_none(record, captured.ones | places)
@@ -471,8 +468,12 @@ def _or_none(record: Callable[[frozenset[int]], Captured], ones: frozenset[int])
         return None
 
 
-def _as_it_looks(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
-    """Return what is recorded where the model may look at these; what cannot be so, without."""
+def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
+    """Return the recording in which as few as possible of these inputs have values.
+
+    ones : places of inputs that are all ones. Without values where nothing comes of them, or where
+        the model cannot be recorded with them.
+    """
     looking = _or_none(record, ones) if ones else None
     if looking is None:
         return record(frozenset())
@@ -481,7 +482,8 @@ def _as_it_looks(record: Callable[[frozenset[int]], Captured], ones: frozenset[i
     if blind is not None and _same(blind, looking):
         return blind
     for place in sorted(ones) if len(ones) > 1 else ():
-        # Where it cannot be recorded without the values of one, that one is looked at.
+        # Where it cannot be recorded without the values of one, that one is looked at. The last one
+        # stays: without any the recording is another, as was seen above.
         fewer = _or_none(record, ones - {place}) if len(ones) > 1 else None
         if fewer is not None and _same(fewer, looking):
             looking, ones = fewer, ones - {place}
@@ -492,21 +494,21 @@ def _same(one: Captured, other: Captured) -> bool:
     """Whether two recordings make the same calls on the same storages, and hand out the same."""
     constants, others = one.recording.constants, other.recording.constants
     return (
-        list(map(_as_made, one.recording.calls)) == list(map(_as_made, other.recording.calls))
+        list(map(_comparable, one.recording.calls)) == list(map(_comparable, other.recording.calls))
         and (one.outputs, one.gradients) == (other.outputs, other.gradients)
         and constants.keys() == others.keys()
         and all(_equal(constant, others[storage]) for storage, constant in constants.items())
     )
 
 
-def _as_made(call: Call) -> tuple[Any, ...]:
+def _comparable(call: Call) -> tuple[Any, ...]:
     """Return what is called with what; a default that is spelled out, as some modes do, is one."""
     args, kwargs = call.arguments(lambda view: view)
     inputs = [
         args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
         for at, arg in enumerate(call.target._schema.arguments)
     ]
-    # What is asked for its form only stands there as a tensor of that form.
+    # A tensor whose form alone is read stands there on the meta device, without values to compare.
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs
     )

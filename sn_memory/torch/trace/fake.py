@@ -129,6 +129,7 @@ def _statistics_in_float32(parameters: slice, args: tuple[Any, ...], result: Any
 
 
 def _in_type_of_input(args: tuple[Any, ...], result: Any) -> Any:
+    """Return gradients of a group norm, that of the input in the input's type."""
     return _with_types({0: args[1].dtype}, result)
 
 
@@ -186,7 +187,9 @@ class FakeMode(FakeTensorMode):
         if func is grouped.PRODUCT:
             with self:
                 return grouped.fake_product(*args, **(kwargs or {}))
-        if func is _ATEN.clone.default and self._copies_reserve(args[0]):
+        # See `Walk`: outside of torch's engine a node of cuDNN's copies what it reserved, bytes.
+        copies_reserve = self._walk is not None and self._walk.copies_reserve
+        if copies_reserve and func is _ATEN.clone.default and args[0].dtype == torch.uint8:
             return args[0]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -195,6 +198,7 @@ class FakeMode(FakeTensorMode):
                 raise
             return self._some_number(args[0].dtype)
         if func in _CORRECTIONS:
+            # The mode is off within its own dispatch; what corrections make is to be fake as well.
             with self:
                 for correct in _CORRECTIONS[func]:
                     result = correct(args, result)
@@ -205,10 +209,6 @@ class FakeMode(FakeTensorMode):
             pairs = zip(result, args[place], strict=True)
             return tuple(gradient if wanted else None for gradient, wanted in pairs)
         return result
-
-    def _copies_reserve(self, tensor: torch.Tensor) -> bool:
-        walk = self._walk
-        return walk is not None and walk.copies_reserve and tensor.dtype == torch.uint8
 
     def _some_number(self, dtype: torch.dtype) -> Any:
         self._looks_left -= 1
@@ -224,6 +224,7 @@ class FakeMode(FakeTensorMode):
 
         Nothing is read by them, but a product of matrices goes by them when it takes a kernel.
         """
+        # On the meta device a view is computed by the kernel's own C++.
         with _disable_current_modes():
             alone = torch.empty_strided(x.size(), x.stride(), device="meta")
             stride = alone.view(result.size()).stride()
@@ -265,11 +266,12 @@ class ValueMode(FakeMode):
     def give_ones(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor of ones that lies as a fake one does; None where none can."""
         with unset_fake_temporarily():
-            # A fake one of what is cut out of another ends where it is last looked at.
+            # Of a tensor that is cut out of another the fake storage ends with its last element.
             size = like.untyped_storage().nbytes() // like.itemsize
             ones = torch.ones(size, dtype=like.dtype, device=like.device).as_strided(
                 like.size(), like.stride(), like.storage_offset()
             )
+        # A storage whose bytes are no multiple of the elements' cannot be had so.
         if ones.untyped_storage().nbytes() != like.untyped_storage().nbytes():
             return None
         self._now_known(ones)
@@ -289,13 +291,15 @@ class ValueMode(FakeMode):
         operands = _tensors((args, kwargs))
         run = partial(super().__torch_dispatch__, func, types)
         if self._tracing and func is _ATEN.lift_fresh.default:
-            return self._lifted(func, args[0], run)
+            return self._lifted(args[0], run)
+        # What it fills a tensor with is known, whether or not the one whose form it takes is.
         fill = _filling(func, args, kwargs) if operands else None
         if fill is not None:
             result = run(args, kwargs)
             return self._now_known(_filled(result, fill)) if self._may_know(result) else result
         if operands and all(isinstance(value, FakeTensor) for value in operands):
             return run(args, kwargs)  # most calls
+        # First without values, which costs nothing: how large is what it would make?
         if not operands:
             result = run(args, kwargs)
             if not _is_sure(func) or not all(map(self._may_know, _tensors(result))):
@@ -308,13 +312,16 @@ class ValueMode(FakeMode):
             try:
                 result = run(args, kwargs)
             except DataDependentOutputException:
+                # A look, at values that are there.
                 pass
             except DynamicOutputShapeException:
+                # The next step's values would make another shape; of one step alone it is known.
                 if self._tracing:
                     raise
             else:
                 if not all(map(self._may_know, _tensors(result))):
                     return self._without(func, args, kwargs, run)
+        # All operands have values, and what is made of them is small.
         with unset_fake_temporarily():
             return self._now_known(func(*args, **kwargs))
 
@@ -335,7 +342,7 @@ class ValueMode(FakeMode):
         returned = written[: len(func._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
-    def _lifted(self, func: Any, lifted: torch.Tensor, run: Callable[..., Any]) -> Any:
+    def _lifted(self, lifted: torch.Tensor, run: Callable[..., Any]) -> Any:
         """A tensor that Python made, as torch.tensor([1, 2]), which is a constant of the plan."""
         if isinstance(lifted, FakeTensor) or not self._may_know(lifted):
             return run((lifted,), {})
@@ -438,6 +445,7 @@ def _mask_place(func: Any) -> int | None:
     return names.index("output_mask") if "output_mask" in names else None
 
 
+# Also in `model/step.py`, whose import would make the longest chain of imports longer.
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -481,12 +489,10 @@ def swap_tensors(
     module: torch.nn.Module, slot: str, fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Put fake tensors into a module's `_parameters` or `_buffers`: name, real one, fake one."""
-    tensors = cast("dict[str, Any]", getattr(module, slot))
-    swapped = [
-        (name, tensor, fake(tensor)) for name, tensor in tensors.items() if tensor is not None
-    ]
+    own = cast("dict[str, Any]", getattr(module, slot))
+    swapped = [(name, tensor, fake(tensor)) for name, tensor in own.items() if tensor is not None]
     for name, _, replacement in swapped:
-        tensors[name] = replacement
+        own[name] = replacement
     if slot == "_parameters":
         # They keep a list of their weights beside `_parameters`.
         recurrent.refresh_flat_weights([module])
@@ -509,11 +515,10 @@ def swapped(
             )
         return fakes[id(tensor)]
 
-    # Taken before the first swap: a parameter may be in several modules.
     before = [
-        (tensors, dict(tensors))
+        (own, dict(own))
         for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
+        for own in (module._parameters, module._buffers)
     ]
     for module in model.modules():
         for slot in ("_parameters", "_buffers"):
@@ -522,5 +527,5 @@ def swapped(
         with quiet():
             yield
     finally:
-        for own_tensors, own in before:
-            cast("dict[str, Any]", own_tensors).update(own)
+        for own, originals in before:
+            cast("dict[str, Any]", own).update(originals)

@@ -27,6 +27,8 @@ from ..target.scratch import form_of, gpu_scratch_bytes
 from .fake import FakeMode, ValueMode, fake_of, swapped
 from .op_seconds import op_times
 
+# A step looks at few values a parameter (Adafactor at its size); a loop that waits for another
+# value than the one it is given looks without end.
 LOOKS_PER_PARAMETER = 100
 # Ops whose second tensor may be a number, for one tensor and for many.
 _NAMES = [name + suffix for name in ("add", "sub", "mul", "div") for suffix in ("", "_")]
@@ -110,6 +112,8 @@ def fake_step_on(
         )
         taken = {tensor.untyped_storage()._cdata for tensor in held.values()}
 
+        # What autograd's AccumulateGrad does: adds to the gradient that is there, or takes the new
+        # one over, copied where it is shared or lies otherwise.
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             if id(leaf) not in leaves or not keep:
                 return
@@ -128,6 +132,7 @@ def fake_step_on(
             outputs = tensors_of(returned, model)
             ends = ends_of(returned, outputs)
             del returned
+            # What the forward pass leaves for the backward pass.
             left = tracker.live_bytes - tracker.start_bytes
             gpu.back(ends, [torch.empty_like(end) for end in ends], take)
     return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
@@ -172,7 +177,8 @@ def optimizer_memory(
     try:
         return _of_a_step(model, optimizer, gpu)
     except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything in its step
-        state = _bytes_of(getattr(optimizer, "state", None))
+        held = getattr(optimizer, "state", None)
+        state = sum(_sizes_of(held)) if isinstance(held, Mapping) else 0
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         warn(
             f"a step of {getattr(kind, '__name__', kind)} does not run on tensors without values "
@@ -201,6 +207,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             if id(param) not in fakes
         }
         twins.append({**group, "params": [fakes[id(param)] for param in group["params"]]})
+    # A new optimizer over fakes, as before its first step: the instance may have made steps.
     with mode:
         for fake in fakes.values():
             if fake.requires_grad:
@@ -213,7 +220,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
         known = [*fakes.values(), *(fake.grad for fake in fakes.values() if fake.grad is not None)]
         # Some make their state before the first step.
         state_bytes = sum(_sizes_of(twin.state, place))
-        known += (leaf for leaf in tree_leaves(list(twin.state.values())) if torch.is_tensor(leaf))
+        known += tensors([*twin.state.values()])
         scratch = _number_bytes if gpu is None else None
         with StorageTracker(known, device=place, scratch=scratch) as tracker:
             twin.step()
@@ -227,25 +234,21 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
 def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> int:
     """Bytes that a kernel of the CPU takes for a Python number in the place of a tensor.
 
-    The number becomes a tensor of eight bytes, and another of the type that is computed in.
+    The number becomes a tensor, and another of the type that is computed in.
     """
     flat = tree_leaves((args, kwargs))
     one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
     # Many tensors are computed one by one.
     per_number = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
+    # Eight bytes: Python's numbers become tensors of int64 or float64.
     return 8 + int(flat[0].element_size()) if one or per_number else 0
-
-
-def _bytes_of(state: Any) -> int:
-    return sum(_sizes_of(state)) if isinstance(state, Mapping) else 0
 
 
 def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
     """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
-    held = [leaf for leaf in tree_leaves(list(state.values())) if isinstance(leaf, torch.Tensor)]
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in held
+        for tensor in tensors([*state.values()])
         # Counts of steps stay on the host.
         if place is None or tensor.device == place
     }

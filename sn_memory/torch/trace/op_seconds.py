@@ -158,14 +158,18 @@ def cached_costs(
         if _may_measure(device):
             times.table.update(while_time_lasts(missing))
         # Read from the table again, as time may have been over before all was measured.
-        costs = [times.table.get(key) for key in keys]
-    return [None if cost is None else (cost[0], cost[1]) for cost in costs]
+        return _known(times, keys)
 
 
 def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
     """Return what calls cost as far as the file has it; nothing is measured."""
     times = read_times(device)
-    costs = [times.table.get(times.key(signature(call))) for call in recording.calls]
+    return _known(times, [times.key(signature(call)) for call in recording.calls])
+
+
+def _known(times: OpTimes, keys: Sequence[str]) -> list[Cost]:
+    # A file of JSON has lists.
+    costs = map(times.table.get, keys)
     return [None if cost is None else (cost[0], cost[1]) for cost in costs]
 
 
@@ -175,11 +179,10 @@ def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cos
         return cost[1]
     if is_chunked_loss(call.target):
         return chunked_scratch(call.target, call.arguments(no_values)[0], device)
-    forms = [(arg.size, arg.stride, arg.dtype) for arg in call.flat if isinstance(arg, View)]
-    outputs = [
-        (output.size, output.stride, output.dtype) for output in call.outputs if output is not None
-    ]
-    return 0 if is_apart(device) else cpu_scratch_bytes(call.name, forms, outputs)
+    if is_apart(device):
+        return 0
+    outputs = [output.form for output in call.outputs if output is not None]
+    return cpu_scratch_bytes(call.name, [view.form for view in call.views], outputs)
 
 
 def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., int]:
@@ -346,12 +349,8 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     # One storage may be looked at as floats and as integers, where only the shape of the floats is
     # asked for; the integers decide, as they are places in memory.
-    types = {arg.storage: arg.dtype for arg in call.flat if isinstance(arg, View)}
-    types |= {
-        arg.storage: arg.dtype
-        for arg in call.flat
-        if isinstance(arg, View) and not arg.dtype.is_floating_point
-    }
+    types = {view.storage: view.dtype for view in call.views}
+    types |= {view.storage: view.dtype for view in call.views if not view.dtype.is_floating_point}
 
     def tensor_of(view: View) -> torch.Tensor:
         place = recording.device[view.storage]
@@ -418,10 +417,7 @@ def timeable(call: Call) -> bool:
     """Say whether a call may be run on tensors that are made up."""
     if call.target.namespace not in _OWN or call.name in _NOT_TIMED:
         return False
-    if all(_harmless(arg.dtype) for arg in call.flat if isinstance(arg, View)):
+    types = {view.dtype for view in call.views}
+    if all(kind.is_floating_point or kind.is_complex or kind == torch.bool for kind in types):
         return True
     return call.name in _INTEGERS or any(tag in call.target.tags for tag in _ANY_INTEGER)
-
-
-def _harmless(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex or dtype == torch.bool

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_unflatten
 
 from .record import (
     CONVOLUTION_BACKWARD,
+    MASK,
     Call,
     Captured,
     Recording,
@@ -69,31 +70,36 @@ def separate_sums(captured: Captured) -> Captured:
     """
     calls = captured.recording.calls
     maker = {storage: at for at, call in enumerate(calls) for storage in call.makes}
-    uses = Counter(storage for call in calls for storage in (*call.reads, *call.writes))
+    # Per argument, not per call: x + x has two uses of x. One that another input is given stays.
+    uses = Counter(view.storage for call in calls for view in call.views)
+    uses.update(storage for call in calls for storage in call.writes)
+    uses.update(view.storage for _, view in captured.gradients if view is not None)
     dropped: set[int] = set()
 
-    def parts(view: View) -> list[View]:
-        at = maker.get(view.storage, -1)
-        call = calls[at]
-        operands = [arg for arg in call.flat if isinstance(arg, View)]
-        if (
-            at < captured.boundary
-            or call.target is not _aten.add.Tensor
-            or len(operands) != 2
-            or len(call.flat) != 2
-            or any((arg.size, arg.dtype) != (view.size, view.dtype) for arg in operands)
-            or uses[view.storage] > (1 if at in last else 0)
-        ):
-            return [view]
-        dropped.add(at)
-        last.update(maker.get(arg.storage, -1) for arg in operands)
-        return [*parts(operands[0]), operands[1]]
+    def addends(gradient: View) -> list[View]:
+        """Return what a gradient is the sum of, in the order in which autograd added it up."""
+        later: list[View] = []
+        while True:
+            at = maker.get(gradient.storage, -1)
+            call = calls[at]
+            form = gradient.size, gradient.dtype
+            if (
+                at < captured.boundary
+                or call.target is not _aten.add.Tensor
+                # A number beside the two is `alpha`, a factor.
+                or len(call.flat) != 2
+                or [(view.size, view.dtype) for view in call.views] != [form, form]
+                or uses[gradient.storage] > 1
+            ):
+                return [gradient, *reversed(later)]
+            dropped.add(at)
+            gradient, other = call.views
+            later.append(other)
 
     gradients: list[tuple[str, View | None]] = []
     for name, gradient in captured.gradients:
-        last: set[int] = set()
         split = gradient is not None and name.startswith("input ")
-        views = parts(gradient) if split and gradient else [gradient]
+        views = addends(gradient) if split and gradient else [gradient]
         gradients += [(name, view) for view in views]
     kept = [call for at, call in enumerate(calls) if at not in dropped]
     recording = replace(captured.recording, calls=kept)
@@ -102,12 +108,9 @@ def separate_sums(captured: Captured) -> Captured:
 
 def owned(captured: Captured) -> set[int]:
     """Storages that somebody holds beyond the calls: what is given, handed out or handed in."""
-    views = [view for view in captured.outputs if isinstance(view, View)]
-    views += [
-        *captured.output_gradients,
-        *(view for _, view in captured.gradients if view is not None),
-    ]
-    return {view.storage for view in views} | set(captured.recording.roles)
+    views = [view for _, view in captured.gradients if view is not None]
+    views += captured.output_gradients
+    return captured.returned | {view.storage for view in views} | set(captured.recording.roles)
 
 
 def last_uses(recording: Recording) -> list[int]:
@@ -146,8 +149,7 @@ def _rounds_once(call: Call) -> bool:
 
 def _laid_out_alike(call: Call) -> bool:
     """Whether all tensors of a call lie alike, so that any kernel walks through them in one way."""
-    views = [arg for arg in call.flat if isinstance(arg, View)]
-    return all((view.size, view.stride) == (views[0].size, views[0].stride) for view in views)
+    return len({(view.size, view.stride) for view in call.views}) == 1
 
 
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
@@ -159,6 +161,7 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
+    # Per storage of a result that is written over an argument now, the storage of that argument.
     heir: dict[int, int] = {}
     made_backward: set[int] = set()
 
@@ -240,8 +243,18 @@ def split_conv_backward(captured: Captured) -> Captured:
     """
     calls: list[Call] = []
     for call in captured.recording.calls:
-        calls += _two(call) if call.target is CONVOLUTION_BACKWARD else [call]
+        is_both = call.target is CONVOLUTION_BACKWARD
+        parts = convolution_parts(call.flat, call.spec) if is_both else []
+        calls += [_asked(call, *part) for part in parts] or [call]
     return replace(captured, recording=replace(captured.recording, calls=calls))
+
+
+def _asked(call: Call, mask: list[bool], flat: list[Any], spec: Any) -> Call:
+    """Return a convolution's backward call that is asked for some of its gradients."""
+    outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
+    stays = {out.storage for out in outputs if out is not None}
+    makes = tuple(make for make in call.makes if make in stays)
+    return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
 
 
 def defer_weight_grads(captured: Captured) -> Captured:
@@ -315,13 +328,9 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         earlier.append((name, target.storage))
         flat, spec = flattened(((target, view), {}))
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
-        summed = Call(
-            *(_aten.add_.Tensor, tuple(flat), spec, (target,), ()),
-            writes=tuple(dict.fromkeys((target.storage, own.storage))),
-            phase="backward",
-            random=False,
-            scope=name,
-        )
+        add, writes = _aten.add_.Tensor, tuple(dict.fromkeys((target.storage, own.storage)))
+        summed = Call(add, tuple(flat), spec, (target,), (), writes, "backward", False, name)
+        # Numbered by the parameter, above all calls: the name is the same wherever the sum stands.
         after.setdefault(at, []).append((len(calls) + place, summed))
     instructions = list(after.get(-1, ()))
     for at, (number, call) in enumerate(
@@ -361,7 +370,8 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
             others = [
                 *(arg.storage for at, arg in views if at != place),
                 *parameters,
-                *sorted(live - {storage for storage in live if last[storage] == at}),
+                # What is used here for the last time is another argument, or the one to be let go.
+                *sorted(storage for storage in live if last[storage] != at),
             ]
             call = _standing_in(captured, call, place, others)
         calls.append(call)
@@ -371,19 +381,6 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
     return replace(captured, recording=replace(recording, calls=calls))
 
 
-def _two(call: Call) -> list[Call]:
-    parts = convolution_parts(call.flat, call.spec)
-    return [_asked(call, *part) for part in parts] or [call]
-
-
-def _asked(call: Call, mask: list[bool], flat: list[Any], spec: Any) -> Call:
-    """Return a convolution's backward call that is asked for some of its gradients."""
-    outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
-    stays = {out.storage for out in outputs if out is not None}
-    makes = tuple(make for make in call.makes if make in stays)
-    return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
-
-
 def place_of_shape(call: Call) -> int | None:
     """Place among the flat arguments of the tensor whose shape alone is read; None for none."""
     place = _SHAPE_ONLY.get(call.target)
@@ -391,7 +388,8 @@ def place_of_shape(call: Call) -> int | None:
         return None
     if call.target is CONVOLUTION_BACKWARD:
         args, _ = tree_unflatten(list(call.flat), call.spec)
-        if any(args[10][1:]):
+        # The gradient of a weight is computed from the input.
+        if any(args[MASK][1:]):
             return None
     return place
 
@@ -399,7 +397,7 @@ def place_of_shape(call: Call) -> int | None:
 def _standing_in(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
     view, recording = call.flat[place], captured.recording
     place_of, nbytes = recording.device, _reach(view) * view.dtype.itemsize
-    if sum(isinstance(arg, View) and arg.storage == view.storage for arg in call.flat) > 1:
+    if sum(other.storage == view.storage for other in call.views) > 1:
         return call  # It is held for another argument anyway.
     for other in others:
         if recording.nbytes[other] >= nbytes and place_of[other] == place_of[view.storage]:

@@ -25,12 +25,13 @@ from ..model.results import Form
 from ..model.snapshot import written_arguments, written_to
 from ..target.accelerator import asked_for_device
 
-# A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
-# has none. A call that is recorded bears no mark, so it is made where it is asked for.
+# torch conjugates and negates lazily: a bit on the tensor, which the kernel that reads it resolves.
+# A View has no such bit, so the result is computed where it is asked for.
 _MADE_AT_ONCE = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
+# These read no value of their first argument; recorded with it they would keep it alive.
 _FORM_ONLY = {
     getattr(torch.ops.aten, name)
     for name in (
@@ -38,14 +39,15 @@ _FORM_ONLY = {
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 }
-# Drawn again from the seed that the forward call returned.
+# Tagged as random, but they draw nothing: they take the seed and offset that the forward call
+# returned, so their dropout is no random op of the backward pass, which would be refused.
 _SEED_GIVEN = {
     getattr(torch.ops.aten, name)
     for kind in ("cudnn", "flash", "efficient")
     if hasattr(torch.ops.aten, name := f"_scaled_dot_product_{kind}_attention_backward")
 }
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-_MASK = 10  # place of its argument that says which gradients are wanted
+MASK = 10  # place of `output_mask`: which gradients are wanted, of input, weight and bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,13 @@ class View:
     offset: int
     dtype: torch.dtype
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """Size, stride and type: what a kernel is chosen by, wherever the tensor begins."""
+        return self.size, self.stride, self.dtype
+
     def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has this form."""
+        """Whether a tensor looks so at its storage, whichever that is."""
         return (
             tensor.size() == self.size
             and tensor.stride() == self.stride
@@ -91,10 +98,7 @@ Layouts = dict[Hashable, tuple[View | None, ...]]
 
 def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
     """What the layout of a kernel's results depends on: the forms of its arguments, not values."""
-    forms = (
-        (arg.size, arg.stride, arg.dtype) if isinstance(arg, View) else repr(arg) for arg in flat
-    )
-    return str(func), *forms
+    return str(func), *(arg.form if isinstance(arg, View) else repr(arg) for arg in flat)
 
 
 def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], list[Any], Any]]:
@@ -103,11 +107,11 @@ def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], 
     Weight and bias first, then the input; none where it is asked for one of them only.
     """
     args, kwargs = tree_unflatten(list(flat), spec)
-    wanted = list(args[_MASK])
+    wanted = list(args[MASK])
     if not wanted[0] or not any(wanted[1:]):
         return []
     masks = [False, *wanted[1:]], [True, False, False]
-    trees = [((*args[:_MASK], mask, *args[_MASK + 1 :]), kwargs) for mask in masks]
+    trees = [((*args[:MASK], mask, *args[MASK + 1 :]), kwargs) for mask in masks]
     return [(mask, *flattened(tree)) for mask, tree in zip(masks, trees, strict=True)]
 
 
@@ -140,9 +144,14 @@ class Call:
         return str(self.target.overloadpacket.__name__)
 
     @property
+    def views(self) -> list[View]:
+        """Its arguments that are tensors, in order."""
+        return [arg for arg in self.flat if isinstance(arg, View)]
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """Storages among its arguments, each once."""
-        return tuple(dict.fromkeys(arg.storage for arg in self.flat if isinstance(arg, View)))
+        return tuple(dict.fromkeys(view.storage for view in self.views))
 
     def arguments(self, tensor_of: Callable[[View], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each view put in by `tensor_of`."""
@@ -222,6 +231,11 @@ class Captured:
     reads: tuple[frozenset[str], ...] = ()
 
     @property
+    def returned(self) -> set[int]:
+        """Storages of what the model returns."""
+        return {output.storage for output in self.outputs if isinstance(output, View)}
+
+    @property
     def summed(self) -> dict[int, int]:
         """Per storage that gradients are added to, the number of the call that does it.
 
@@ -275,20 +289,15 @@ class Recorder(TorchDispatchMode):
 
     def give(self, tensor: torch.Tensor, what: str) -> View:
         """Say that a tensor is there before the first call."""
-        storage = self._storage(tensor)
-        self.recording.roles.setdefault(storage, what)
-        return self._view(tensor)
+        view = self.meet(tensor)
+        self.recording.roles.setdefault(view.storage, what)
+        return view
 
     def alias(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """Let a tensor with values count as a fake one that lies as it does."""
         memory = tensor.untyped_storage()
         self._number[memory._cdata] = self._storage(fake)
         self._addresses.append(StorageWeakRef(memory))
-
-    def meet(self, tensor: torch.Tensor) -> View:
-        """Give a number to a tensor that comes to be between two calls."""
-        self._storage(tensor)
-        return self._view(tensor)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -312,7 +321,7 @@ class Recorder(TorchDispatchMode):
                 f"a tensor of shape {tuple(tensor.shape)} comes from nowhere: no recorded call "
                 "made it. Compute it from the inputs, or make it a buffer of the model."
             )
-        return self._view(tensor)
+        return self.meet(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -321,9 +330,8 @@ class Recorder(TorchDispatchMode):
         if device is not None:
             return device
         kwargs = kwargs or {}
-        if self._silent or func.namespace == "prim":
-            return func(*args, **kwargs)
-        if self._is_look(func, (args, kwargs)):
+        # Ops of `prim` ask a tensor for its device or layout: no kernel runs.
+        if self._silent or func.namespace == "prim" or self._is_look(func, (args, kwargs)):
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             return self._lift(func, args[0])
@@ -370,9 +378,10 @@ class Recorder(TorchDispatchMode):
         writes = written(func, views, spec)
         for storage in self._lifted.keys() & set(writes):
             self._lift_anew(storage)
+        # Numbers are given in order: those from here on are of storages that this call allocated.
         known = len(self.recording.nbytes)
         outputs = tuple(
-            self._view(out) if isinstance(out, torch.Tensor) else None
+            self.meet(out) if isinstance(out, torch.Tensor) else None
             for out in tree_flatten(result)[0]
         )
         if self._separate.intersection(writes):
@@ -386,6 +395,7 @@ class Recorder(TorchDispatchMode):
             and not _no_dropout(func, views, spec)
         )
         makes = tuple(range(known, len(self.recording.nbytes)))
+        # A view is no call: whoever needs it takes it of the storage, with `as_strided`.
         if not makes and not writes and not random and is_view(views, outputs):
             return
         if random and self.phase == "backward":
@@ -422,6 +432,8 @@ class Recorder(TorchDispatchMode):
         place, scope = self._lifted.pop(storage)
         constant = self.recording.constants.pop(storage)
         del self.recording.roles[storage]
+        # The constant keeps its values under a new number. The old one, which the calls so far
+        # name, becomes the result of a clone, placed where Python made the tensor.
         view = self.give(constant, "constant")
         self.recording.constants[view.storage] = constant
         _, spec = flattened(((constant,), {}))
@@ -438,6 +450,7 @@ class Recorder(TorchDispatchMode):
         like = args[0]
         with unset_fake_temporarily():
             form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+        # By default the result is on the device of the first argument, which is `meta` in a replay.
         asked = {**kwargs, "device": kwargs.get("device") or like.device}
         result = func(*args, **kwargs)
         flat, spec = flattened(((form, *args[1:]), asked))
@@ -445,10 +458,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _made_at_once(self, func: Any, tensor: torch.Tensor) -> Any:
-        """A conjugate that looks at nothing: from now on neither of the two may be written to."""
+        """Compute a conjugate or negation that torch would make a view: a write shows in one only.
+
+        So from now on a call that writes to either is refused.
+        """
         result = func(tensor)
-        flat, spec = flattened(((tensor,), {}))
-        self._note(func, [self._view(value) for value in flat], spec, result)
+        _, spec = flattened(((tensor,), {}))
+        self._note(func, [self.meet(tensor)], spec, result)
         self._separate |= {self._storage(tensor), self._storage(result)}
         return result
 
@@ -466,9 +482,9 @@ class Recorder(TorchDispatchMode):
                     f"{func} reads a tensor of shape {tuple(arg.shape)} that requires a gradient "
                     "and is not a parameter of the model. Register it as a parameter."
                 )
-            self.recording.roles[self._storage(arg)] = "constant"
-            self.recording.constants[self._storage(arg)] = arg
-        return self._view(arg)
+            # The model keeps it outside of its parameters and buffers: the same in each step.
+            self.recording.constants[self.give(arg, "constant").storage] = arg
+        return self.meet(arg)
 
     def _storage(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -488,21 +504,20 @@ class Recorder(TorchDispatchMode):
             self.recording.device.append(tensor.device)
         return number
 
-    def _view(self, tensor: torch.Tensor) -> View:
-        met, form = self._met, form_of(tensor, self._storage(tensor))
-        if form not in met:
-            size, stride = (
-                met.setdefault(form.size, form.size),
-                met.setdefault(form.stride, form.stride),
-            )
-            met[form] = View(form.storage, size, stride, form.offset, form.dtype)
-        view: View = met[form]
-        return view
+    def meet(self, tensor: torch.Tensor) -> View:
+        """Return how a tensor looks at its storage, which gets a number if it has none yet."""
+        view = form_of(tensor, self._storage(tensor))
+        if view not in self._met:
+            size, stride = (self._met.setdefault(part, part) for part in (view.size, view.stride))
+            self._met[view] = replace(view, size=size, stride=stride)
+        known: View = self._met[view]
+        return known
 
 
 def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
     """Whether a call does nothing but look at its arguments another way."""
     read = {arg.storage for arg in views if isinstance(arg, View)}
+    # One without results (an effect, as an assertion) is none.
     return bool(outputs) and all(out is not None and out.storage in read for out in outputs)
 
 

@@ -65,23 +65,24 @@ def to_graph(
         f"{call.scope or call.phase}/{call.name}#{number}"
         for number, call in zip(numbers, recording.calls, strict=True)
     ]
+    call_of = {op: at for at, op in enumerate(ops)}
     names = _storage_names(captured, ops)
     storages = _storages(captured, names)
-    handed_out = _handed_out(captured)
+    returned = captured.returned
     rows = [
-        _op(call, ops[at], names, handed_out, captured, seconds[at])
+        _op(call, ops[at], names, returned, captured, seconds[at])
         for at, call in enumerate(recording.calls)
     ]
     if ways is not None:
         rows = [replace(row, workspaces=way) for row, way in zip(rows, ways, strict=True)]
     loss = loss_op(
-        (names[view.storage] for view in captured.outputs if _is_view(view)),
+        (names[view.storage] for view in captured.outputs if isinstance(view, View)),
         (names[view.storage] for view in captured.output_gradients),
     )
     rows.insert(captured.boundary, loss)
     states: dict[str, int] = {}
+    # Behind each op that draws, one that keeps the state: its own storage, which the plan may drop.
     if random_state_bytes:
-        call_of = {op: at for at, op in enumerate(ops)}
         states = {f"{row.name}: {STATE}": call_of[row.name] for row in rows if row.replayable}
         rows = [op for row in rows for op in _with_state(row, random_state_bytes)]
         storages += [Storage(state, random_state_bytes, held=True) for state in states]
@@ -96,12 +97,8 @@ def to_graph(
         allocator=allocator,
         unplanned_peak_bytes=unplanned_peak_bytes,
     )
-    return GraphBinding(
-        graph,
-        {op: at for at, op in enumerate(ops)},
-        {text: number for number, text in names.items()},
-        states,
-    )
+    storage_of = {text: number for number, text in names.items()}
+    return GraphBinding(graph, call_of, storage_of, states)
 
 
 def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
@@ -140,7 +137,8 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 def flops(call: Call) -> float:
     """Arithmetic of a call, as torch's own counter or our rules have it; 0 for the rest."""
-    sizes = [arg.size for arg in call.flat if isinstance(arg, View)]
+    sizes = [view.size for view in call.views]
+    # torch 2.13's registry has neither recurrent layers nor grouped products.
     if call.target in recurrent.OPS:
         return recurrent.flops(call.target, sizes)
     if call.target is grouped.PRODUCT:
@@ -163,21 +161,11 @@ _SHORT = {
 
 def _computes_in(call: Call) -> str:
     """Return what a call of products computes in, as devices name it; float32 perhaps as TF32."""
-    kinds = [
-        arg.dtype for arg in call.flat if isinstance(arg, View) and arg.dtype.is_floating_point
-    ]
-    short = _SHORT.get(kinds[0], "") if kinds else ""
+    dtypes = [view.dtype for view in call.views if view.dtype.is_floating_point]
+    short = _SHORT.get(dtypes[0], "") if dtypes else ""
     switches: Any = torch.backends
     library = switches.cudnn if "conv" in call.name or "rnn" in call.name else switches.cuda.matmul
     return "tf32" if short == "fp32" and library.allow_tf32 else short
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, View)
-
-
-def _handed_out(captured: Captured) -> set[int]:
-    return {view.storage for view in captured.outputs if isinstance(view, View)}
 
 
 def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
@@ -207,10 +195,11 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     # What is added to a gradient that is there, or to its parameter, is not held beside it.
     present = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in present}
-    kept = ((gradients - added) | _handed_out(captured)) - set(recording.roles)
+    kept = ((gradients - added) | captured.returned) - set(recording.roles)
     # The caller's as well, or autograd's.
-    held = _handed_out(captured) | {view.storage for view in captured.output_gradients}
+    held = captured.returned | {view.storage for view in captured.output_gradients}
     result = []
+    # By number, which is the order in which they came to be: plans break ties by it.
     for number in sorted(names):
         role = recording.roles.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
@@ -230,16 +219,15 @@ def _op(
     call: Call,
     name: str,
     names: dict[int, str],
-    handed_out: set[int],
+    returned: set[int],
     captured: Captured,
     seconds: float | None,
 ) -> Op:
+    # An op that writes a resident storage may never run twice. A second run is given no statistics
+    # of the model, so those are not named as written; statistics that the step makes itself are.
     hidden = [call.flat[place].storage for place in statistics(call)]
+    writes = [*call.writes, *(own for own in hidden if own not in captured.recording.roles)]
     count = flops(call) if seconds is None else 0.0
-    writes = [
-        *call.writes,
-        *(storage for storage in hidden if storage not in captured.recording.roles),
-    ]
     return Op(
         name,
         tuple(names[read] for read in call.reads),
@@ -256,5 +244,5 @@ def _op(
         effect=not call.makes and not call.writes,
         collective="c10d" in call.target.namespace,
         # The caller holds what is handed out: giving it back would free nothing.
-        once=bool(handed_out & set(call.makes)),
+        once=bool(returned & set(call.makes)),
     )

@@ -49,7 +49,7 @@ from .rearrange import (
     separate_sums,
     split_conv_backward,
 )
-from .record import Captured, Layouts, Recording, View
+from .record import Captured, Layouts, Recording
 from .to_graph import GraphBinding, to_graph
 
 log = logging.getLogger(__name__)
@@ -199,14 +199,19 @@ def trace(
     """
     args, kwargs = call_arguments(sample)
     if part:
-        first = [*model.parameters(), *tensors((args, kwargs))][0]
-        device_here = working_device(first)
+        # The whole model was checked; a part may have no parameters, and lies where its inputs do.
+        place = working_device([*model.parameters(), *tensors((args, kwargs))][0])
     else:
         check_model(model)
-        device_here = device_of(model)
+        place = device_of(model)
     check_optimizer(optimizer)
-    gpu = gpu_of(device, device_here)
+    gpu = gpu_of(device, place)
+    if gpu is not None:
+        # Nothing is timed on a GPU that is not here.
+        place, profile = gpu.place, False
     captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving, part=part)
+    # The order matters: `in_place` leaves no sums that could be separated, and what may stand in
+    # for an argument of which the shape alone is read depends on all else.
     if shares_inputs:
         captured = separate_sums(captured)
     captured = split_conv_backward(in_place(captured))
@@ -214,11 +219,10 @@ def trace(
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    place = device_here if gpu is None else gpu.place
-    profile = profile and gpu is None
-    found_device, costs_of_calls = _timed(captured, place, profile=profile, device=speeds(device))
-    seconds = [cost and cost[0] for cost in costs_of_calls]
-    ways, notes = scratch_of_calls(captured.recording, place, costs_of_calls, gpu)
+    # The calls are final. What each costs, here or by the table of devices:
+    device_speeds, costs = _timed(captured, place, profile=profile, device=speeds(device))
+    seconds = [cost and cost[0] for cost in costs]
+    ways, notes = scratch_of_calls(captured.recording, place, costs, gpu)
     held = resident_storages(model, optimizer, gpu)
     plain_bytes = None
     # With hooks of the caller's there is no such step without a plan.
@@ -231,10 +235,10 @@ def trace(
     named = to_graph(
         captured,
         name=type(model).__name__,
-        device=found_device,
+        device=device_speeds,
         seconds=seconds,
         allocator=_allocator(place),
-        extra=(*held, *(_left(model, captured) if accumulate else ())),
+        extra=(*held, *(_other_gradients(model, captured) if accumulate else ())),
         ways=ways,
         # Of other devices the state is on the host.
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
@@ -278,8 +282,8 @@ def _plain_bytes(
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        # It has values of other tensors than the trace had, and may be asked for more. What was
-        # traced can be planned all the same.
+        # A step without values knows those of other tensors than a trace does, and may be asked for
+        # more. What was traced can be planned all the same.
         log.info("the peak without a plan is that of the traced step: %s", error)
         return None
 
@@ -293,9 +297,7 @@ def scratch_of_calls(
         if gpu is None or is_chunked_loss(call.target):
             sizes.append(scratch_of(call, recording, place, cost))
         else:
-            forms = [
-                (arg.size, arg.stride, arg.dtype) for arg in call.flat if isinstance(arg, View)
-            ]
+            forms = [view.form for view in call.views]
             sizes.append(gpu_scratch_bytes(call.name, forms, gpu.named))
     ways: list[tuple[Workspace, ...]] = [(Workspace(size),) if size else () for size in sizes]
     if gpu is not None:
@@ -332,20 +334,22 @@ def _peak_bytes(captured: Captured) -> int:
 def _timed(
     captured: Captured, place: torch.device, *, profile: bool, device: Device | None
 ) -> tuple[Device, list[Cost]]:
-    """Return what `operations` does, sums into gradients that are there left to the roofline.
-
-    They may be planned for when there is no memory to time them in, and run once in any plan.
-    """
-    sums = set(captured.summed.values())
+    """Return the speeds of a device and the cost of each call on it; None is left to speeds."""
     recording = captured.recording
+    # Sums into gradients that are there may be planned for when there is no memory to time them in,
+    # and run once in any plan: the roofline will do.
+    sums = set(captured.summed.values())
     calls = [call for at, call in enumerate(recording.calls) if at not in sums]
-    others = replace(captured, recording=replace(recording, calls=calls), numbers=())
-    speeds, costs = operations(others, place, profile=profile, device=device)
-    rest = iter(costs)
-    return speeds, [None if at in sums else next(rest) for at in range(len(recording.calls))]
+    others = replace(recording, calls=calls)
+    profile = profile and place.type != "meta"
+    if device is None:
+        # With arrays no larger than an op's, so that measuring takes no more memory than timing.
+        device = measured_device(place, largest_bytes(others)) if profile else NOMINAL
+    costs = iter(measured_costs(others, place) if profile else [None] * len(calls))
+    return device, [None if at in sums else next(costs) for at in range(len(recording.calls))]
 
 
-def _left(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
+def _other_gradients(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
     """Return gradients that are there and that the step does not add to, as one storage."""
     counted = {name for name, _ in captured.earlier}
     held = sum(
@@ -366,30 +370,19 @@ def trace_unplanned(
     args, kwargs = call_arguments(sample)
     captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
     place = device_of(model) if gpu is None else gpu.place
-    recording = captured.recording
-    costs = known_costs(recording, place) if gpu is None else [None] * len(recording.calls)
+    recording, unknown = captured.recording, [None] * len(captured.recording.calls)
+    # Of earlier measurements the scratch counts; seconds are of one source, the roofline.
+    costs = known_costs(recording, place) if gpu is None else unknown
     ways, notes = scratch_of_calls(recording, place, costs, gpu)
     named = to_graph(
         captured,
         name=type(model).__name__,
         device=device or NOMINAL,
-        seconds=[None] * len(captured.recording.calls),
+        seconds=unknown,
         allocator=_allocator(place),
         ways=ways,
     )
     return Trace(named, captured, notes=notes)
-
-
-def operations(
-    captured: Captured, place: torch.device, *, profile: bool, device: Device | None
-) -> tuple[Device, list[Cost]]:
-    """Return the speeds of a device and the cost of each call on it; None is left to speeds."""
-    profile = profile and place.type != "meta"
-    if device is None:
-        room = largest_bytes(captured.recording)
-        device = measured_device(place, room) if profile else NOMINAL
-    calls = captured.recording.calls
-    return device, measured_costs(captured.recording, place) if profile else [None] * len(calls)
 
 
 def resident_storages(
