@@ -289,7 +289,7 @@ def plan(
             )
         what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
-    twin = uninitialized(planned_class(type(plain), PlannedForward))
+    twin = uninitialized(planned_class(plain, PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
     register_fsdp_alias(twin, model)

@@ -28,6 +28,7 @@ from .snapshot import (
     StateSnapshot,
     Values,
     WrittenWeights,
+    ended,
     kept_by,
     kept_by_code,
     kept_by_global_hooks,
@@ -183,6 +184,20 @@ class ModelSnapshot:
                 other += getattr(module, slot).keys() ^ before.keys()
             names += [_joined(path, name) for name in other if not name.startswith("_flat_weight")]
         return list(dict.fromkeys(names))
+
+    def end_graphs(self) -> None:
+        """Put leaves in the places of tensors that were computed: a step goes back no further.
+
+        What made them is the caller's: run backward from here, it would lose what it saved, or add
+        to gradients that nobody puts back.
+        """
+        for _, module, _, _ in self._modules:
+            for held in (module.__dict__, module._buffers):
+                for name, value in [*held.items()]:
+                    if (leaf := ended(value)) is not value:
+                        held[name] = leaf
+        for snapshot in (self._kept, self.arguments, self._outside):
+            snapshot.end_graphs()
 
     def restore(self) -> None:
         """Let all be as it was."""
@@ -458,7 +473,8 @@ def restore_step(
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
     that a forward pass or a hook may write to. Gives who watches for writes into parameters, as a
     momentum encoder's forward makes them. Inside, other parameters with the same memory stand in
-    the model, so that hooks on the user's own, an optimizer's step among them, do not run.
+    the model, so that hooks on the user's own, an optimizer's step among them, do not run. Tensors
+    that the caller computed, and that modules or objects hold, are leaves inside.
 
     model, inputs : what a step runs on
     inputs_too : copy values of inputs, which a forward may scale in place, and put them back
@@ -481,6 +497,7 @@ def restore_step(
                 outside_saved_tensors_hooks(),
                 watched if written is None else nullcontext(),
             ):
+                before.end_graphs()
                 yield watched
         finally:
             before.restore()
