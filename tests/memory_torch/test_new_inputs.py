@@ -264,6 +264,16 @@ def test_a_measured_step_ends_at_what_is_held(where, backend):
         assert same(*results)
 
 
+@pytest.mark.filterwarnings("ignore::sn_memory.torch.PlanWarning")
+def test_verify_ends_at_what_an_attribute_holds():
+    """The plain step that it measures had the attributes of before."""
+    model, scale = OfHeld(*mlp(6)), torch.ones(32, requires_grad=True)
+    model.held = rows(64) + scale
+    budgeted = plan(model, rows(64), "150%", **SETTINGS | {"backend": "modules"})
+    assert verify(budgeted, rows(64)).equal
+    assert scale.grad is None
+
+
 def test_an_argument_that_cannot_be_compared():
     class Names(nn.Sequential):
         def forward(self, x, names=None):
