@@ -295,7 +295,7 @@ def plan(
         what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
     # Each sample has a step: the planned model differs from the plain one by its class and record.
-    twin = uninitialized(planned_class(type(plain), PlannedForward))
+    twin = uninitialized(planned_class(plain, PlannedForward))
     # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
     register_fsdp_alias(twin, model)

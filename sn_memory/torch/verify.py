@@ -84,7 +84,8 @@ def verify(
         nonlocal written
         with restore_step(model, sample, written=written) as watched:
             step = run_step(
-                run,
+                # Taken anew: it has the attributes that the model has inside.
+                model if run is model else plain_model(model),
                 model,
                 arguments,
                 known=running.known,

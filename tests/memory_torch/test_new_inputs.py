@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+import warnings
 from types import MethodType
 
 import pytest
@@ -215,6 +216,64 @@ def test_the_safe_step_of_a_model_inside_another(looking):
     out.sum().backward()
     copied(twin(rows(80))).sum().backward()
     assert same([*grads(outer), *grads(budgeted)], [*grads(twin), *grads(copied)])
+
+
+class Held:
+    """An object that holds a tensor, as a cache of keys and values does."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class OfHeld(nn.Sequential):
+    held = None
+
+    def forward(self, x, held=None):
+        held = self.held if held is None else held
+        if held is None:
+            return super().forward(x)
+        tensor = held if isinstance(held, torch.Tensor) else getattr(held, "tensor", held)
+        return super().forward(x + (tensor[0] if isinstance(tensor, tuple | list) else tensor))
+
+
+HELD = {
+    "in an object": lambda x: ((Held(x),), None),
+    "in a list of an object": lambda x: ((Held([x]),), None),
+    "in an attribute": lambda x: ((), x),
+    "in a tuple of an attribute": lambda x: ((), (x,)),
+    "in an object of an attribute": lambda x: ((), Held(x)),
+}
+
+
+@pytest.mark.parametrize("backend", ["graph", "regions", "modules"])
+@pytest.mark.parametrize("where", HELD)
+def test_a_measured_step_ends_at_what_is_held(where, backend):
+    """Its gradients were added to those of whatever had made the tensor, without a word."""
+    settings = SETTINGS | {"backend": backend}
+    budgeted = plan(OfHeld(*mlp(6)), rows(64), "100%", **settings)
+    copied, scale = copy.deepcopy(budgeted), torch.ones(32, requires_grad=True)
+    for _ in range(3):
+        results = []
+        for model in (budgeted, copied):
+            scale.grad = None
+            model.zero_grad()
+            # An addition keeps nothing, so that to go back through it twice is no error.
+            args, model.held = HELD[where](rows(64) + scale)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PlanWarning)
+                model(rows(64), *args).square().sum().backward()
+            results.append([scale.grad, *grads(model)])
+        assert same(*results)
+
+
+@pytest.mark.filterwarnings("ignore::sn_memory.torch.PlanWarning")
+def test_verify_ends_at_what_an_attribute_holds():
+    """The plain step that it measures had the attributes of before."""
+    model, scale = OfHeld(*mlp(6)), torch.ones(32, requires_grad=True)
+    model.held = rows(64) + scale
+    budgeted = plan(model, rows(64), "150%", **SETTINGS | {"backend": "modules"})
+    assert verify(budgeted, rows(64)).equal
+    assert scale.grad is None
 
 
 def test_an_argument_that_cannot_be_compared():

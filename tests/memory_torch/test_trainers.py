@@ -134,6 +134,36 @@ def test_checkpointing_of_a_copy_is_the_models_own():
     assert twin.transformer.h[0].gradient_checkpointing
 
 
+class Handing(torch.nn.Module):
+    """Hands what it lacks on to the module inside, as models of PEFT do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, **inputs):
+        return self.inner(**inputs)
+
+
+@RENAMED
+def test_checkpointing_of_a_model_inside_a_wrapper_is_left_out():
+    """Once it was on, dropout was drawn in the backward pass, and no plan of ops was possible."""
+    sample = {"input_ids": tokens(4), "labels": tokens(4)}
+    planned = plan(Handing(gpt2()), sample, "100%", **SETTINGS)
+    with pytest.warns(PlanWarning, match="of a planned Handing and ignored"):
+        planned.gradient_checkpointing_enable()
+    assert not planned.is_gradient_checkpointing
+    twin = copy.deepcopy(planned)
+    twin.gradient_checkpointing_enable()
+    assert twin.is_gradient_checkpointing
+
+
 @pytest.mark.slow
 @RENAMED
 def test_by_modules_inside_checkpoints_of_the_model():

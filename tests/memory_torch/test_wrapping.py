@@ -234,6 +234,14 @@ def test_the_reason_is_named(given, says):
     assert re.search(says, planned.sn_memory.kinds[-1].unlike)
 
 
+def test_modules_that_came_are_counted():
+    """Pairs of modules that only stood in one place were said to be of another class."""
+    planned = plan(mlp(2), rows(8), "200%", **SETTINGS)
+    planned.insert(0, nn.Tanh())
+    planned(rows(8))
+    assert planned.sn_memory.kinds[-1].unlike == "it has 8 modules, and had 7"
+
+
 def test_a_mode_is_named_and_what_cannot_be_compared_is_of_no_kind():
     planned = plan(Documented(), some(), "100%", **SETTINGS)
     with pytest.raises(TypeError):  # the model's own

@@ -246,7 +246,9 @@ class InputSignature:
             unlike.append("other parameters require gradients")
         if self.tensors != planned.tensors:
             unlike.append("parameters or buffers have other shapes, strides or types")
-        if not planned.settings_hold_for(self):
+        if len(self.settings) != len(planned.settings):
+            unlike.append(f"it has {len(self.settings)} modules, and had {len(planned.settings)}")
+        elif not planned.settings_hold_for(self):
             names = {
                 f"{path}.{name}" if path else name
                 for path, now, then in zip(paths, self.settings, planned.settings, strict=False)

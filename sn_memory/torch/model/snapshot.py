@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -61,6 +62,11 @@ class _Held:
             and all(mine[name] is theirs[name] for name in mine)
         )
 
+    def ended(self) -> _Held:
+        """Return the same with leaves in the places of tensors that were computed."""
+        attributes = {name: ended(value) for name, value in self.attributes.items()}
+        return _Held(tuple(map(ended, self.items)), attributes)
+
 
 class StateSnapshot:
     """What some values hold, at every depth, when this is created.
@@ -100,6 +106,25 @@ class StateSnapshot:
         for _, holder, before in self._before:
             if not _held(holder).same(before):
                 _fill(holder, before)
+
+    def end_graphs(self) -> None:
+        """Let all hold leaves in the places of tensors that were computed; `restore` undoes it."""
+        for _, holder, before in self._before:
+            leaves = before.ended()
+            if not leaves.same(before):
+                _fill(holder, leaves)
+
+
+def ended(value: Any) -> Any:
+    """Return a leaf in the place of a tensor that was computed, also of those in a tuple."""
+    if isinstance(value, tuple):
+        inside = [ended(item) for item in value]
+        if all(map(is_, inside, value)):
+            return value
+        return value._make(inside) if hasattr(value, "_make") else type(value)(inside)
+    if isinstance(value, torch.Tensor) and not value.is_leaf:
+        return value.detach().requires_grad_()
+    return value
 
 
 class Values:

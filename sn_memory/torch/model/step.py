@@ -29,6 +29,7 @@ from .snapshot import (
     StateSnapshot,
     Values,
     WrittenWeights,
+    ended,
     kept_by,
     kept_by_code,
     kept_by_global_hooks,
@@ -187,6 +188,20 @@ class ModelSnapshot:
                 if not name.startswith("_flat_weight")
             ]
         return list(dict.fromkeys(names))
+
+    def end_graphs(self) -> None:
+        """Put leaves in the places of tensors that were computed: a step goes back no further.
+
+        What made them is the caller's: run backward from here, it would lose what it saved, or add
+        to gradients that nobody puts back.
+        """
+        for _, module, _, _ in self._modules:
+            for held in (module.__dict__, module._buffers):
+                for name, value in [*held.items()]:
+                    if (leaf := ended(value)) is not value:
+                        held[name] = leaf
+        for snapshot in (self._kept, self.arguments, self._outside):
+            snapshot.end_graphs()
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -515,7 +530,8 @@ def restore_step(
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
     that a forward pass or a hook may write to. Yields the watch for writes into parameters, as a
     momentum encoder's forward does them. Inside, the model has other parameters that share the
-    memory of its own, so that hooks on the user's, an optimizer's step among them, do not run.
+    memory of its own, so that hooks on the user's, an optimizer's step among them, do not run, and
+    tensors that the caller computed, and that modules or objects hold, are leaves.
 
     model, inputs : what a step runs on
     inputs_too : copy values of inputs, which a forward may scale in place, and put them back
@@ -537,6 +553,7 @@ def restore_step(
         watching = watched if written is None else nullcontext()
         try:
             with outside_saved_tensors_hooks(), watching:
+                before.end_graphs()
                 yield watched
         finally:
             before.restore()

@@ -32,12 +32,13 @@ _CHECKPOINTING = (
 )
 
 
-def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Module]:
-    """Return a class like `kind`, under its name, whose forward is `run_planned` of the mixin.
+def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
+    """Return a class like a model's, under its name, whose forward is `run_planned` of the mixin.
 
     An instance without a record is plain: for example a copy, whose forward others have replaced by
     a function that calls this one.
     """
+    kind = type(model)
 
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
@@ -66,8 +67,8 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
         "forward": _disguised(run, kind.forward),
         _PLAIN: kind,
     }
-    present = (name for name in _CHECKPOINTING if hasattr(kind, name))
-    members |= {name: _ignored(getattr(kind, name)) for name in present}
+    present = (name for name in _CHECKPOINTING if hasattr(model, name))
+    members |= {name: _ignored(getattr(kind, name, None) or _inner(kind, name)) for name in present}
     return type(kind.__name__, (mixin, kind), members)
 
 
@@ -133,6 +134,15 @@ def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, 
         register_fsdp_alias(plain, model)
         model = plain
     return model, True
+
+
+def _inner(kind: Any, name: str) -> Callable[..., Any]:
+    """Return a method that a model has from a module inside, as those of PEFT do."""
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__getattr__(self, name)(*args, **kwargs)
+
+    return original
 
 
 def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:

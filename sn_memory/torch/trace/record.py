@@ -480,7 +480,8 @@ class Recorder(TorchDispatchMode):
             if arg.requires_grad:
                 raise TraceError(
                     f"{func} reads a tensor of shape {tuple(arg.shape)} that requires a gradient "
-                    "and is not a parameter of the model. Register it as a parameter."
+                    "and is not a parameter of the model. Pass it as an argument, or register "
+                    "it as a parameter."
                 )
             # The model keeps it outside of its parameters and buffers: the same in each step.
             self.recording.constants[self.give(arg, "constant").storage] = arg
