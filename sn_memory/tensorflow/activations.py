@@ -61,7 +61,7 @@ def keep(
 def restored(decompress: Callable[..., Array], inputs: list[Any], dtype: Any, like: Any) -> Any:
     """Return what a NumPy function computes from what is kept, in the shape of an input."""
     values = tf.numpy_function(decompress, inputs, dtype)
-    # numpy_function forgets even the rank, which the gradients of convolutions ask for.
+    # numpy_function forgets even the rank, without which no layer can be called.
     values.set_shape(like)
     return values
 

@@ -88,7 +88,6 @@ def chunked_cross_entropy(
     inputs = [rows, kernel]
     if has_bias:
         inputs.append(tf.cast(tf.convert_to_tensor(bias), hidden.dtype))
-    # At least 1, as there may be no rows.
     size = max(1, -(-count // chunks))
     wide = tf.float32 if rows.dtype in (tf.float16, tf.bfloat16) else rows.dtype
     if ignore_class is None:
@@ -114,7 +113,8 @@ def chunked_cross_entropy(
         of_kernel = tf.zeros_like(kernel, wide)
         of_bias = tf.zeros_like(inputs[2], wide) if has_bias else None
         before: list[Any] = []
-        for begin in range(0, count, size):
+        # Once where there are no rows: nothing is joined from no parts.
+        for begin in range(0, max(1, count), size):
             # In turn: TensorFlow would otherwise hold the logits of several chunks at a time.
             with tf.control_dependencies(before):
                 some = tf.identity(rows[begin : begin + size])

@@ -117,7 +117,7 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         self._folder = tempfile.TemporaryDirectory(prefix="sn_memory")
-        # Level 2 of the host has the allocator's events; calls of Python and kernels are noise.
+        # The allocator's events are the host's; Python's calls and a device's kernels are not read.
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0, device_tracer_level=0
         )
