@@ -68,6 +68,7 @@ class Averaging:
         """The gradients of self.variables, averaged over the ranks."""
         if self.has_no_peers():
             return list(gradients)
+        # Made dense, a gradient has lost its shape.
         if self.sparse_as_dense:
             gradients = [
                 tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
@@ -187,6 +188,7 @@ class Averaging:
         if isinstance(self.groups, int):
             split = np.array_split(range(len(places)), self.groups)
             return tuple(tuple(map(int, part)) for part in split if len(part))
+        # Groups may hold variables whose gradients Keras has left out, as there are none.
         index = {place: i for i, place in enumerate(places)}
         groups = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
         parts = [tuple(index.pop(p) for p in group if p in index) for group in groups]
