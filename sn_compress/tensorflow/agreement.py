@@ -17,6 +17,7 @@ from ..consistency import Fingerprint, ParameterCheck, agree, all_equal, digest,
 from ..errors import CompressError
 from ..ops import products
 
+_DIGEST_WORDS = 17  # of `digest_words`, 8 bytes each
 _DO = (
     "Give all ranks the same model and variables in the same order, the same number of optimizers, "
     "and the same arguments."
@@ -54,6 +55,7 @@ def agree_at_trace(
     if key in agreed or elastic():
         return
     with tf.init_scope():
+        # Within a graph of TensorFlow 1 no sum has a value yet.
         if not tf.executing_eagerly():
             return
         agree(
@@ -65,6 +67,7 @@ def agree_at_trace(
 
 def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = None) -> bool:
     """Whether products have other bits on other ranks, in NumPy or in TensorFlow; all ranks ask."""
+    # The engine's steps are NumPy's, those of graphs TensorFlow's.
     mine = [
         *products.hardware_fingerprint(np.zeros(1, np.float32)),
         *products.hardware_fingerprint(tf.zeros(1)),
@@ -77,11 +80,10 @@ def unlike_in_nodes(
 ) -> bool:
     """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask.
 
-    said : what ranks have to say alike for that, see `graph_buckets.decoding_digest`
+    fingerprint : equal where they do, see `graph_buckets.decoding_digest`
     """
-    return not all_equal(
-        total(process_set, count, "sn.nodes", digest_words([("decoding", fingerprint)]))
-    )
+    words = digest_words([("decoding", fingerprint)])
+    return not all_equal(total(process_set, count, "sn.nodes", words))
 
 
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
@@ -99,6 +101,8 @@ def refuse_joined(
 
     It would end Horovod on all of them in what is no sum; to a sum it adds nothing.
     """
+    # Horovod 0.28.1 starts an all-to-all on a joined rank from its response cache, and crashes
+    # there (decision 40).
     if total(process_set, count, name, np.ones(1, np.int32))[0] != process_set.size():
         raise CompressError(message)
 
@@ -123,7 +127,7 @@ def compared(
         return [(name, digest(value)) for name, value in zip(names, values, strict=True)]
 
     def ask(*values: Any) -> Any:
-        count(17 * 8)
+        count(8 * _DIGEST_WORDS)
         return digest_words(fingerprint_of(values))
 
     def judge(summed: Any, *values: Any) -> Any:
@@ -142,14 +146,15 @@ def compared(
             for variable in variables
         ]
         words = tf.numpy_function(ask, values, tf.int64)
-        words.set_shape([17])
+        words.set_shape([_DIGEST_WORDS])
+        # Horovod names an all-reduce after the node that it sums.
         words = tf.identity(words, name="sn_same")
         summed = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
         judged = tf.numpy_function(judge, [summed, *values], tf.int64)
         judged.set_shape([])
         return judged
 
-    # Of the tensor itself, not of a copy: who plans the step's memory has to know it, too.
+    # Of the tensor itself, not of a copy: a planner of the step's memory has to know it, too.
     is_due.set_shape([])
     with tf.device("CPU"):
         return tf.cond(is_due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")

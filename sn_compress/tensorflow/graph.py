@@ -27,7 +27,7 @@ from ..report import TensorTraffic
 from .tracing import Call
 from .variables import GraphOutcomes, Mark, variable
 
-LEAST = 10  # steps of the same sizes: for fewer it is not worth tracing a graph
+LEAST = 10  # steps of the same sizes: for fewer, tracing a graph would take longer than it saves
 FOR_EVER = 2**62
 _OVERDUE = 1000  # steps behind the last one, after which no trace will come
 _ENDED = (
@@ -51,7 +51,7 @@ def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> 
 
     def call() -> Any:
         called = tf.numpy_function(run, inputs, tf.int64)
-        called.set_shape([])  # who plans the step's memory has to know it
+        called.set_shape([])  # a planner of the step's memory has to know it
         return called
 
     with tf.device("CPU"):
@@ -112,7 +112,7 @@ def arrived(received: Any, sizes: Sequence[int]) -> Any:
     """
     size = sum(sizes)
     complete = tf.debugging.Assert(tf.size(received) == size, [_OTHER_SIZE])
-    received.set_shape([size])  # who plans the step's memory has to know it
+    received.set_shape([size])  # a planner of the step's memory has to know it
     with tf.control_dependencies([complete]):
         return tf.identity(received)
 
@@ -163,7 +163,7 @@ class Undoable:
         if self.before is None or dropped is None:
             return now
         before = self.before
-        # Ordinary steps take what there is as it is.
+        # In an ordinary step nothing was dropped: the branch saves selecting in all memories.
         values = tf.cond(
             tf.reduce_any(dropped),
             lambda: list(map(tf.identity, choose([old.read_value() for old in before], now))),
@@ -261,14 +261,14 @@ class GraphStep:
                 )
             trace_again()
 
+        # Before anything is counted: a graph that has ended has given its memories back.
         alive = tf.debugging.Assert(self.alive.read_value(), [_ENDED])
         with tf.control_dependencies([alive]):
             self.steps.assign_add(1)
             self._compared.assign_add(1)
         at, compared = self.steps.read_value(), self._compared.read_value()
         start = rarely(at >= self.limit, ended, at, name="end")
-        interval = self.same.every
-        before = compared - 1
+        interval, before = self.same.every, compared - 1
         is_due = (before > 0) & (before % interval == 0) if interval else tf.constant(False)
         return start, is_due
 
@@ -296,6 +296,7 @@ class GraphStep:
             flags = self._outcomes.dropped(digests)
             some = tf.reduce_any(flags)
             self._dropping.assign_add(tf.cast(some, tf.int64))
+            # Python is called in the first such step alone: there is one warning.
             first = some & (self._dropping.read_value() == 1)
             rarely(first, warn_dropped, name="dropped")
             dropped = tf.split(flags, [len(bucket.names) for bucket in self.buckets])
@@ -305,6 +306,7 @@ class GraphStep:
             means.append(averaged)
             numbers.append(lost)
         energy, error, saturated = tf.unstack(tf.add_n(numbers))
+        # A step that is lost to NaN, or that had nothing to send, has no relative error.
         known = tf.math.is_finite(energy) & (energy > 0)
         relative = tf.sqrt(error / tf.where(known, energy, 1))
         both = tf.stack([relative, tf.ones_like(relative)])
@@ -341,6 +343,7 @@ class GraphStep:
             int(self._saturated.numpy()),
             {key: count.numpy() for key, count in self._sparse.items()},
         )
+        # Variables count from the beginning of the graph; a report is told the difference.
         before, self._counts = self._counts, now
         since = now.steps - before.steps
         ran = [sent for bucket in self.buckets for sent in bucket.ran(since)]

@@ -60,6 +60,8 @@ class SummedBucket:
         summables = self.summables()
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
         ordered = [summables[at] for at in self.order]
+        # Tensors near the ends of float32 are divided by a power of two, as squared norms and
+        # products with directions would overflow.
         self._exponents = [exchange.tensors[name].exponent for name in names]
         state = self.bucket.join(
             [{name: to_host(value) for name, value in one.state.items()} for one in ordered]
@@ -115,6 +117,7 @@ class SummedBucket:
             decay=self._of.decay,
             exact=self._of.exact,
         )
+        # The engine's own generator of rounds, on tensors of the graph in place of arrays.
         total, self._sent = None, []
         while True:
             try:
@@ -125,12 +128,14 @@ class SummedBucket:
             self._sent.append(words.shape[0])
             total = by.total(words, number, len(self._sent))
             total.set_shape(words.shape)
+        # Before anything is assigned: damage ends the step, and leaves the memories as they were.
         sound = tf.debugging.Assert(result.numbers[1] == 0, [_DAMAGED_SUM])
         with tf.control_dependencies([sound]):
             shared = (result.state[name] for name in self._shared)
             self._variables.assign([*result.memories, *shared])
             placed = dict(zip(self.order, result.means, strict=True))
             energy, sent = tf.unstack(result.numbers[2:])
+            # What was lost is the rest, but for rounding, which may make it negative.
             lost = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
             powers = enumerate(self._exponents)
             return [tf.identity(times_power(placed[at], power)) for at, power in powers], lost
@@ -261,6 +266,7 @@ class GatheredBucket:
             means, updated, lost = _through_owners(
                 for_owners, nodes, self._shares, vectors, memories, number, present, by
             )
+        # After all payloads have been read: a damaged one ends the step before it is remembered.
         with tf.control_dependencies(means):
             self._variables.assign([part for parts in updated for part in parts])
         return means, lost
@@ -299,11 +305,13 @@ def serves(codec: FFTCodec, sizes: Sequence[int]) -> bool:
 
 
 def decoding_digest(codec: FFTCodec) -> str:
-    """What ranks have to say alike to decode alike: all but the transform is exact arithmetic."""
+    """Return what is equal on ranks that decode to the same bits."""
     block = codec.block or 4096
+    # The compiled operation has the bits of FFTCodec on any processor.
     if kernels.serve(codec, [block]) or not serves(codec, [block]):
         return "as on a host"
     within = "identity" if codec.transform == "axes" else codec.transform
+    # Of a decoder all but the transform is exact arithmetic.
     parts = block + 2 if within == "fft" else block
     bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
     return digest(
@@ -401,12 +409,15 @@ def _through_owners(
         words, [0 if owner == rank else n for owner, n in enumerate(splits)],
         [0 if source == rank else splits[rank] for source in range(ranks)], number,
     )  # fmt: skip
+    # An owner of nothing sends nothing, but after it has received: nothing else waits for that.
     with tf.control_dependencies([received]):
         wire = tf.zeros([0], tf.int32)
     if mine:
         others_means = parts.decode(
             tf.reshape(received, [ranks - 1, splits[rank]]), [piece.elements for piece in mine]
         )
+        # The owner's own gradient was never encoded. What encoding the mean leaves out goes into
+        # its memory of that gradient, in whose units it is `ranks` times as much (decision 40).
         own_means = [
             mean * ((ranks - 1) / ranks) + values(piece) * (1 / ranks)
             for mean, piece in zip(others_means, mine, strict=True)
@@ -433,6 +444,7 @@ def _memories_of(
     memories: Memories = []
     for at, vector in enumerate(vectors):
         sections = codec.sections(int(vector.shape[0]))
+        # Pieces of a tensor are this rank's own and those that it sends to owners.
         of_tensor = sorted(
             (pair for pair in zip(pieces, rows_of_pieces, strict=True) if pair[0].tensor == at),
             key=lambda pair: pair[0].start,

@@ -34,6 +34,7 @@ def average(
     count : called with the bytes that this rank sends besides gradients
     """
     sets = call.process_set
+    # What goes dense in this step comes first, in buckets of its own.
     step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
     for number, bucket in enumerate(_buckets(step.dense)):
         flat = _tensor(np.concatenate([engine.dense_values(gradient) for gradient in bucket]))
@@ -45,6 +46,7 @@ def average(
             engine.learn(str(gradient.name), part)
             gradient.values[:] = part
     for number, bucket in enumerate(_buckets(step.coded)):
+        # The engine yields what has to travel, and goes on with the results, until it returns.
         rounds = engine.rounds(bucket, ranks=sets.size(), rank=sets.rank())
         carries, turn = next(rounds, None), 0
         while carries is not None:
@@ -70,15 +72,17 @@ def _buckets(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
 
 
 def _tensor(words: Any) -> Any:
+    # TensorFlow would place it on a GPU, if there is one, and copy it there and back.
     with tf.device("CPU"):
         return tf.constant(to_host(words))
 
 
 def _carried(carry: Collective, name: str, process_set: Any) -> Any:
-    """What a collective brings."""
+    """Return the result of a collective."""
     words, how = _tensor(carry.words), {"name": name, "process_set": process_set}
     if carry.kind == "sum":
         return hvd.allreduce(words, op=hvd.Sum, **how).numpy()
+    # Only a sum is safe where a rank has joined.
     refuse_joined(process_set, None, f"{name}.ranks", JOINED)
     if carry.kind == "gather":
         return hvd.allgather(words, **how).numpy()

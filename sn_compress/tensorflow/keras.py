@@ -68,11 +68,13 @@ class Averaging:
         """The gradients of self.variables, averaged over the ranks."""
         if self.has_no_peers():
             return list(gradients)
+        # Made dense, a gradient has lost its shape.
         if self.sparse_as_dense:
             gradients = [
                 tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
                 for g, v in zip(gradients, self.variables, strict=True)
             ]
+        # Collectives are named by the place of a variable in the optimizer, alike on all ranks.
         places = tuple(optimizer._get_variable_index(v) for v in self.variables)
         run = self._traced if tf.executing_eagerly() else self._average
         return list(run(list(gradients), places, self._parts(places, optimizer), optimizer.name))
@@ -92,11 +94,7 @@ class Averaging:
     ) -> list[Any]:
         refuse_xla()
         self._agree(scope)
-        indices = tuple(range(len(places)))
-        names: dict[int, str] = {}
-        for part in parts or ():
-            names |= {i: f"group_{places[part[0]]}.{place}" for place, i in enumerate(part)}
-        named = [names.get(i, f"gradient_{places[i]}") for i in indices]
+        indices, named = tuple(range(len(places))), _names(places, parts)
         with tf.name_scope(scope):
             start, results, gradients = self._compressed(gradients, named)
             missing = {i for i, mean in enumerate(results) if mean is None}
@@ -117,6 +115,7 @@ class Averaging:
         """See compressed_means."""
         if not hasattr(self.compression, "settings"):
             return None, [None] * len(gradients), gradients
+        # By two tests: eagerly, and for arguments of a function, `was_reduced` sees nothing.
         for variable in exchanged_by_tapes(as_variables(self.variables)):
             raise _averaged_twice(f"{variable.name}: its gradients are")
         if any(was_reduced(gradient) for gradient in gradients):
@@ -173,12 +172,7 @@ class Averaging:
     def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
         """Return variables and the names of their error memories, by path."""
         places = tuple(optimizer._get_variable_index(v) for v in self.variables)
-        parts = self._parts(places, optimizer)
-        if parts is None:
-            names = [f"gradient_{place}" for place in places]
-        else:
-            named = {i: f"group_{places[p[0]]}.{j}" for p in parts for j, i in enumerate(p)}
-            names = [named[i] for i in range(len(places))]
+        names = _names(places, self._parts(places, optimizer))
         keys = {v.path: (v, name) for v, name in zip(self.variables, names, strict=True)}
         if len(keys) < len(names):
             raise CompressError(
@@ -194,10 +188,19 @@ class Averaging:
         if isinstance(self.groups, int):
             split = np.array_split(range(len(places)), self.groups)
             return tuple(tuple(map(int, part)) for part in split if len(part))
+        # Groups may hold variables whose gradients Keras has left out, as there are none.
         index = {place: i for i, place in enumerate(places)}
         groups = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
         parts = [tuple(index.pop(p) for p in group if p in index) for group in groups]
         return (*filter(None, parts), *((i,) for i in index.values()))
+
+
+def _names(places: tuple[int, ...], parts: Any) -> list[str]:
+    """What gradients travel and are remembered under; `parts` are indices group by group."""
+    grouped = {
+        i: f"group_{places[part[0]]}.{at}" for part in parts or () for at, i in enumerate(part)
+    }
+    return [grouped.get(i, f"gradient_{place}") for i, place in enumerate(places)]
 
 
 def _averaged_twice(what: str) -> CompressError:
@@ -226,6 +229,7 @@ class _Averaged:
             restart(self, residuals)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        # Keras clips gradients without saying whose they are.
         self._sn.variables = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
@@ -307,20 +311,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     Raises CompressError if the optimizer is not one of Keras 3, is distributed already, or was
     built before accumulation could be set up.
     """
+    scaler: Any = None
     _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = DistributedOptimizer(
-            optimizer.inner_optimizer,
-            compression=compression,
-            op=op,
-            backward_passes_per_step=backward_passes_per_step,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            missing_as_zeros=missing_as_zeros,
-            process_set=process_set,
-        )
-        return _become(optimizer, _ScaledTogether, inner._sn)
+        # The one inside averages, so that it is handed unscaled gradients.
+        scaler, optimizer = optimizer, optimizer.inner_optimizer
+        _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     if isinstance(compression, type) and issubclass(compression, Compression):
@@ -334,7 +330,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         sparse_as_dense=sparse_as_dense,
         missing_as_zeros=missing_as_zeros,
     )
-    return _become(optimizer, _Averaged, averaging)
+    _become(optimizer, _Averaged, averaging)
+    return optimizer if scaler is None else _become(scaler, _ScaledTogether, averaging)
 
 
 def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
@@ -374,7 +371,8 @@ def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
 
 
 def _number_of_optimizers(process_set: Any) -> str:
-    """Count those that have not agreed yet, after a garbage collection, whose times differ."""
+    """Count the optimizers that have not agreed yet."""
+    # Those that nobody uses any more go at other times on other ranks.
     gc.collect()
     sets = [one.process_set.process_set_id for one in _averagings if not one.agreed]
     return str(sets.count(process_set.process_set_id))
@@ -466,6 +464,7 @@ class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
+        # Without an Input layer a model has no variables before its first batch.
         self._waits = not self.model.built
         if not self._waits:
             self._broadcast()
@@ -496,6 +495,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if not logs or not self.process_set.included():
             return
+        # In one order on all ranks: values travel without their names.
         names = sorted(logs)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, name="metrics", process_set=self.process_set).numpy()

@@ -50,6 +50,7 @@ def encode(
     gradient : [n] float32; memory : of each section, as codec.new_state makes it, or []
     """
     n = int(gradient.shape[0])
+    # The paper's mode; the operation takes float32.
     if codec.half:
         gradient = tf.cast(tf.cast(gradient, tf.float16), tf.float32)
     payload, stats, memories = _call(
@@ -86,6 +87,7 @@ def _call(
     **more: Any,
 ) -> Any:
     sections = codec.sections(n)
+    # The last 8 bytes are the count of saturated values and the checksum, which the operation sets.
     head = header(codec, n) + bytes(8)
     top = -1
     if codec.window != "block":
@@ -94,6 +96,7 @@ def _call(
     like = tf.zeros([])
     return op_def_library.apply_op(
         operation,
+        # Constants of the graph, made once for all nodes.
         roots=[_roots(_span(codec, section)).on(like) for section in sections],
         layouts=[int(number) for section in sections for number in _section_fields(codec, section)],
         header=np.frombuffer(head, "<u4").tolist(),
@@ -122,6 +125,8 @@ def _registered() -> bool:
     core = _native.core()
     if core is None:
         return False
+    # By TensorFlow's plain C interface, looked up in its library by name: the extension is built
+    # without TensorFlow (decision 88).
     why = core.register_graph_kernels(str(Path(tf.sysconfig.get_lib()) / _LIBRARY))
     if why is not None:
         _log.warning(

@@ -4,7 +4,7 @@ With it the core's functions run while a graph is traced, and become part of it.
 of them under other names. Its tensors are never changed in place and it places what it makes, so
 that `device` and `copy` say nothing here. Importing this file makes them known to `arrays`.
 
-What is in a graph a constant is made once in each graph: a step spreads the same tables many times.
+A constant is made once in each graph: a step uses the same tables many times.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ abs, sqrt, round, minimum = tf.abs, tf.sqrt, tf.round, tf.minimum
 isfinite, where = tf.math.is_finite, tf.where
 broadcast_to, permute_dims, reshape = tf.broadcast_to, tf.transpose, tf.reshape
 matmul, maximum, bitwise_left_shift = tf.matmul, tf.maximum, tf.bitwise.left_shift
+sum, max, all, any = tf.reduce_sum, tf.reduce_max, tf.reduce_all, tf.reduce_any
+cumulative_sum, clip, take, stack = tf.cumsum, tf.clip_by_value, tf.gather, tf.stack
+sort, searchsorted = tf.sort, tf.searchsorted
 
 _CONSTANTS = "_sn_compress_constants"  # of a graph, kept with it
 
@@ -89,61 +92,11 @@ def concat(arrays: Sequence[Array], *, axis: int = 0) -> Array:
     return tf.concat(arrays, axis)
 
 
-def stack(arrays: Sequence[Array], *, axis: int = 0) -> Array:
-    """Side by side on a new axis."""
-    return tf.stack(arrays, axis)
-
-
-def take(values: Array, index: Array, *, axis: int = 0) -> Array:
-    """Those at these places."""
-    return tf.gather(values, index, axis=axis)
-
-
-def sum(values: Array, *, axis: int | None = None) -> Array:
-    """The sum, of the type of the values."""
-    return tf.reduce_sum(values, axis)
-
-
-def max(values: Array, *, axis: int | None = None, keepdims: Any = False) -> Array:
-    """The largest."""
-    return tf.reduce_max(values, axis, keepdims)
-
-
-def all(values: Array, *, axis: int | None = None) -> Array:
-    """Whether all are true."""
-    return tf.reduce_all(values, axis)
-
-
-def any(values: Array, *, axis: int | None = None) -> Array:
-    """Whether one is true."""
-    return tf.reduce_any(values, axis)
-
-
-def cumulative_sum(values: Array, *, axis: int = 0) -> Array:
-    """Each with all before it."""
-    return tf.cumsum(values, axis)
-
-
 def vecdot(left: Array, right: Array) -> Array:
     """Products summed over the last axis."""
     if left.shape.rank == 1:
         return tf.reshape(left[None, :] @ right[:, None], ())
     return tf.reduce_sum(left * right, -1)
-
-
-def clip(values: Array, least: float, largest: float) -> Array:
-    """Values no less and no more than these."""
-    return tf.clip_by_value(values, least, largest)
-
-
-def sort(values: Array, *, axis: int = -1) -> Array:
-    """Ascending."""
-    return tf.sort(values, axis)
-
-
-def searchsorted(ascending: Array, values: Array) -> Array:
-    """The first places whose values are not below these, int32."""
-    return tf.searchsorted(ascending, values)
 
 
 def bitwise_right_shift(values: Array, places: Array | int) -> Array:
@@ -163,6 +116,7 @@ def constant(of: Any, host: npt.NDArray[Any]) -> Array:
         setattr(graph, _CONSTANTS, {})
     known = getattr(graph, _CONSTANTS)
     if of not in known:
+        # Whatever its first user waits for, later ones may be in front of that.
         with tf.control_dependencies(None):
             known[of] = tf.constant(host)
     return known[of]

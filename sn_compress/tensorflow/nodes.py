@@ -69,7 +69,7 @@ class Nodes:
                 self.place = Place(layout, process_set.rank())
         self._known, self._ranks, self._rank = True, process_set.size(), process_set.rank()
         if self.place is not None and self.restarted is not None:
-            # It travels with the next gradients, as their owners are others than its ranks.
+            # It travels with the next gradients: their owners are not the ranks that hold it.
             self._engine.exchange.restart({})
             self._brought = self.restarted
         self.restarted = None
@@ -147,6 +147,7 @@ class Nodes:
         count : told the bytes that this rank sends beside gradients
         """
         sets = call.process_set
+        # Before anything is sent: Horovod has no all-to-all with a rank that joined.
         refuse_joined(sets, count, f"{mark}.ranks", JOINED)
         self._engine.begin(gradients)
         for gradient in gradients:
@@ -181,6 +182,7 @@ class Nodes:
         assert self.place is not None
         owned = [name for name in names if self.place.owners.of_name[name] == self.place.number]
         steps = steps_of(owned)
+        # Sizes of different owners change at different steps; a graph is for all ranks or for none.
         if self._settings.exchange == "shared":
             count(8)
             word = tf.constant([steps], tf.int64)
@@ -258,7 +260,8 @@ class NodeSum:
             word = tf.identity(vectors[0][:1])
             means = step(by, self._scatter(by, vectors))
             by.fill(word)
-            # Nothing else waits for what comes to an owner of nothing.
+            # Nothing else waits for what an owner of nothing receives, and TensorFlow would leave
+            # out the exchange.
             with tf.control_dependencies(by.received):
                 means = self._gather(by, means, tf.identity(word))
             return [means[at] for at in range(len(vectors))]
@@ -294,6 +297,8 @@ class NodeSum:
     def _gather(self, by: NodeCollectives, means: Mapping[int, Any], word: Any) -> dict[int, Any]:
         """Return all tensors' means, given this rank's; word : see NodeCollectives.fill."""
         mine, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
+        # A word of this rank's gradients goes in front: an owner of nothing would have a constant
+        # to send, which TensorFlow starts at once.
         sizes = [1 + words for words in self._words]
         words = tf.concat([word, *(means[at] for at in self.mine)], 0)
         received = by.exchange(
@@ -355,6 +360,7 @@ class NodeCollectives(Collectives):
         self, parts: Sequence[Any], sizes: Sequence[int], number: int, kind: str
     ) -> list[Any]:
         """Return the words of each node, in order; `parts` are sent to them."""
+        # Begun here, so `fill` need not.
         self._kinds.remove((number, kind))
         to = sorted(zip(self._owners, parts, strict=True), key=lambda pair: pair[0])
         received = self.exchange(
@@ -371,7 +377,7 @@ class NodeCollectives(Collectives):
         """
         to_self = {self._owners[self.rank]: 1}
         for at, (number, kind) in enumerate(sorted(self._kinds)):
-            # Of the same words TensorFlow would make one all-to-all.
+            # With other words each: TensorFlow would merge all-to-alls of equal ones.
             self.exchange(one_of(word) + at, to_self, to_self, f"sn_b{number}_{kind}")
 
     def present(self, vector: Any, number: int) -> Any:

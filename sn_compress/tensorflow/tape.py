@@ -70,8 +70,8 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     if not _reaches_others(call):
         return tensor, None  # Horovod traces what it never runs
     memory = memory_at(call.compression, settings)
-    fingerprint = [*fingerprint_of_compression(call.compression), ("op", str(call.op))]
-    fingerprint.append(("accumulates", str(memory.accumulates)))
+    fingerprint = fingerprint_of_compression(call.compression)
+    fingerprint += [("op", str(call.op)), ("accumulates", str(memory.accumulates))]
     if call.sources is not None and all(v is not None for v in call.sources):
         fingerprint += fingerprint_of_variables(call.sources)
     memory.agree(call.process_set, fingerprint)
@@ -182,10 +182,12 @@ def exchanged(
     mine = list(range(len(taken_names))) if nodes is None else nodes.mine  # those in buckets
     variables, scale = _variables(call, memory, taken), None
     vectors = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in taken.values()]
+    # What is remembered is of gradients that are not scaled: scales change between steps.
     if call.sources is not None and (scale := memory.scale()) is not None:
         vectors = [values / scale for values in vectors]
-    earlier, graph, parts = _earlier(memory), None, cut([sizes[at] for at in mine])
-    buckets = [[mine[at] for at in part] for part in parts]
+    # A step as nodes of the graph, where ten steps or more are alike; else one of the engine.
+    earlier, graph = _earlier(memory), None
+    buckets = [[mine[at] for at in part] for part in cut([sizes[at] for at in mine])]
     if None not in taken_names:
         graph = memory.graph_step(
             [{str(taken_names[at]): sizes[at] for at in part} for part in buckets], source.owner,
@@ -231,9 +233,11 @@ def _with_owed(tensor: Any, name: str, memory: OptimizerState) -> Any:
         return tensor
 
     def release(gradient: Any) -> Any:
+        # Added to NaN, the residual would be lost with the step.
         if not shared.remembers(name) or not np.isfinite(gradient).all():
             return np.zeros(gradient.size, np.float32)
         residual = shared.release(name)
+        # The next trace has no node for a residual that is gone.
         memory.forget_traces()
         return residual
 
@@ -404,6 +408,7 @@ def _by_graph(
     if not vectors:
         return start, []
 
+    # Nothing travels before the graph has counted the step, or has found that it has ended.
     with tf.control_dependencies([start]):
         vectors = list(map(tf.identity, vectors))
     order = [at for part in buckets for at in part]
@@ -471,6 +476,7 @@ def _of_tape(call: Call, memory: OptimizerState) -> Exchanged:
             for place, gradient in enumerate(call.gradients):
                 if gradient is None or hasattr(gradient, "indices"):
                     continue
+                # A tensor that is the gradient of two variables has no memory of its own.
                 once = sum(other is gradient for other in call.gradients) == 1
                 tensor = _shaped(gradient, call, place)
                 if _takes(tensor, place if once else None, call, memory):
@@ -558,8 +564,7 @@ def _label(call: Call, place: int | None, tensor: Any) -> str:
 
 def _count_plain(tensor: Any, label: str, memory: OptimizerState) -> Any:
     """Count a tensor that travels plain; returns it, to go on with."""
-    size = wire_type(tensor).size
-    elements = tensor.shape.num_elements()
+    size, elements = wire_type(tensor).size, tensor.shape.num_elements()
     if elements is not None:
         memory.engine.traffic.fixed(label, elements, elements * size)
         return tensor
@@ -576,8 +581,8 @@ def _count_plain(tensor: Any, label: str, memory: OptimizerState) -> Any:
 
 def _reaches_others(call: Call) -> bool:
     """Whether a tape sends anything: Horovod asks the same, in a branch of the graph."""
-    process_set = call.process_set
-    return not call.branch or elastic() or bool(process_set.included() and process_set.size() > 1)
+    sets = call.process_set
+    return not call.branch or elastic() or bool(sets.included() and sets.size() > 1)
 
 
 def _graph_of(call: Call) -> Any:
@@ -591,5 +596,4 @@ def _made_in(graph: Any) -> dict[Any, Any]:
     """What was made once in a graph; it goes with the graph."""
     if not hasattr(graph, "_sn_made"):
         graph._sn_made = {}
-    known: dict[Any, Any] = graph._sn_made
-    return known
+    return graph._sn_made  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from ..errors import CompressError
 
 _log = logging.getLogger(__name__)
 _MODULE = "horovod.tensorflow"
+# Where TensorFlow 2.21 traces a function, with the function's arguments among its variables.
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
 # Ops that change how large a gradient is, not what it is of, as clipping and unscaling do.
@@ -108,6 +109,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
 
 def functions_of(frame: FrameType | None) -> list[Any]:
     """Return every tf.function that is being traced in this stack, the innermost first."""
+    # All: an outer function holds the graph of an inner one, and would run what it has traced.
     functions: list[Any] = []
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -150,6 +152,7 @@ def passed(frame: FrameType | None) -> list[Any]:
 
 def forget(function: Any) -> None:
     """Let a tf.function trace again when it is called next; TensorFlow itself offers no way."""
+    # A function that has made variables in its first trace has a second one without them.
     try:
         for traced in (function._variable_creation_config, function._no_variable_creation_config):
             if traced is not None:
@@ -200,6 +203,7 @@ def _reduces_in_branch(operation: Any) -> bool:
 def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
+            # AutoGraph puts this in front of the name of a function that it has rewritten.
             yield frame.f_code.co_name.removeprefix("tf__"), frame.f_locals
         frame = frame.f_back
 
@@ -225,5 +229,6 @@ def _place(
 
 
 def _only(tensors: Sequence[Any], tensor: Any) -> int | None:
+    # By identity, as tensors compare element by element.
     places = [place for place, member in enumerate(tensors) if member is tensor]
     return places[0] if len(places) == 1 else None

@@ -107,6 +107,7 @@ _NEVER, _EXCHANGED, _CHANGES = np.arange(3)  # int64
 
 def digest_of(value: Any) -> Any:
     """Digest of all bits of a variable, [] int64."""
+    # Not a copy of the variable: that would be a third copy of the model (decision 88).
     with tf.device("CPU"):  # there is no other kernel
         return tf.reshape(tf.bitcast(tf.fingerprint(tf.reshape(value, [1, -1])), tf.int64), [])
 
@@ -127,6 +128,7 @@ class EngineOutcomes:
         if digests is not None:
             for name, digest in zip(names, digests, strict=True):
                 before, changes = self.marks.get(name, (None, False))
+                # One that was never seen to change may not be trained at all.
                 if changes and before == digest:
                     self._now[name] = "dropped"
                 seen = before is not None and before != digest

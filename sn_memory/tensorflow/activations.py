@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,17 +32,9 @@ from ..activations import Controller, coverage
 from ..activations.saved import WIDTHS
 from ..base.sizes import parse_bytes
 from .modules.rerun import in_force, name_of, settings_now
-from .reruns import Mix, cheapest_mix, layers_in, put_reruns
+from .reruns import Mix, cheapest_mix, layers_in, reruns_of
 
 Array = np.ndarray[Any, Any]
-
-
-class Kept(NamedTuple):
-    """A layer's result; what is kept for its gradient, [bytes] uint8; the shape of its input."""
-
-    y: Any
-    buffer: Any
-    shape: Any
 
 
 def keep(
@@ -50,8 +42,11 @@ def keep(
     x: Any,
     compress: Callable[[Array], Array],
     of: Callable[[Any, Any], Any] = lambda x, y: tf.cast(x, tf.float32),
-) -> Kept:
-    """Run a call that no tape sees, and compress `of` its input and result."""
+) -> tuple[Any, Any, Any]:
+    """Run a call hidden from tapes; return its result, what is kept, and the shape of its input.
+
+    compress, of : bytes are kept of what `of` makes of the input and the result
+    """
     # A tape would keep the input that the buffer stands for.
     with record.stop_recording():
         y = call(x)
@@ -60,18 +55,19 @@ def keep(
         shape = tf.shape(x)
         with tf.control_dependencies([buffer]):  # before anything else needs memory
             y = tf.identity(y)
-    return Kept(y, buffer, shape)
+    return y, buffer, shape
 
 
 def restored(decompress: Callable[..., Array], inputs: list[Any], dtype: Any, like: Any) -> Any:
-    """Return what a numpy function makes of what is kept, in the type and shape of an input."""
+    """Return what a NumPy function computes from what is kept, in the shape of an input."""
     values = tf.numpy_function(decompress, inputs, dtype)
+    # numpy_function forgets even the rank, without which no layer can be called.
     values.set_shape(like)
     return values
 
 
 def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
-    """Return a ReLU that keeps signs, of which a compressor takes note under a key."""
+    """Return a ReLU that keeps signs, which a compressor counts under a key."""
     signs, from_signs = compressor.noting(key, _signs), compressor.timing(key, _from_signs)
 
     @tf.custom_gradient
@@ -82,6 +78,7 @@ def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
         def gradient(dy: Any) -> Any:
             with tf.control_dependencies([dy]):
                 on = restored(from_signs, [mask, shape], tf.bool, static)
+            # Selected, not multiplied by the mask: its cast would be as large as dy.
             return tf.where(on, dy, tf.zeros((), dtype))
 
         return y, gradient
@@ -100,11 +97,11 @@ def _from_signs(mask: Any, shape: Any) -> Array:
 
 @dataclass(frozen=True)
 class Places:
-    """Max pooling by windows of a size, side by side; `bits` hold a place in one.
+    """Max pooling in windows that do not overlap; `bits` hold a place in a window.
 
-    TensorFlow keeps the layer's input and its output whole. Where windows do not overlap, a
-    gradient goes to one place of its window and to nowhere else, the first of the largest, and that
-    place is all that must be known: 2 bits for four places.
+    TensorFlow keeps the layer's whole input and output. Without overlap the gradient of a window
+    goes to one of its elements, the first maximum, and that place is all that must be kept: 2 bits
+    for a window of four.
     """
 
     height: int
@@ -113,23 +110,21 @@ class Places:
 
     @classmethod
     def of(cls, layer: Any) -> Places | None:
-        """Return those of a Keras layer; None if they overlap, are padded or have many places."""
+        """Return those of a Keras layer; None if windows overlap, are padded or have over 16."""
         height, width = layer.pool_size
-        apart = tuple(layer.strides) == (height, width) and layer.padding == "valid"
+        disjoint = tuple(layer.strides) == (height, width) and layer.padding == "valid"
         # Widths of which a byte holds a whole number.
         bits = next((bits for bits in (1, 2, 4) if height * width <= 1 << bits), None)
-        if not apart or bits is None or layer.data_format != "channels_last":
+        if not disjoint or bits is None or layer.data_format != "channels_last":
             return None
         return cls(height, width, bits)
 
     def wrapped(
         self, call: Callable[..., Any], compressor: Compressor, key: str
     ) -> Callable[..., Any]:
-        """Return the layer's call, with a gradient that reads places, noted under a key."""
-        compress, spread = (
-            compressor.noting(key, self.compress),
-            compressor.timing(key, self.spread),
-        )
+        """Return the layer's call, with a gradient that reads places, counted under a key."""
+        compress = compressor.noting(key, self.compress)
+        spread = compressor.timing(key, self.spread)
 
         @tf.custom_gradient
         def pooled(x: Any) -> Any:
@@ -149,13 +144,14 @@ class Places:
 
     def _views(self, x: Array) -> Iterator[Array]:
         """Per place in a window, a view of what lies there: [n, rows, columns, channels]."""
+        # What is left over at the lower and right edge is in no window.
         rows, columns = x.shape[1] // self.height, x.shape[2] // self.width
         for i in range(self.height):
             for j in range(self.width):
                 yield x[:, i :: self.height, j :: self.width][:, :rows, :columns]
 
     def compress(self, x: Array) -> Array:
-        """Return places of [n, height, width, channels], compressed into uint8."""
+        """Return places of [n, height, width, channels], packed into uint8."""
         first, *others = self._views(x)
         best, place = first.copy(), np.zeros(first.shape, np.uint8)
         for number, other in enumerate(others, start=1):
@@ -170,7 +166,7 @@ class Places:
         return packed
 
     def spread(self, kept: Any, dy: Any, shape: Any) -> Array:
-        """Return a gradient of this shape: dy, each at its place."""
+        """Return a gradient of this shape: zeros, and each element of dy at its place."""
         per, mask = 8 // self.bits, np.uint8((1 << self.bits) - 1)
         shifts = np.arange(per, dtype=np.uint8) * np.uint8(self.bits)
         place = ((kept[:, None] >> shifts) & mask).reshape(-1)[: dy.size].reshape(dy.shape)
@@ -185,7 +181,7 @@ MIN_ELEMENTS = 1024
 
 
 class Compressor:
-    """Compresses inputs of layers in the bits that a controller chose, and tells it what it wants.
+    """Compresses inputs of layers in the bits that a controller chose, and reports to it.
 
     controller : chooses bits by the name of a layer
     optimizer : of Keras, where momentum is read; None: magnitudes are those of gradients
@@ -194,16 +190,18 @@ class Compressor:
 
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
+        # Without a bound each group has the finest grid that its bits allow. Errors are not
+        # measured, which takes as long as encoding: the controller predicts them.
         self._codecs: dict[int, Any] = {
             bits: named_codec(
                 "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
             )
             for bits in WIDTHS
         }
-        self._draws = 0  # tensors compressed so far: each rounds by other chances
+        self._draws = 0  # tensors compressed so far: each is rounded by other random numbers
         self._step = -1
         self._first = ""
-        self._looking = False
+        self._observing = False
         self._gathered: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}  # of packing and unpacking, by key
 
@@ -219,7 +217,7 @@ class Compressor:
         return timed
 
     def noting(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
-        """The same for one that packs alike whatever is chosen."""
+        """The same for one whose bytes no choice of bits changes, which the controller counts."""
         return self.timing(key, lambda *args: self.noted(key, function(*args)))
 
     def compress(self, key: str, x: Array) -> Array:
@@ -232,8 +230,13 @@ class Compressor:
         if bits is None:
             return self._exact(key, flat)
         codec, self._draws = self._codecs[bits], self._draws + 1
-        if self._looking:
-            self._look(key, flat, bits)
+        if self._observing:
+            # By the same draw as the payload, so that the variance is that of what is kept.
+            quantised = codec.quantise(flat, step=self._draws)
+            self.controller.observe(
+                key, n=flat.size, bits=bits, variance=quantised.variance(flat.size),
+                nonzero=float(np.count_nonzero(flat)) / flat.size,
+            )  # fmt: skip
         payload = codec.encode(flat, state=[np.array([self._draws], np.int64)])
         # More elements escaped than a payload has room for.
         if payload.saturated:
@@ -242,31 +245,32 @@ class Compressor:
         return np.asarray(payload.buffer)
 
     def decompress(self, buffer: Array, shape: Array) -> Array:
-        """Return what `compress` was given, as it was kept."""
+        """Return the values that `compress` kept."""
         n = int(np.prod(shape))
         # No payload is as long: it has fewer bits for each element.
         if buffer.size == 4 * n:
             return buffer.view(np.float32).reshape(shape)
         payload = Payload.from_bytes(buffer)
+        # By the payload, as bits may have changed since: a step reads what it kept itself.
         codec = next(codec for codec in self._codecs.values() if codec.settings == payload.settings)
         return np.asarray(codec.decode(payload).reshape(shape))
 
     def noted(self, key: str, kept: Array) -> Array:
         """Let the controller count bytes that no choice changes: signs, places, what is exact."""
-        if self._looking:
+        if self._observing:
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
 
     def arrived(self, key: str, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
-        """Return what takes note of gradients that come to a layer: of its output, and weights."""
+        """Return what observes the gradients that arrive at a layer: of its output, and weights."""
         about = {"outputs": int(y.shape[-1]), "coverage": coverage_of(layer, x.shape, y.shape)}
 
         def note(dy: Array, weights: Array) -> Any:
-            if self._looking:
+            if self._observing:
                 flat = np.asarray(dy, np.float32).reshape(-1)
-                energy = float(np.dot(flat, flat))
-                known = {"energy": energy, "yardstick": self._yardstick(layer, weights)}
-                self._gathered[key] = about | known
+                yardstick = self._yardstick(layer, weights)
+                observed = {"energy": float(np.dot(flat, flat)), "yardstick": yardstick}
+                self._gathered[key] = about | observed
             return np.zeros((), np.int32)
 
         return note
@@ -286,17 +290,11 @@ class Compressor:
         if key == self._first:
             self.refresh()
             self._step += 1
-            self._looking = self.controller.due(self._step)
-
-    def _look(self, key: str, flat: Array, bits: int) -> None:
-        kept = self._codecs[bits].quantise(flat, step=self._draws)
-        nonzero = float(np.count_nonzero(flat)) / flat.size
-        variance = kept.variance(flat.size)
-        self.controller.observe(key, n=flat.size, bits=bits, variance=variance, nonzero=nonzero)
+            self._observing = self.controller.due(self._step)
 
     def _exact(self, key: str, flat: Array) -> Array:
         """All bytes, which the controller counts until fewer are compressed."""
-        if self._looking:
+        if self._observing:
             self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
         return flat.view(np.uint8)
 
@@ -311,50 +309,46 @@ class Compressor:
         if square is None:
             return float(np.abs(momentum).mean())
         unit = np.zeros_like(square)
-        # Where no gradient has come yet both are zero, and zero by zero is no step.
+        # Where no gradient has arrived yet both are zero, and 0 / 0 would be NaN.
         np.divide(1.0, np.sqrt(square), out=unit, where=square > 0)
         return float((np.abs(momentum) * unit).mean() * np.sqrt(square.mean()))
 
     def _momenta(self, kernel: Any) -> tuple[Array | None, Array | None]:
         """What a Keras optimizer remembers of a weight: means, and means of squares."""
         own = self.optimizer
-        place = self._places.get(kernel.path) if own is not None and own.built else None
-        if place is None:
+        # A kernel under LoRA is a tensor: the weight and a product of two others.
+        if own is None or not own.built or not isinstance(kernel, keras.Variable):
             return None, None
+        place = own._trainable_variables_indices.get(own._var_key(kernel))
+        # Adam and what is made like it have the first name, SGD the other. Without momentum the
+        # list is empty.
         first = getattr(own, "_momentums", None) or getattr(own, "momentums", None)
         second = getattr(own, "_velocities", None)
-        return (
-            None if not first else first[place].numpy(),
-            None if not first or not second else second[place].numpy(),
-        )
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        variables = self.optimizer._trainable_variables
-        return {variable.path: place for place, variable in enumerate(variables)}
+        if place is None or not first:
+            return None, None
+        return first[place].numpy(), second[place].numpy() if second else None
 
 
 def coverage_of(layer: Any, inputs: Any, outputs: Any) -> float:
-    """Return the part of a Keras layer's products that do not meet padding; 1 if unknown sizes."""
+    """Return the part of a Keras layer's products that do not meet padding; 1 if it is unknown."""
     if not hasattr(layer, "kernel_size") or layer.data_format != "channels_last":
         return 1.0
     sizes, output_sizes = inputs.as_list()[1:-1], outputs.as_list()[1:-1]
-    # Without padding nothing is met; with unknown sizes the error is taken as large as it can be.
+    # No product meets padding where there is none; of unknown sizes the error is taken as large as
+    # it can be.
     if None in (*sizes, *output_sizes) or layer.padding == "valid":
         return 1.0
-    spans = [
-        (taps - 1) * apart
-        for taps, apart in zip(layer.kernel_size, layer.dilation_rate, strict=True)
-    ]
+    taps, strides, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
+    spans = [(count - 1) * rate for count, rate in zip(taps, dilation, strict=True)]
+    # Causal: all of the padding comes before the input.
     before = spans
     if layer.padding == "same":
-        needed = zip(sizes, output_sizes, layer.strides, spans, strict=True)
+        # TensorFlow pads as much as the outputs need, and the odd element behind.
+        needed = zip(sizes, output_sizes, strides, spans, strict=True)
         before = [
             max((out - 1) * step + span + 1 - size, 0) // 2 for size, out, step, span in needed
         ]
-    return coverage(
-        sizes, output_sizes, layer.kernel_size, layer.strides, before, layer.dilation_rate
-    )
+    return coverage(sizes, output_sizes, taps, strides, before, dilation)
 
 
 _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
@@ -368,7 +362,7 @@ class CompressedActivations:
     controller
         Chooses the bits; `controller.rows()` has what is known of each layer's input.
     wrapped
-        Names of the layers: their paths, where they have one, and no two alike.
+        Names of the layers: their paths, where they have one; no two are equal.
     rerun
         Names of layers that run again in the backward pass, and keep their inputs alone.
     mix
@@ -380,7 +374,7 @@ class CompressedActivations:
         model: keras.Model,
         compressor: Compressor,
         mix: Mix | None = None,
-        apart: Collection[int] = (),
+        excluded: Collection[int] = (),
     ) -> None:
         self.model, self.controller = model, compressor.controller
         self.mix, self.rerun = mix, list(mix.names) if mix else []
@@ -389,15 +383,17 @@ class CompressedActivations:
         self.wrapped: list[str] = []
         self.keys: dict[str, Any] = {}
         for layer in model._flatten_layers(include_self=False):
-            if id(layer) not in apart:
+            if id(layer) not in excluded:
                 self._wrap(layer)
         self._reruns = ExitStack()
         if mix:
+            # A budget with a sample is of all that the forward pass keeps.
             self.controller.observe_other("kept unpacked", nbytes=mix.kept_bytes)
-            self._reruns = put_reruns(mix.sections, model)
+            self._reruns.enter_context(reruns_of(mix.sections, model))
 
     def _wrap(self, layer: Any) -> None:
         """Let a layer pack, if it is of a kind that does."""
+        # By name: a subclass may compute more in its call than is linear in its input.
         kind, key, own = type(layer).__name__, self._name(layer), self._compressor
         signs = relu_by_signs(own, f"{key}/signs")
         if kind in _LINEAR:
@@ -422,7 +418,7 @@ class CompressedActivations:
         self.close()
 
     def close(self) -> None:
-        """Give the layers their own calls back. Compile the model again: it may hold a trace."""
+        """Restore the calls of the layers. Compile the model again: it may hold a trace."""
         self._reruns.close()
         # In reverse, as one layer may have been changed twice.
         for layer, name, own in reversed(self._changes):
@@ -456,10 +452,10 @@ class CompressedActivations:
         setattr(layer, name, value)
 
     def _name(self, layer: Any) -> str:
-        """What the controller knows a layer by: no two may be alike."""
+        """What the controller knows a layer by: a name that no other layer has."""
         name = name_of(layer)
-        alike = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
-        return f"{name}:{alike + 1}" if alike else name
+        count = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
+        return f"{name}:{count + 1}" if count else name
 
     def _linear(self, layer: Any, key: str, activation: Callable[..., Any]) -> Callable[..., Any]:
         call, own = layer.call, self._compressor
@@ -469,7 +465,8 @@ class CompressedActivations:
         @tf.custom_gradient
         def compressed(x: Any) -> Any:
             y, buffer, shape = keep(call, x, compress)
-            # Taken here, so that the gradient does not capture `x` itself.
+            # Taken here, so that the gradient does not capture `x` itself. Of Keras' settings the
+            # gradient needs mixed precision's: it runs outside of Keras' call, which casts weights.
             static, dtype, then = x.shape, x.dtype, settings_now()
             note = own.arrived(key, layer, x, y)
 
@@ -477,21 +474,21 @@ class CompressedActivations:
                 with tf.control_dependencies([dy]):  # not before it is used
                     values = restored(decompress, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
-                # One input at a time lies there decompressed, and not while the gradient of another
-                # is made. That of this one needs no input.
+                # Persistent, as it is asked twice: for the weights' gradients, which need the
+                # decompressed input, and for the input's, which does not and comes last, so that
+                # inputs of two layers are not decompressed at a time.
                 with in_force(then), tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     rerun = call(values)
                 gradients = tape.gradient(rerun, weights, dy)
-                notes = [note for note in gradients if note is not None]
-                # Of what arrives NumPy sees the memory itself: nothing is copied.
-                notes += [
-                    restored(note, [tf.cast(of, tf.float32) for of in (dy, signs)], tf.int32, [])
-                    for signs in notes
-                    if signs.shape.rank > 1
+                done = [gradient for gradient in gradients if gradient is not None]
+                # NumPy sees the memory of what arrives itself: nothing is copied.
+                done += [
+                    restored(note, [tf.cast(of, tf.float32) for of in (dy, gradient)], tf.int32, [])
+                    for gradient in done
+                    if gradient.shape.rank > 1
                 ]
-                # The gradients of the weights first: they are the last to need the input.
-                with tf.control_dependencies(notes):
+                with tf.control_dependencies(done):
                     dx = tape.gradient(rerun, values, dy)
                 # TensorFlow wants a pair only where it handed variables in.
                 return (dx, gradients) if weights else dx
@@ -567,16 +564,21 @@ def compress_activations(
         error=error, budget_bytes=budget_bytes, bits=bits, every=every, start_bits=start_bits
     )
 
-    def trial(apart: Collection[int]) -> CompressedActivations:
+    def trial(excluded: Collection[int]) -> CompressedActivations:
+        # With a controller of its own: what the sample shows is no step of training.
         fixed = Controller(bits=bits or start_bits)
-        return CompressedActivations(model, Compressor(fixed, None, seed, threads), apart=apart)
+        return CompressedActivations(
+            model, Compressor(fixed, None, seed, threads), excluded=excluded
+        )
 
     mix = None if sample is None else cheapest_mix(model, sample, trial, budget_bytes)
     if mix:  # a budget is kept from the first step on
         controller.start_bits = min(start_bits, mix.start_bits)
     compressor = Compressor(controller, optimizer, seed, threads)
-    apart = layers_in(mix.sections) if mix else ()
-    compressed = CompressedActivations(model, compressor, mix, apart)
+    # Packed inside of what runs again, a tensor would be packed in both runs, in the first for
+    # nothing.
+    excluded = layers_in(mix.sections) if mix else ()
+    compressed = CompressedActivations(model, compressor, mix, excluded)
     if not (compressed.wrapped or compressed.rerun or (mix and budget_bytes is not None)):
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "

@@ -1,10 +1,10 @@
 """chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
 
-Logits over a large vocabulary and their gradient are there at one op, so no plan of ops makes less
-of them; neither TensorFlow nor Keras has a loss in chunks, and one of split rows, whether each part
+Logits over a large vocabulary and their gradient are held at one op, so no plan of ops reduces
+them. Neither TensorFlow nor Keras has a loss in chunks, and a loss of split rows, whether each part
 runs again or not, holds a gradient of the whole kernel for each part. Here the loss of some rows
-and its gradient, which is known up to the factor that arrives, are taken from their logits, which
-are dropped before those of the next rows are made. In torch it is
+and its gradient, which is known up to the factor that arrives, are computed from their logits,
+which are freed before those of the next rows are computed. In torch it is
 `torch.nn.functional.linear_cross_entropy`.
 """
 
@@ -94,25 +94,28 @@ def chunked_cross_entropy(
         counted = tf.ones_like(wanted, wide)
     else:
         counted = tf.cast(wanted != ignore_class, wide)
-        # Its row counts nothing, and any class that there is will do.
+        # A class that exists, as the op checks labels; the row counts for nothing.
         wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
-    # How much the loss of each row counts. In half precision a mean is taken last: parts of a row's
-    # share would be zero before a scaled loss arrives.
-    total_count = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
-    early, late = (total_count, tf.ones((), wide))[:: -1 if wide != rows.dtype else 1]
-    row_share = counted / early
+    # A mean divides each row's share. In half precision, where that may round to zero before a
+    # scaled loss arrives, it divides the sums in the end.
+    divisor = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
+    last_divisor = tf.ones((), wide)
+    if wide != rows.dtype:
+        divisor, last_divisor = last_divisor, divisor
+    row_share = counted / divisor
 
     @tf.custom_gradient
-    def together(*inputs: Any) -> Any:
+    def loss_of(*inputs: Any) -> Any:
         rows, kernel = inputs[:2]
         total = tf.zeros((), wide)
         of_rows = []
-        # Added up in the wider type: many sums of few rows each.
+        # Added up in the wider type: half precision would round after each chunk.
         of_kernel = tf.zeros_like(kernel, wide)
         of_bias = tf.zeros_like(inputs[2], wide) if has_bias else None
         before: list[Any] = []
-        for begin in range(0, count, size):
-            # One after the other: else TensorFlow makes the logits of several at a time.
+        # Once where there are no rows: nothing is joined from no parts.
+        for begin in range(0, max(1, count), size):
+            # In turn: TensorFlow would otherwise hold the logits of several chunks at a time.
             with tf.control_dependencies(before):
                 some = tf.identity(rows[begin : begin + size])
                 target, share = wanted[begin : begin + size], row_share[begin : begin + size]
@@ -133,10 +136,10 @@ def chunked_cross_entropy(
 
         def slopes(arrived: Any) -> list[Any]:
             return [
-                tf.cast(tf.cast(slope, wide) * (arrived / late), to.dtype)
+                tf.cast(tf.cast(slope, wide) * (arrived / last_divisor), to.dtype)
                 for slope, to in zip(gradients, inputs, strict=True)
             ]
 
-        return total / late, slopes
+        return total / last_divisor, slopes
 
-    return together(*inputs)
+    return loss_of(*inputs)

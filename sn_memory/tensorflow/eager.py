@@ -1,14 +1,13 @@
 """A plan carried out: the ops of a step put into a graph again, in the order and number planned.
 
-What runs when, and what is given back when, has to hold at run time, where TensorFlow runs ops as
-soon as their inputs are there. So each op waits for the one before it in the plan, by a control
-dependency; a buffer goes when its last reader has run. An op that runs twice is there twice. The
-two have different dependencies, so no pass that merges equal ops merges them. XLA looks at data
-only and orders ops by itself; it is refused where a plan is made.
+The order has to hold at run time, where TensorFlow runs ops as soon as their inputs are there. So
+each op waits for the one before it in the plan, by a control dependency; a buffer is freed when its
+last reader has run. An op that runs twice is in the graph twice. The two have different
+dependencies, so no pass that merges equal ops merges them. XLA follows data alone and orders ops by
+itself; it is refused where a plan is made.
 
-A plan is checked as a list of ops (check_plan). Whether those ops, put into a graph again, are the
-model's step, TensorFlow alone can say: so a planned step is run once on a real sample beside the
-plain one, before a user's training depends on it.
+check_plan checks a plan as a list of ops. Whether those ops, put into a graph, are the model's step
+only a run shows: before a user's training depends on it, it is compared with the plain step.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from .model import (
     call_arguments,
     compute_dtypes,
     different,
+    has_values,
     model_step,
     nudged,
     put_back,
@@ -52,13 +52,14 @@ from .trace.trace import Trace
 
 log = logging.getLogger(__name__)
 
-# Of c op (x op y) with a constant c, constant folding makes (c op x) op y, within each of these.
+# Constant folding turns c op (x op y) with a constant c into (c op x) op y, within each of these.
 _REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))
 # What two correct steps may differ by, in steps of the least exact type: sums in another order,
 # through deep networks. A step that does something else is off by more.
 _ROUNDING: Final = 2.0**13
+# In bfloat16 that would allow any difference.
 _MOST: Final = 0.25
-# What counts as within the budget: kernels of other shapes than those measured alone.
+# A peak of up to so many budgets passes: kernels may ask for other scratch than when run alone.
 _OVER: Final = 1.05
 
 
@@ -80,15 +81,14 @@ class Program:
                 "the plan offloads; here ops are only kept and recomputed. Plan with "
                 'techniques=("keep", "recompute").'
             )
-        firsts = list(
-            dict.fromkeys(action.target for action in plan.actions if action.kind == "run")
-        )
+        runs = (action.target for action in plan.actions if action.kind == "run")
         # Small ops that no plan sees follow the op after which they came.
-        if firsts != [op.name for op in self.named.graph.ops]:
+        if list(dict.fromkeys(runs)) != [op.name for op in self.named.graph.ops]:
             raise PlanError(
                 "the plan changes the order of first runs; the small ops between would be out of "
                 "place. Plan with the planner 'auto'."
             )
+        # Of a model, the action at which its forward pass ends; a step has its loss inside.
         self.boundary = len(self.actions)
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
@@ -100,6 +100,7 @@ class Program:
                 gradient is not None for gradient in traced.structure["gradients"]
             )
             self.results = traced.structure["results"]
+        # Per storage, the values that lie in it: a buffer, and the views of it.
         self.values: dict[str, list[int]] = {}
         for value, root in self.named.buffers.root.items():
             if root in self.named.storage:
@@ -111,7 +112,7 @@ class Program:
         return self.plan.actions[check_plan(self.named.graph, self.plan).peak_action].target
 
     def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
-        """Put the planned passes of a call into the graph; returns what it returns."""
+        """Put the planned passes of a call into the graph; return the results of the call."""
         outs = _differentiable(self, call.tensors, model.trainable_variables)
         return refilled(self.results, outs)
 
@@ -123,7 +124,7 @@ class Program:
 
 
 class Emission:
-    """One time a program is put into the graph that is being built.
+    """A program put into the graph that is being built, once.
 
     inputs : tensors for the step's arguments
     """
@@ -132,6 +133,7 @@ class Emission:
         self.program = program
         self.captured, self.named = program.captured, program.named
         self.buffers = self.named.buffers
+        # Per value, its tensor in this graph, while the plan holds it.
         self.tensors: dict[int, Any] = dict(zip(self.captured.arguments, inputs, strict=True))
         self.tensors.update(self.captured.captures)
         self.ran: set[str] = set()
@@ -139,15 +141,15 @@ class Emission:
         self.changed: dict[int, list[Any]] = {}
 
     def forward(self) -> None:
-        """Put the actions before the loss there; all of them, where the loss is among them."""
+        """Emit the actions before the loss; all of them, where the loss is among them."""
         for at in self.named.followers[""]:
             self.emit(at, first=True)
         self.carry_out(self.program.actions[: self.program.boundary])
 
     def backward(self, incoming: list[Any]) -> None:
-        """Put the actions after the loss there, given the gradients of the outputs."""
-        for value, tensor in zip(self.captured.placeholders, incoming, strict=True):
-            self.tensors[value] = tensor
+        """Emit the actions after the loss, from the gradients of the outputs."""
+        self.tensors.update(zip(self.captured.placeholders, incoming, strict=True))
+        # For all of them: the plan counts them together, from the loss on.
         self.previous = [*self.previous, *(gradient.op for gradient in incoming)]
         for at in self.named.followers[LOSS]:
             self.emit(at, first=True)
@@ -166,38 +168,41 @@ class Emission:
                     self.emit(at, first=True)
 
     def drop(self, storage: str) -> None:
-        # What a kernel keeps for another beside its results has no value.
+        # A storage that a kernel keeps besides its results (where maxima were) has no values.
         for value in self.program.values.get(storage, ()):
             self.tensors.pop(value, None)
 
     def emit(self, at: int, *, first: bool) -> None:
-        """Put a node there, after what came before it."""
+        """Put a node into the graph, after the one before it."""
         node = self.captured.nodes[at]
         inputs = [self.need(value) for value in node.inputs]
         for place in self.fences(node):
             inputs[place] = self.fenced(inputs[place])
         op = put(node, inputs, self.previous)
         if not kernels.is_collective(node.op):
-            # Collectives meet their peers in the background; only who reads them waits.
+            # Collectives meet their peers in the background; only their readers wait.
             self.previous = [op]
         over = self.buffers.overwritten(at)
         for value, tensor in zip(node.outputs, op.outputs, strict=True):
             name = self.named.storage.get(value)
             if name is None:
+                # Small: held from the first run on, by whoever reads it later.
                 if first:
                     self.tensors[value] = tensor
                 continue
             if over is not None and value == node.outputs[0]:
                 self.drop(name)
+            # Of two results, one may be held still where the op runs again for the other.
             if not any(value in self.tensors for value in self.program.values[name]):
                 self.tensors[value] = tensor
         self.forget_changed(node)
 
     def fences(self, node: Node) -> list[int]:
-        """Which inputs of an op are to be hidden from passes that change what runs when.
+        """Which inputs of an op are to be hidden from passes that would change the order.
 
-        oneDNN's pass merges ops by what they read, blind to what waits between them: the result is
-        a cycle. Constant folding makes c * (x * y) into (c * x) * y, and c * x waits for nothing.
+        oneDNN's pass merges ops by what they read and ignores the control dependencies between
+        them: the result is a cycle. Constant folding turns c * (x * y) into (c * x) * y, and c * x
+        waits for nothing.
         """
         kind = node.op.type
         if kind in ("BiasAdd", "BiasAddGrad"):
@@ -205,6 +210,7 @@ class Emission:
         if kind.startswith("Conv"):
             return [0] if self.source(node.inputs[0]) == "Pad" else []
         family = next((kinds for kinds in _REORDERED if kind in kinds), None)
+        # What is small may come early: no plan counts it.
         if family is None or self.buffers.small(node.outputs[0]):
             return []
         known = [value in self.buffers.folded for value in node.inputs]
@@ -215,12 +221,13 @@ class Emission:
         ]
 
     def source(self, value: int) -> str:
-        """The kind of the op that makes a value; "" for what is given."""
+        """The kind of the op that makes a value; "" for arguments and captures."""
         at = self.buffers.producer.get(value)
         return "" if at is None else str(self.captured.nodes[at].op.type)
 
     def fenced(self, tensor: Any) -> Any:
         """Return the same buffer under another op, which no pass sees through."""
+        # EnsureShape, as Grappler removes Identity (decision 17).
         graph = framework_ops.get_default_graph()
         with graph.control_dependencies([op for op in self.previous if op.graph is graph]):
             fence = tf.raw_ops.EnsureShape(input=tensor, shape=tensor.shape)
@@ -228,7 +235,7 @@ class Emission:
         return fence
 
     def forget_changed(self, node: Node) -> None:
-        """What was read from a variable before it changed is not read for what comes after."""
+        """Drop what was read of variables that a node changes: later readers read them anew."""
         if not kernels.has_effect(node.op):
             return
         for handle in (value for value in node.inputs if value in self.captured.variables):
@@ -239,7 +246,7 @@ class Emission:
                         self.tensors.pop(value, None)
 
     def need(self, value: int) -> Any:
-        """Return a value; views and constants are made when first asked for."""
+        """Return a value; views and constants are emitted when they are first needed."""
         if value in self.tensors:
             return self.tensors[value]
         at = self.buffers.producer.get(value)
@@ -250,12 +257,12 @@ class Emission:
             )
         node = self.captured.nodes[at]
         if len(node.outputs) > 1 and node.op.type in kernels.ALIASES:
-            # One by one: what the others pass on may be gone, as the input of SiLU is.
+            # One by one: what the others pass on may be freed, as the input of SiLU is.
             self.tensors[value] = self.need(node.inputs[node.outputs.index(value)])
             return self.tensors[value]
         known = kernels.constant(tensor) if node.op.type in kernels.SHAPES else None
         if known is not None:
-            # What has that shape may be gone.
+            # The tensor that has that shape may be freed.
             self.tensors[value] = tf.constant(known, tensor.dtype)
             return self.tensors[value]
         inputs = [self.need(value) for value in node.inputs]
@@ -267,7 +274,7 @@ class Emission:
 
 
 class TrialError(TraceError):
-    """A planned step that is not the model's, or not within its budget."""
+    """A planned step fails, has other results than the model's own, or exceeds its budget."""
 
 
 def try_model(
@@ -280,14 +287,14 @@ def try_model(
     base_bytes: int,
     plan: Plan | MeasuredPlan,
 ) -> None:
-    """Run a planned model's step beside the plain one.
+    """Run a planned model's step and the plain one, and compare.
 
-    With a sample without values (tf.TensorSpec), and where a step has effects beside its variables
-    (other ranks, Python), the planned step is only put together. The plain one is left out where
+    With a sample without values (tf.TensorSpec), and where a step has effects other than on its
+    variables (other ranks, Python), the planned step is only built. The plain one is left out where
     the device has no memory for it.
 
-    Raises TrialError if it cannot be put together or run, holds more than the budget, or comes to
-    other results.
+    Raises TrialError if it cannot be built or run, holds more than the budget, or has other
+    results.
 
     variables : what a step may change
     captured : the ops of the step; None where the model itself runs
@@ -304,10 +311,8 @@ def try_model(
     refused = planned.__dict__["sn_memory"].refused
     if refused:
         raise TrialError(f"its step is not the planned one: {next(iter(refused))}")
-    if captured is not None and not _repeatable(captured):
-        return
-    # Nothing to run on.
-    if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample)):
+    # Run an extra time, a step may change nothing but variables, which are put back.
+    if not has_values(sample) or (captured is not None and not _changes_variables_only(captured)):
         return
     args = as_tensors(sample)
     with put_back(variables):
@@ -315,6 +320,7 @@ def try_model(
             got = results_of(lambda: step(*args), variables)
         except tf.errors.OpError as error:
             raise TrialError(f"its planned step does not run: {first_line(error)}") from error
+        # By layers, the budget was kept by measurement.
         if captured is not None and has_statistics(device):
             with Allocations(device) as asked_for:
                 step(*args)
@@ -324,13 +330,14 @@ def try_model(
                     f"its planned step holds {show_bytes(held)} on the sample; the budget is "
                     f"{show_bytes(plan.budget_bytes)}"
                 )
+    # Beyond the limit the process may be killed, with no error to catch.
     limit = smallest_limit()
     if limit is None or plan.baseline_peak_bytes < limit.free_bytes:
         _compare(plain, args, got, variables)
 
 
 def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> None:
-    """Raise TrialError if the plain step's results are others, but for rounding and chance."""
+    """Raise TrialError if the plain step's results differ by more than rounding and chance."""
 
     def plainly() -> Results:
         step = model_step(plain)
@@ -361,23 +368,15 @@ def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> N
     )
 
 
-def _repeatable(captured: Captured) -> bool:
-    """Whether a step may be run an extra time: it changes nothing but variables."""
+def _changes_variables_only(captured: Captured) -> bool:
     effects = [node.op for node in captured.nodes if kernels.has_effect(node.op)]
     return all(kernels.changes_variables(op) and not kernels.is_collective(op) for op in effects)
 
 
-def asked(run: Callable[[], Any], variables: Sequence[Any]) -> Allocations:
-    """Run once from the present state, and return what ops asked for; variables are put back."""
-    with put_back(variables), Allocations(main_device()) as asked_for:
-        run()
-    return asked_for
-
-
 def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
-    """Return gradients that raise TraceError where a tape around asks for theirs.
+    """Return gradients that raise TraceError where an outer tape asks for theirs.
 
-    made_of : what they would have gradients by; the ops of a plan have none
+    made_of : what they depend on; through the ops of a plan no tape would see that
     """
     sources = [tensor for tensor in made_of if tensor is not None]
 
@@ -402,18 +401,18 @@ def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
 def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
-    # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
-    # with it both graphs. What comes after the forward pass is put there once only.
+    # TensorFlow registers each custom gradient under a name for good, and with it keeps both graphs
+    # alive. The backward pass is emitted once only, so its name can go then.
     registered: list[str] = []
 
     @tf.custom_gradient
     def passes(*_: Any) -> Any:
         emission = Emission(program, inputs)
         emission.forward()
+        # A model's outputs are its results and after them its gradients.
         count = len(captured.outputs) - len(captured.gradients)
         outs = [emission.need(value) for value in captured.outputs[:count]]
         places = [captured.outputs.index(value) for value in captured.targets]
-
         asked = False
 
         def backward(*incoming: Any) -> Any:
@@ -438,7 +437,7 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
                 ]
             )
             for name in registered:
-                # Private, as TensorFlow has no call that takes a name out.
+                # Private, as TensorFlow has no call that removes a name.
                 framework_ops.gradient_registry._registry.pop(name, None)
             gradients = [next(results) if has_one else None for has_one in program.has_gradient]
             if tapes.could_possibly_record():
@@ -447,6 +446,7 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
 
         return outs, backward
 
+    # Arguments only so that the tape asks for their gradients: the planned ops read the variables.
     read = [tf.convert_to_tensor(variable) for variable in uncast(variables)]
     results = _as_list(passes(*read))
     registered += {result.op.get_attr("_gradient_op_type").decode() for result in results}
@@ -454,4 +454,5 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
 
 
 def _as_list(results: Any) -> list[Any]:
+    """Return the results of a custom gradient, which returns a single one as it is."""
     return list(results) if isinstance(results, list | tuple) else [results]

@@ -25,7 +25,7 @@ def warn(text: str) -> None:
     """Warn where the user's code is: outside of this package, Keras and TensorFlow."""
     ours = __file__.removesuffix("tensorflow/errors.py")
     inside = (ours, *(library.__file__.removesuffix("__init__.py") for library in (keras, tf)))
-    # The depth of Keras' own calls is another in each version.
+    # The depth of Keras' own calls differs between its versions.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
@@ -33,19 +33,20 @@ def warn(text: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The line of an error that says something; Keras adds where, and all arguments."""
+    """The line of an error that says what happened; Keras puts lines around it, in bold."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
-        lines = lines[1:]
+        del lines[0]
     line = lines[0].replace("\x1b[1m", "").replace("\x1b[0m", "") if lines else ""
     return line if isinstance(error, TraceError) else f"{type(error).__name__}: {line}"
 
 
 def as_it_is(error: E) -> E:
-    """Return an error that passes through Keras' calls as it is, with its class and its fields.
+    """Return an error that passes through Keras' calls unchanged, with its class and its fields.
 
-    Keras makes another of each, with the arguments of the call in it, and a RuntimeError of those
-    that take more than a message.
+    Keras replaces errors by ones that list the arguments of the call, and those that take more than
+    a message by a RuntimeError.
     """
+    # Keras' own mark of an error that it has replaced already.
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
     return error

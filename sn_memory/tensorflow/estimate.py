@@ -28,7 +28,7 @@ _NOT_MODELLED = (
 def estimate(
     model: Any, sample: Any, *, optimizer: Any = None, device: Device | str | None = None
 ) -> Estimate:
-    """Tell what a training step will hold. The model's variables exist; nothing else is allocated.
+    """Estimate what a training step holds; nothing is allocated but what the model has already.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def estimate(
     optimizer
         A Keras optimizer or its name, for a model.
     device
-        A name of the table, as "h100": for the room there, and for seconds, which are predicted.
+        A name of the table, as "h100": for its memory, and for predicted seconds.
 
     Raises
     ------
@@ -59,22 +59,27 @@ def estimate(
     rates = speeds(device)
     traced = trace(model, sample, profile=False, device=rates)
     if traced.uncounted:
-        text = f"A step holds more than estimated: {traced.uncounted}."
-        warn(text)
+        warn(f"A step holds more than estimated: {traced.uncounted}.")
     held = optimizer_bytes(model, optimizer) if optimizer is not None else 0
     args = call_arguments(sample)
 
     def step_of(batch: int) -> int:
-        resized = tf.nest.map_structure(lambda spec: _resized(spec, batch), args)
-        return peak(trace(model, resized, profile=False).graph).bytes + held
+        def resized(spec: Any) -> Any:
+            sized = isinstance(spec, tf.TensorSpec)
+            return tf.TensorSpec([batch, *spec.shape[1:]], spec.dtype) if sized else spec
+
+        resized_args = tf.nest.map_structure(resized, args)
+        return peak(trace(model, resized_args, profile=False).graph).bytes + held
 
     highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
+    # By the captured step: in the graph, small variables are one storage, whatever their role.
     roles = dict.fromkeys(("parameter", "state", "input"), 0)
     for value in (*captured.arguments, *captured.captures):
         role = "input" if value in captured.arguments else "state"
         if value in captured.variables and captured.variables[value].trainable:
             role = "parameter"
         roles[role] += buffers.sizes[value]
+    # By root: of tied weights, or of a sum, gradients may be one buffer.
     gradients = {buffers.root[value] for value in captured.gradients}
     return Estimate(
         parameters_bytes=roles["parameter"],
@@ -98,31 +103,26 @@ def estimate(
 
 
 def _reserved(graph: Graph, held: int, device: Device | str | None) -> int:
-    """What the allocator of a card reserves for the step; 0 on a host. held : there before it."""
+    """What a GPU's allocator reserves for the step, `held` bytes before it; 0 on a host."""
     settings = bfc_settings(device)
     if settings is None or not settings.caching:
         return 0
+    # Of the step as it runs without a plan: nothing recomputed, all freed after its last use.
     resident, step = stays(graph, policy("liveness")(graph, budget_bytes=None))
     return settings.reserved([*resident, (0, 1, held)], step).peak_bytes
 
 
 def _left(traced: Trace) -> int:
-    """Bytes live beside the resident ones when the last forward op has run."""
+    """Bytes live when the last forward op has run, but for the resident ones."""
     graph = traced.graph
     forward = [at for at, op in enumerate(graph.ops) if op.phase == "forward"]
     if not forward:  # of one linear layer nothing is needed again but its input
         return 0
-    last = forward[-1]
-    return int(live_bytes(graph)[last] - graph.base_bytes)
+    return int(live_bytes(graph)[forward[-1]] - graph.base_bytes)
 
 
 def _batch(args: tuple[Any, ...]) -> int | None:
+    # Where inputs differ in their first size, no one knows which of them is the batch.
     specs = [spec for spec in tf.nest.flatten(args) if isinstance(spec, tf.TensorSpec)]
     sizes = {spec.shape[0] if spec.shape.rank else None for spec in specs}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _resized(spec: Any, batch: int) -> Any:
-    if not isinstance(spec, tf.TensorSpec):
-        return spec
-    return tf.TensorSpec([batch, *spec.shape.as_list()[1:]], spec.dtype)

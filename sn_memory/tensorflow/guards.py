@@ -1,9 +1,9 @@
 """What a plan of ops depends on: the arguments of the model's call, and settings of its layers.
 
 A plan holds for the arguments it was traced with: the same names, the same structure, tensors of
-the same shapes and types, and the same values of all else. A flag or a mask more is another call.
-A rate of dropout or a factor is a constant of the trace, and is compared whenever a planned model
-is put into a function.
+the same shapes and types, and the same values of all else. One more flag or mask makes another
+call. A rate of dropout or a factor is a constant of the trace, and is compared whenever a planned
+model is traced into a function.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import tensorflow as tf
 
 from .errors import TraceError
 
-# Values that cannot change without being others.
+# Immutable values: where one changes, it is another object.
 SIMPLE: Final = (
     bool, int, float, complex, str, bytes, type(None), type, tf.DType, FunctionType,
     BuiltinFunctionType,
 )  # fmt: skip
 Settings = dict[tuple[str, str], Any]
-# Of a model: what training sets, and no result of a step depends on.
+# Of a model: what `compile` and `fit` set, and no result of a step depends on.
 _TRAINING = frozenset({"stop_training", "history", "optimizer", "compiled", "loss", "metrics"})
-# What TensorFlow and Keras keep for themselves on any object.
+# Prefixes of what TensorFlow and Keras keep on any object for themselves.
 _THEIRS = ("_self_", "_compile", "_keras", "_tf_", "_obj_")
-# Lists and dicts among attributes are opened so deep.
+# Lists and dicts among attributes are opened to this depth: they may contain themselves.
 _DEPTH = 3
 _NOT_PLAIN = object()
 
 
 @dataclass
 class Call:
-    """A call of a model: its arguments, what tells it from others, and its tensors.
+    """A call of a model: its arguments, its key among all calls, and its tensors.
 
-    `why` says why it has no key.
+    why : it has no key
     """
 
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Call:
 def call_of(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Hashable, list[Any]]:
-    """Return what tells a call from others, and its tensors in an order of their own.
+    """Return the key of a call, by which it is planned for, and its tensors in a fixed order.
 
     The same argument by place and by name is the same call; `training` and defaults do not count.
     Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
@@ -78,6 +78,7 @@ def call_of(
             key.append((path, tuple(shape), leaf.dtype.name))
             tensors.append(leaf)
         elif isinstance(leaf, SIMPLE):
+            # With its type, as 1 == True == 1.0.
             key.append((path, type(leaf), leaf))
         else:
             raise TraceError(
@@ -112,7 +113,7 @@ def signature_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
 
 
 def opaque(values: Any) -> Any:
-    """Return what holds tensors that nobody can reach, or None: objects, RaggedTensors."""
+    """Return a leaf that may hold tensors out of reach (an object, a RaggedTensor), or None."""
     leaves = tf.nest.flatten(values)
     return next((leaf for leaf in leaves if not isinstance(leaf, (tf.Tensor, *SIMPLE))), None)
 
@@ -131,7 +132,7 @@ def argument_tensors(args: Any) -> list[Any]:
 
 
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:
-    """Return a structure with other tensors in the place of those in it."""
+    """Return a structure with its tensors replaced, in their order."""
     rest = iter(tensors)
     return tf.nest.map_structure(
         lambda leaf: next(rest) if isinstance(leaf, tf.Tensor) else leaf,
@@ -147,6 +148,7 @@ def settings_of(model: Any) -> Settings:
     """
     settings: Settings = {}
     for place, layer in enumerate(model._flatten_layers()):
+        # Names of layers may be equal.
         name = f"{layer.name} #{place}"
         settings[name, "trainable"] = layer.trainable
         settings[name, "dtype policy"] = layer.dtype_policy.name
@@ -159,12 +161,12 @@ def settings_of(model: Any) -> Settings:
 
 
 def steady(before: Settings, after: Settings) -> Settings:
-    """Return the settings that were the same before and after: counters are none."""
+    """Return the settings that a trace left as they were: a counter of calls is none."""
     return {key: value for key, value in after.items() if key in before and before[key] == value}
 
 
 def changed(then: Settings, now: Settings) -> bool:
-    """Say whether a setting is another than it was."""
+    """Say whether a setting has another value than it had."""
     return any(key in now and now[key] != value for key, value in then.items())
 
 
@@ -176,6 +178,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 def _leaves(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
     """Yield what is in dicts, lists and tuples, with the path to it."""
+    # Sorted: dicts that differ in their order only are the same argument.
     if isinstance(value, Mapping):
         for name, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
             yield from _leaves(item, (*path, name))

@@ -1,9 +1,9 @@
-"""What was asked of TensorFlow's allocator while something ran, and the most it had handed out.
+"""What was requested of TensorFlow's allocator while something ran, and what it handed out.
 
 The allocator's statistics count blocks as they are handed out. The allocator (BFC) hands a free
-block out whole unless it is at least twice what was asked for, so this count depends on what ran
+block out whole unless it is at least twice what was requested, so this count depends on what ran
 before, and is up to twice what tensors hold. The profiler's trace has both numbers for each block,
-and the op that asked.
+and the op that requested it.
 
 On a CPU both need oneDNN, as TensorFlow is released for x86, and see blocks of 256 KiB and more.
 """
@@ -23,8 +23,9 @@ from .errors import TraceError
 _ALLOCATED, _FREED = "MemoryAllocation", "MemoryDeallocation"
 # What goes through the traced allocator of the CPU; smaller blocks are malloc's, and in no count.
 TRACED_BYTES: Final = 1 << 18
+# Of names of profiler traces, by which `Allocations` knows those that it is to report on.
 MARK: Final = "sn_memory "
-# Picoseconds, what happened, and the numbers that came with it.
+# Picoseconds, what happened, and the fields of the event.
 Event = tuple[int, str, dict[str, Any]]
 
 
@@ -34,15 +35,15 @@ def main_device() -> str:
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of a tensor or variable; 0 where its size is open."""
+    """Bytes of a tensor or variable; 0 where its size is unknown."""
     count = tf.TensorShape(value.shape).num_elements() or 0
     return int(count) * int(tf.as_dtype(value.dtype).size)
 
 
 def has_statistics(device: str) -> bool:
     """Say whether the allocator of a device counts."""
-    # With the system's allocator below, there are statistics, and they stay at zero. Not a
-    # difference is asked for: what else is freed meanwhile, by whatever thread, would hide it.
+    # Over the system's allocator (TF_ONEDNN_USE_SYSTEM_ALLOCATOR) there are statistics that stay at
+    # zero. The total is compared, not a difference, which frees of other threads could hide.
     with tf.device(device):
         block = tf.zeros((1 << 20,), tf.uint8)
     try:
@@ -53,21 +54,11 @@ def has_statistics(device: str) -> bool:
     return counted
 
 
-def check_statistics(device: str) -> None:
-    """Raise TraceError if the allocator of a device does not count."""
-    if not has_statistics(device):
-        raise TraceError(
-            f"the allocator of {device} does not count, so nothing can be measured. On a CPU, "
-            "start TensorFlow with TF_ENABLE_ONEDNN_OPTS=1 and without "
-            "TF_ONEDNN_USE_SYSTEM_ALLOCATOR."
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A block: the op that asked for it, for what (`output`, `temp`), how much, and what it got.
+    """A block: the op that requested it, for what (`output`, `temp`), and bytes asked and given.
 
-    What a Python function in the graph hands over was asked for "outside of ops".
+    What a Python function in the graph returns was requested "outside of ops".
     """
 
     op: str
@@ -77,23 +68,23 @@ class Holding:
 
 
 class Allocations:
-    """Blocks that ops asked for while the context was open, of 256 KiB and more on a CPU.
+    """Blocks that ops requested while the context was open, of 256 KiB and more on a CPU.
 
     Attributes
     ----------
     peak_bytes
-        The most that was asked for and not yet given back, beyond what was there at the start.
+        The most that was requested and not yet freed, beyond what was held at the start.
     allocated_peak_bytes
         The same in blocks as handed out.
     left_bytes
-        Asked for and not given back at the end.
+        Requested and not freed at the end.
     holders
         What was held at the peak of `peak_bytes`, largest first.
     scratch_bytes
         Per `tf.profiler.experimental.Trace` that was open meanwhile with a name that begins with
-        MARK: the most asked for in it, less what it left.
+        MARK: the most requested in it, less what it left.
     held_bytes
-        Per such trace: asked for and not given back when it ended.
+        Per such trace: requested since the context was opened and not freed when the trace ended.
 
     Raises
     ------
@@ -111,7 +102,12 @@ class Allocations:
     """
 
     def __init__(self, device: str = "CPU:0") -> None:
-        check_statistics(device)
+        if not has_statistics(device):
+            raise TraceError(
+                f"the allocator of {device} does not count, so nothing can be measured. On a CPU, "
+                "start TensorFlow with TF_ENABLE_ONEDNN_OPTS=1 and without "
+                "TF_ONEDNN_USE_SYSTEM_ALLOCATOR."
+            )
         kind, _, number = device.rpartition("/")[-1].partition(":")
         self._allocator = "mklcpu" if kind == "CPU" else f"GPU_{number or 0}_bfc"
         self.peak_bytes = self.allocated_peak_bytes = self.left_bytes = 0
@@ -121,6 +117,7 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         self._folder = tempfile.TemporaryDirectory(prefix="sn_memory")
+        # The allocator's events are the host's; Python's calls and a device's kernels are not read.
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0, device_tracer_level=0
         )
@@ -145,9 +142,9 @@ class Allocations:
 
 
 def _account(events: list[Event]) -> tuple[list[int], int, tuple[Holding, ...]]:
-    """Return what is asked for before the first event and after each, the most handed out, holders.
+    """Return what is held before the first event and after each, the most handed out, and holders.
 
-    A block that was handed out before the first event counts for nothing when it is given back.
+    A block that was handed out before the first event does not count when it is freed.
     """
     held: dict[int, Holding] = {}
     asked, handed_out, most_handed_out = [0], 0, 0
@@ -192,7 +189,7 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
                     begin = line.timestamp_ns * 1000 + event.offset_ps
                     if name.startswith(MARK):
                         marks.append((name, begin, begin + event.duration_ps))
-                    # A mark is no allocation, and most events of a trace are of others.
+                    # Before the fields are read: most events of a trace are of others.
                     if name not in (_ALLOCATED, _FREED):
                         continue
                     stats = {keys[stat.metadata_id]: _value(stat, keys) for stat in event.stats}
@@ -204,4 +201,5 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
 def _value(stat: Any, keys: dict[int, str]) -> Any:
     kind = stat.WhichOneof("value")
     value = getattr(stat, kind)
+    # Text that occurs often is stored among the keys.
     return keys[value] if kind == "ref_value" else value

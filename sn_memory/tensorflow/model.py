@@ -1,9 +1,9 @@
 """A Keras model: its variables, twins of it, steps of it, its state put back; two runs compared.
 
-What is zero but for rounding differs by all of itself when sums are taken in another order: the
-gradient of a bias before batch norm does. So a difference is not held against its own tensor's
-largest value where that value itself is rounding; what rounding does is measured, by a run with
-the last bit of the weights turned over at random.
+A tensor that is zero but for rounding, as the gradient of a bias before batch norm, differs by all
+of itself when sums are taken in another order. So a difference is not taken relative to its
+tensor's largest value where that value itself is rounding; what rounding does is measured, by a
+run with weights changed at random in their last bit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from keras.src.backend.common import global_state  # has no public name
 from .errors import TraceError
 from .guards import tensors_in
 
-# What Keras has in force around a call; all else it keeps for a thread are settings and seeds.
+# What Keras sets around a call; all else that it keeps for a thread are settings and seeds.
 _AROUND: Final = ("current_call_ctx", "autocast_scope", "name_scope_stack", "stateless_scope")
 
 T = TypeVar("T")
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for a model whose call would not be the whole of it."""
+    """Raise TraceError for a model that is not built, or whose `call` a twin would not have."""
     if not model.built:
         raise TraceError(
             "the model is not built, so its variables do not exist yet. Call it once, or build it "
@@ -48,6 +48,7 @@ def variables_of(model: Any) -> list[Any]:
 
     Keras 3 does not count these among a model's variables, but its steps move them.
     """
+    # By id: comparing two Keras variables makes a tensor.
     variables = {id(v): v for v in model.variables}
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
@@ -59,8 +60,8 @@ def variables_of(model: Any) -> list[Any]:
 def uncast(variables: Iterable[Any]) -> list[Any]:
     """Return TensorFlow's variables behind those of Keras.
 
-    Under a policy of mixed precision, `value` within the call of a model is a cast of the variable,
-    whose gradient no layer's weight gets.
+    Under a policy of mixed precision, `value` within the call of a model is a cast of the variable:
+    a tape that watches it has no gradient for the weight.
     """
     return [variable._value for variable in variables]
 
@@ -104,6 +105,11 @@ def as_tensors(sample: Any) -> tuple[Any, ...]:
     return converted
 
 
+def has_values(sample: Any) -> bool:
+    """Say whether a sample can be run: it holds no tf.TensorSpec."""
+    return not any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample))
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
@@ -112,16 +118,17 @@ def twin_of(model: Any, mixin: type) -> Any:
     """Return a model that shares everything with another and whose class has a mixin first."""
     kind: Any = type(model)
 
+    # Whoever asks for the signature of `call`, as Keras does, gets that of the model.
     @functools.wraps(kind.call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mixin.call(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    # Whoever asks for the signature of `call` gets that of the model.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "call": call}
     names["__doc__"] = kind.__doc__
+    # Not by its `__init__`, which would make layers and variables of its own.
     twin: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
     twin.__dict__.update(model.__dict__)
-    # What Keras has compiled calls the model it was compiled for.
+    # The functions that Keras has compiled call the model they were compiled for.
     for key in ("train_function", "test_function", "predict_function"):
         if key in twin.__dict__:
             twin.__dict__[key] = None
@@ -137,7 +144,8 @@ def model_step(model: Any) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             outs = _floating(model(*args, **kwargs, training=True))
-        # As a loss's would be: an executor in parallel begins the backward pass with them.
+        # Gradients come after all outputs, as those of a loss do. They need none of them, so that
+        # the executor would otherwise begin the backward pass of one output before another is done.
         with tf.control_dependencies(outs):
             incoming = [_drawn(place, out) for place, out in enumerate(outs)]
         return outs, tape.gradient(outs, variables, output_gradients=incoming)
@@ -149,9 +157,11 @@ def update_step(model: Any) -> Any:
     """A step of a model with a loss and an optimizer's update, as where `fit` runs.
 
     The loss is the squared distance from fixed values. What reads a weight after its update comes
-    to other results. The optimizer is one of Keras: where all gradients pass through one IdentityN,
-    as in there, Grappler takes it for the order of reads and updates, and then takes it apart.
+    to other results. The optimizer is one of Keras: its gradients pass through one IdentityN, by
+    which Grappler takes reads and updates for ordered, drops the control edges, and then dissolves
+    the IdentityN.
     """
+    # A late read is off in proportion to the rate.
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(model.trainable_variables)
 
@@ -179,12 +189,21 @@ def _floating(results: Any) -> list[Any]:
 
 
 def _drawn(place: int, like: Any) -> Any:
+    """Return values like those of a tensor, for its place the same in each step and each graph."""
     return tf.random.stateless_normal(tf.shape(like), (place, 0), dtype=like.dtype)
+
+
+def wait_for(results: Any) -> None:
+    """Wait until results are there; on a GPU, work is only queued when a call returns."""
+    tensors = tensors_in(results)
+    # The last one's value: all work was queued in one order.
+    if tensors and "GPU" in tensors[-1].device:
+        np.asarray(tf.reshape(tensors[-1], (-1,))[:1])
 
 
 @contextmanager
 def put_back(variables: Sequence[Any]) -> Iterator[None]:
-    """Put variables back whatever happens."""
+    """Restore the values of variables at the end, whatever happens."""
     before = [variable.numpy() for variable in variables]
     try:
         yield
@@ -195,12 +214,13 @@ def put_back(variables: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def restore_model(model: Any) -> Iterator[None]:
-    """Put back what calls of a model change beside variables.
+    """Restore at the end what calls of a model change other than variables.
 
     That is attributes of layers, with what is in their lists and dicts; the losses they collected;
     and the state of Python's and NumPy's random number generators.
     """
     layers = model._flatten_layers()
+    # By `__dict__`: setattr would have Keras track each value a second time.
     attributes = [(layer, dict(layer.__dict__)) for layer in layers]
     contents = [
         (value, list(value.items() if isinstance(value, dict) else value))
@@ -224,7 +244,7 @@ def restore_model(model: Any) -> Iterator[None]:
 
 
 def _refill(value: Any, before: list[Any]) -> None:
-    """Give a list or dict back what was in it; where that is the same, it is left alone."""
+    """Restore the content of a list or dict; where it is the same, it is left alone."""
     now = list(value.items() if isinstance(value, dict) else value)
     if [_identity(value) for value in now] == [_identity(value) for value in before]:
         return
@@ -236,16 +256,18 @@ def _refill(value: Any, before: list[Any]) -> None:
 
 
 def _identity(item: Any) -> Any:
-    """What tells an item of a list, or of a dict, from another; pairs are made anew each time."""
+    """The identity of an item of a list or dict; `items` of a dict makes each pair anew."""
     return tuple(map(id, item)) if isinstance(item, tuple) and len(item) == 2 else id(item)
 
 
 def run_outside(function: Callable[[], T]) -> T:
     """Run a function as if no function were being traced: no graph, no tape, no call of Keras.
 
-    tf.init_scope leaves the graph, and stops all tapes of the thread with it, those opened inside
-    too. All of that belongs to a thread, so another one, which is waited for, has none of it.
+    All of that belongs to a thread, so the function runs in another one, which is waited for.
+    tf.init_scope would leave the graph as well, but it stops all tapes of the thread, those opened
+    inside too.
     """
+    # A new thread has none of Keras' settings: its mixed precision, its seeds.
     held: dict[str, Any] = vars(global_state.GLOBAL_STATE_TRACKER)
     settings = {key: value for key, value in held.items() if key not in _AROUND}
 
@@ -259,6 +281,8 @@ def run_outside(function: Callable[[], T]) -> T:
 
 
 Results = dict[str, Any]
+# Names of results begin with it; all others are variables'.
+_RESULT: Final = "result "
 # The part of a tensor's largest value that may be rounding before the tensor counts as rounding.
 _ROUNDING_SHARE: Final = 0.1
 # A difference of up to so many times what the last bit of the weights does is rounding, too: deep
@@ -266,6 +290,7 @@ _ROUNDING_SHARE: Final = 0.1
 _LIKE_ROUNDING: Final = 8
 # Differences of so many last bits need no second look.
 _FEW: Final = 16
+# The distance from 1 to the next number, by the bits of each type's mantissa.
 _UNITS: Final = {
     tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52,
 }  # fmt: skip
@@ -276,7 +301,7 @@ def results_of(run: Callable[[], Any], variables: Sequence[Any]) -> Results:
     with put_back(variables):
         flat = tf.nest.flatten(run(), expand_composites=True)
         results = {
-            f"result {place}": np.asarray(value)
+            f"{_RESULT}{place}": np.asarray(value)
             for place, value in enumerate(flat)
             if value is not None
         }
@@ -308,12 +333,12 @@ def relative_error(
     names = different(expected, got)
     if not names:
         return 0.0
-    pairs = {name: (expected.get(name), got.get(name)) for name in names}
     if any(
-        one is None or other is None or one.shape != other.shape for one, other in pairs.values()
+        name not in expected or name not in got or expected[name].shape != got[name].shape
+        for name in names
     ):
         return float("inf")
-    gaps = {name: _gap(*pair) for name, pair in pairs.items()}
+    gaps = {name: _gap(expected[name], got[name]) for name in names}
     errors = {name: gap / (_largest(expected[name]) or 1.0) for name, gap in gaps.items()}
     # Spares the third run.
     if max(errors.values()) < _FEW * unit:
@@ -324,8 +349,9 @@ def relative_error(
         if gaps[name] <= _LIKE_ROUNDING * rounding:
             errors[name] = unit * gaps[name] / rounding
         elif rounding > _ROUNDING_SHARE * _largest(expected[name]):
+            is_result = name.startswith(_RESULT)
             peers = [
-                value for key, value in expected.items() if _is_result(key) == _is_result(name)
+                value for key, value in expected.items() if key.startswith(_RESULT) == is_result
             ]
             errors[name] = gaps[name] / (max(map(_largest, peers)) or 1.0)
     return max(errors.values())
@@ -334,7 +360,7 @@ def relative_error(
 @contextmanager
 def nudged(variables: Sequence[Any], unit: float) -> Iterator[None]:
     """Change variables by a relative `unit` up or down, at random; they are put back."""
-    # Seeded, so that a step is judged alike each time.
+    # Seeded, so that the same step is judged the same each time.
     generator = np.random.default_rng(0)
     with put_back(variables):
         for variable in variables:
@@ -353,16 +379,12 @@ def unit_of(dtypes: Iterable[Any]) -> float:
     )
 
 
-def _is_result(name: str) -> bool:
-    return name.startswith("result ")
-
-
 def _same(one: Any, other: Any) -> bool:
     return one is not None and other is not None and bool(one.tobytes() == other.tobytes())
 
 
 def _wide(value: Any) -> Any:
-    """Return numbers as float64; of text, nothing that could be measured."""
+    """Return numbers as float64; NaN for text and objects, whose difference is no number."""
     return value.astype(np.float64) if value.dtype.kind not in "OSU" else np.full(1, np.nan)
 
 

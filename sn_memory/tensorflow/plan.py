@@ -68,13 +68,13 @@ def plan(
     sample
         An input like those of training, as in `trace`. Or a list of such inputs, each planned for:
         the smallest and the largest, say. An input of another kind (shapes, types, flags, rates)
-        gets a plan when it comes: of the plans there are the fastest that keeps the budget, or a
-        new one, or layers that run again.
+        gets a plan when it comes: the fastest existing plan that keeps the budget, or a new one, or
+        layers that run again.
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
         that of the largest. Variables, gradients and the input count. For a GPU, present or named,
-        what TensorFlow's allocator reserves keeps it as well. "limit", as where it is left
-        out: what is free where the model is, for all that one process may have of it.
+        what TensorFlow's allocator reserves keeps it as well. "limit", the default: what this
+        process may still allocate on the model's device.
     planner, techniques
         As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
     time_limit_s
@@ -96,8 +96,8 @@ def plan(
 
     Returns
     -------
-    A model of the same class that shares variables and layers with `model`. Its `sn_memory` tells
-    back end, trace and plan, the `kinds` of input by now, and writes the report.
+    A model of the same class that shares variables and layers with `model`. Its `sn_memory` has the
+    back end, trace and plan, the `kinds` of input seen so far, and writes the report.
 
     Raises
     ------
@@ -111,8 +111,8 @@ def plan(
 
     Notes
     -----
-    The planned step is put together here and, with a real sample, run once beside the plain one;
-    the model is left as it was.
+    The planned step is built here and, with a real sample, run once and compared with the plain
+    one; the model is left as it was.
 
     Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
     False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
@@ -153,7 +153,7 @@ def plan(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     options = PlanOptions(plan_graph, planner, tuple(techniques), device, strict)
     settings.check_profile(profile=profile, backend=backend, measuring="layers")
-    core()  # without it there is no plan: said before anything is traced
+    core()  # without the extension there is no plan: raised before anything is traced
 
     def planned(model: Any, sample: Any, budget: float | str) -> Any:
         with sharing(time_limit_s):
@@ -171,7 +171,7 @@ def plan(
 def _for_several(
     planned: Callable[..., Any], model: Any, samples: list[Any], budget: float | str
 ) -> Any:
-    """Plan for the largest sample first, whose own step percent are of, and then for the others."""
+    """Plan for the largest sample first, of whose step a percentage is, and then for the others."""
     if not samples:
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
@@ -183,13 +183,10 @@ def _for_several(
     for sample in others:
         model = planned(model, sample, first.budget_bytes)
     record: PlanRecord = model.__dict__[RECORD]
-    # What is told of the model is what was planned for the largest sample.
-    record.backend, record.traced, record.latest_plan = (
-        first.backend,
-        first.traced,
-        first.latest_plan,
-    )
-    record.options, record.sample = first.options, first.sample
+    # The model reports the plan of its largest sample.
+    record.backend, record.traced = first.backend, first.traced
+    record.latest_plan, record.options = first.latest_plan, first.options
+    record.sample = first.sample
     return model
 
 
@@ -209,6 +206,7 @@ class _ModelPlanner:
         self.plain = plain_model(self.model)
         self.name = type(self.plain).__name__
         check_model(self.plain)
+        # First: malloc returns only blocks that it hands out from then on.
         return_freed()
         if self.budget == LIMIT:
             self.budget = limit_budget(
@@ -225,12 +223,14 @@ class _ModelPlanner:
             else:
                 twin = self.by_either()
         record: PlanRecord = twin.__dict__[RECORD]
-        # Not before: what comes otherwise than planned is a failure of the trial.
+        # Not before: without options, an input that is not the planned one fails in the trial,
+        # where it would be planned for otherwise.
         record.options, record.sample = self.options, call_arguments(self.sample)
         log.info("%s planned by %s: %s", self.name, record.backend, summary(record.plan))
         return twin
 
     def by_graph(self, *, all_counted: bool) -> Any:
+        """Return the model planned by its ops; if `all_counted`, only where none is uncounted."""
         then = settings_of(self.plain)
         with _as_trace_error():
             report_progress("trace", 0, 1)
@@ -253,6 +253,7 @@ class _ModelPlanner:
             record.take_over(self.model.__dict__.get(RECORD))
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             report_progress("trial", 0, 1)
+            # Near the limit of the process, malloc is to return what the step frees.
             if main_device() == "CPU:0":
                 return_freed(plan.peak_bytes)
             return self.tried(
@@ -274,7 +275,7 @@ class _ModelPlanner:
         base_bytes: int,
         captured: Captured | None = None,
     ) -> Any:
-        """Return a model that carries a record, once a step of it was tried."""
+        """Return a model that carries a record, after a trial of its step."""
         twin = twin_of(self.plain, PlannedCall)
         twin.__dict__[RECORD] = record
         try_model(
@@ -296,7 +297,7 @@ class _ModelPlanner:
             refusal = error
         try:
             twin = self.by_layers()
-        # It knows only layers; whoever reads it wants to know why these.
+        # Its message is of layers; the note says why layers were tried.
         except BudgetError as error:
             error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
             raise
@@ -340,8 +341,8 @@ def plan_step(
 
     Returns
     -------
-    A callable for arguments like the sample's; its `sn_memory` tells trace and plan and writes the
-    report. Other shapes or types raise.
+    A callable for arguments like the sample's; its `sn_memory` has the trace and the plan, and
+    writes the report. Other shapes or types raise.
 
     Raises
     ------
@@ -372,7 +373,7 @@ def plan_step(
     settings.refuse_keywords("plan_step", removed, settings.OF_PROCESS)
     options = PlanOptions(plan_graph, planner, tuple(techniques), device)
     settings.check_profile(profile=profile, backend="graph", measuring="layers")
-    core()  # without it there is no plan: said before anything is traced
+    core()  # without the extension there is no plan: raised before anything is traced
     if getattr(step, "_jit_compile", None):
         raise TraceError(
             "the step is compiled by XLA (jit_compile=True), which chooses its own schedule. Plan "
@@ -396,7 +397,7 @@ def plan_step(
 
 @contextmanager
 def _as_trace_error() -> Iterator[None]:
-    """Whatever fails while a step is traced or put together is a TraceError."""
+    """Turn whatever fails while a step is traced or built into a TraceError."""
     try:
         yield
     except TraceError:

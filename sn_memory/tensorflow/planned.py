@@ -1,4 +1,4 @@
-"""What a planned Keras model or step carries as `sn_memory`: what runs, and what is told of it."""
+"""What a planned Keras model or step carries as `sn_memory`: what runs, and what it reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .trace.trace import Trace
 RECORD = "sn_memory"
 # What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` asks for.
 Step = Program | LayerStep
-# Of the kinds of input that come while training so many are kept.
+# How many of the kinds of input that come while training are kept: each holds a traced graph.
 KINDS = 32
 
 
@@ -35,7 +35,7 @@ KINDS = 32
 class PlanOptions:
     """How to plan graphs; the parameters are those of `plan`.
 
-    plan_graph : that of `sn_memory`; what carries plans out need not know how they are found
+    plan_graph : that of `sn_memory`: plan.py alone imports the planner
     """
 
     plan_graph: Callable[..., Plan]
@@ -57,6 +57,7 @@ class PlanOptions:
     ) -> Plan:
         """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere."""
 
+        # Seconds are given where a plan that was above its budget is searched again, lower.
         def search(live_bytes: float | str, seconds: float | None) -> Plan:
             return self.plan_graph(
                 graph,
@@ -72,8 +73,10 @@ class PlanOptions:
         if allocator is None:
             planned = search(budget, None)
         else:
+            # A share is of live bytes: reserved ones are known of plans alone.
             allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
             planned = within_reserved(graph, allowed, search, allocator)
+        # Whatever planned it: what is carried out has passed the independent check.
         check_plan(graph, planned)
         return planned
 
@@ -103,19 +106,19 @@ class PlanRecord(PlannedRecord[Trace]):
     steps: dict[Hashable, Step] = field(default_factory=dict)
     # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
-    # Why calls were run plainly; each is warned about once.
+    # Why calls were run plainly; each reason is warned about once.
     refused: set[Hashable] = field(default_factory=set)
-    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; no
-    # options of a step, and before `plan` is done.
+    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; None
+    # for a step, and until `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
     summaries: dict[Hashable, PlannedKind] = field(default_factory=dict)
-    # Of the kinds, those that came while training, with the number of the last trace of each.
+    # Of the kinds, those that came while training, each with `count` when it was last traced.
     planned_online: dict[Hashable, int] = field(default_factory=dict)
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
-    # How often the model was put into a function, and what was put there last.
+    # How often the model was traced into a function, and the step that was last.
     count: int = 0
     running: Step | None = None
 
@@ -127,7 +130,7 @@ class PlanRecord(PlannedRecord[Trace]):
     def planned_inputs(self) -> list[str]:
         if self.layers is not None:
             return ["any"]
-        # Of a step function nothing is told: it takes arguments like its sample's alone.
+        # A step function has no kinds: it takes arguments like its sample's alone.
         return super().planned_inputs or ["as its sample"]
 
     @property
@@ -145,11 +148,11 @@ class PlanRecord(PlannedRecord[Trace]):
         return self.options is not None and self.options.strict
 
     def take_over(self, before: PlanRecord | None) -> None:
-        """Keep what was planned for other inputs when it was asked for; the rest is made again."""
+        """Keep what `plan` planned for other inputs; what came while training is planned anew."""
         if before is not None:
-            asked = [kind for kind in before.steps if kind not in before.planned_online]
-            self.steps |= {kind: before.steps[kind] for kind in asked}
-            self.summaries |= {kind: before.summaries[kind] for kind in asked}
+            samples = [kind for kind in before.steps if kind not in before.planned_online]
+            self.steps |= {kind: before.steps[kind] for kind in samples}
+            self.summaries |= {kind: before.summaries[kind] for kind in samples}
             self.layers = before.layers
 
     def keep(
@@ -162,8 +165,8 @@ class PlanRecord(PlannedRecord[Trace]):
     ) -> None:
         """Keep what runs for a kind of input, whose calls have a key.
 
-        With the seconds that planning took while training, it is kept as long as there is room:
-        those that were not used for longest go.
+        With the seconds that planning took while training, it is kept while there is room: the kind
+        that was not used for longest goes first.
         """
         self.forget(kind)
         self.steps[kind] = step
@@ -176,7 +179,7 @@ class PlanRecord(PlannedRecord[Trace]):
                 self.forget(min(self.planned_online, key=lambda kind: self.planned_online[kind]))
 
     def forget(self, kind: Hashable) -> None:
-        """Let a kind of input go."""
+        """Drop a kind of input."""
         self.steps.pop(kind, None)
         self.summaries.pop(kind, None)
         self.planned_online.pop(kind, None)
@@ -205,11 +208,12 @@ class PlannedStep:
             emission.forward()
             return [emission.need(value) for value in captured.outputs]
 
+        # With a signature, other shapes raise; without, they would be traced into the same ops.
         specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
         self._run = tf.function(run, autograph=False, input_signature=specs)
 
     def put_together(self) -> None:
-        """Put the planned ops into a graph; the first call finds it there."""
+        """Build the graph of the planned ops, which the first call would do otherwise."""
         self._run.get_concrete_function()
 
     def __call__(self, *args: Any) -> Any:

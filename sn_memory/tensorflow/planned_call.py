@@ -1,13 +1,13 @@
-"""What a planned Keras model does otherwise than its class, for inputs nobody planned for too.
+"""What a planned Keras model does differently from its class, also for inputs not planned for.
 
 In training, inside a tf.function as `fit` makes it, its forward and backward pass are the planned
 ones (eager.py). Called eagerly, where TensorFlow holds all arguments, and under XLA, which orders
-ops by itself, it is the model's own.
+ops by itself, they are the model's own.
 
-A call of a kind that nobody planned for is traced beside the function that is being built; ops have
-the same names at any size, so that plans can be carried over. Where no plan of ops is found, or a
-size is left open, layers run again, chosen by steps measured on synthetic values. See
-run/unseen.py.
+A call of a kind that was not planned for is traced separately from the function that is being
+built; ops have the same names at any size, so that plans can be carried over. Where there is no
+plan of ops, or a size is left open, layers run again, chosen by steps measured on synthetic values.
+See run/unseen.py.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     Warns where what runs is slower than a plan of ops, or above the budget.
     """
     kind: Hashable = call.why or signature_of(call.key, model.trainable_variables)
+    # A plan of ops has no gradient for the inputs: a tape that watches them would get None.
     wants_input = tape.should_record_backprop(
         [tensor for tensor in call.tensors if tensor.dtype.is_floating]
     )
     if wants_input:
         kind = (kind, "a gradient of its input")
     step = record.steps.get(kind)
+    # A rate that was set since is a constant of the step that was traced: another is planned.
     if step is not None and not changed(step.settings, settings_of(model)):
         if kind in record.planned_online:
             record.planned_online[kind] = record.count
@@ -105,7 +107,7 @@ class _UnseenCall(UnseenInput[Step]):
         try:
             return run_outside(self._by_ops)
         except Exception:
-            # It was kept to be put together, and may not be found by the next call.
+            # It was kept to be built, and the next call is not to run it.
             self.record.forget(self.kind)
             raise
 
@@ -123,13 +125,15 @@ class _UnseenCall(UnseenInput[Step]):
                 raise TraceError(traced.uncounted)
             program = Program(traced, self.plan_of(traced), settings)
             if self.over is None:
+                # Kept first, as the model takes it from the record. Traced in a graph of its own:
+                # what fails there would fail in the one that is being built.
                 self.kept(program)
-                # In a graph of its own: what fails there would fail in the one that is being built.
                 model_step(self.model).get_concrete_function(*args, **kwargs)
         return program
 
     def plan_of(self, traced: Trace) -> Any:
         kinds = self.record.summaries
+        # Only those that were searched for: one that was carried over is among them already.
         plans = [
             (kinds[kind].inputs, plan)
             for kind, step in self.record.steps.items()
@@ -152,15 +156,14 @@ class _UnseenCall(UnseenInput[Step]):
             if by_ops is None:
                 raise
             self.log.info("%s: %s", self.name, error)
-        # Neither may keep the budget: the smaller one.
+        # Where neither keeps the budget, the one with the smaller peak runs.
         if by_ops is not None and (step is None or by_ops.plan.peak_bytes < step.plan.peak_bytes):
             step = by_ops
         else:
             self.how = AGAIN
         assert step is not None
         shapes = ", ".join(str(list(shape)) for shape in self.shapes())
-        text = self.warning(step, why, f"on {shapes}: ")
-        warn(text)
+        warn(self.warning(step, why, f"on {shapes}: "))
         return self.kept(step) if keep else step
 
     def kept(self, step: Step) -> Step:
@@ -189,6 +192,7 @@ class _UnseenCall(UnseenInput[Step]):
         for measured, step in self.record.measured:
             if _covers(measured, shapes):
                 return step
+        # The optimizer is known to `plan` alone; its state is in the trace.
         storages = traced.graph.storages if traced is not None else ()
         resident = sum(storage.bytes for storage in storages if storage.name == OPTIMIZER)
         step = run_outside(
@@ -196,13 +200,14 @@ class _UnseenCall(UnseenInput[Step]):
                 self.plain, self.sample(), self.budget_bytes, resident_bytes=resident, safely=True
             )
         )
+        # The new choice serves whatever those did that it covers.
         rest = [measured for measured in self.record.measured if not _covers(shapes, measured[0])]
         self.record.measured = [*rest, (shapes, step)]
         return step
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:
-    """Whether no size of one list of shapes is below its fellow in the other."""
+    """Whether each size in one list of shapes is at least the corresponding one in the other."""
     return len(large) == len(small) and all(
         len(one) == len(other) and all(a >= b for a, b in zip(one, other, strict=True))
         for one, other in zip(large, small, strict=True)
@@ -210,12 +215,12 @@ def _covers(large: Shapes, small: Shapes) -> bool:
 
 
 class PlannedCall:
-    """What a planned Keras model does otherwise than its class."""
+    """The mixin of a planned Keras model."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         training = kwargs.get("training")
         if training is None:
-            # Keras passes it to layers inside by its context, and not as an argument.
+            # Where `call` takes no such argument, Keras has it in the context of the call.
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
         plainly = super().call  # type: ignore[misc]
         if training is not True:
@@ -225,11 +230,10 @@ class PlannedCall:
             signature = self._call_signature  # type: ignore[attr-defined]
             call.key, call.tensors = call_of(signature, args, kwargs)
         except TraceError as error:
+            # Layers may run again for it nevertheless.
             call.why = str(error).rstrip(".")
         step = self._step(call)
-        if step is None:
-            return plainly(*args, **kwargs)
-        return step.run(self, plainly, call)
+        return plainly(*args, **kwargs) if step is None else step.run(self, plainly, call)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         # Keras' "auto" would choose XLA, which orders ops by itself.
@@ -252,21 +256,20 @@ class PlannedCall:
         """Return what runs a call; None for the model's own call, which is warned about once."""
         record: PlanRecord = self.__dict__[RECORD]
         why = _why_plainly()
-        step = None
         if not why:
             record.count += 1
             step = step_for(self, record, call)
-            why = "" if step else f"it is not what was planned ({call})"
-        if why:
-            what = f"a training step of {type(self).__name__} runs without its plan: {why}."
-            if record.strict:
-                raise as_it_is(PlanError(f"strict: {what}"))
-            if why not in record.refused:
-                record.refused.add(why)
-                warn(what)
-            return None
-        record.running = step
-        return step
+            if step is not None:
+                record.running = step
+                return step
+            why = f"it is not what was planned ({call})"
+        what = f"a training step of {type(self).__name__} runs without its plan: {why}."
+        if record.strict:
+            raise as_it_is(PlanError(f"strict: {what}"))
+        if why not in record.refused:
+            record.refused.add(why)
+            warn(what)
+        return None
 
 
 def _why_plainly() -> str:
@@ -287,12 +290,12 @@ class ByKind:
     on, and no plan of bytes can be made for it. So batches are taken from the iterator here, and
     each kind goes to a function that has seen no other.
 
-    make : makes a training function of Keras, each time a new one
+    make : returns a new training function of Keras
     """
 
     def __init__(self, model: Any, make: Callable[[], Any]) -> None:
         self.model, self.make = model, make
-        # Per kind of batch; of more than KINDS, that which was not used for longest goes.
+        # Per kind of batch; of more than KINDS, the one that was not used for longest goes.
         self.functions: dict[Hashable, Any] = {}
         # For any batch: what Keras would use.
         self.any = make()
@@ -302,20 +305,22 @@ class ByKind:
 
         Raises StopIteration if there is no batch.
         """
-        if not self.are_told_apart(iterator):
+        if not self.kinds_matter(iterator):
             return self.any(iterator)
         logs = None
         for batch in islice(iterator, self.model.steps_per_execution):
+            # In an iterator of one batch Keras' function traces its sizes as they are.
             logs = self.function_for(batch)(iter([batch]))
         if logs is None:
             raise StopIteration
         return logs
 
-    def are_told_apart(self, iterator: Any) -> bool:
+    def kinds_matter(self, iterator: Any) -> bool:
         """Whether batches may differ in kind, and a plan of ops depends on it."""
         record: PlanRecord = self.model.__dict__[RECORD]
         if record.backend != "graph" or self.model.jit_compile or self.model.run_eagerly:
             return False
+        # A dataset that promises all sizes has one kind of batch, which Keras traces as it is.
         if isinstance(iterator, tf.data.Iterator):
             specs = tf.nest.flatten(iterator.element_spec)
             tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
@@ -328,14 +333,15 @@ class ByKind:
     def function_for(self, batch: Any) -> Any:
         """Return the function of a kind of batch."""
         kind = tuple(map(_kind, tf.nest.flatten(batch)))
-        # Taken out and put back last: the first one is that which was not used for longest.
+        # Taken out and put back last: the first one is then the one not used for longest.
         function = self.functions.pop(kind, None)
         if function is None:
             record: PlanRecord = self.model.__dict__[RECORD]
+            # Without time to plan for it, layers run again, for which sizes may be open.
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
-            # `make` has put Keras' own there.
+            # Which `make` has replaced by Keras' own.
             self.model.train_function = self
         self.functions[kind] = function
         while len(self.functions) > KINDS:
@@ -344,7 +350,7 @@ class ByKind:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What tells a batch from others that a function would be traced again for."""
+    """What of a batch's leaf a function would be traced again for."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return tuple(leaf.shape), str(leaf.dtype)
     return f"{type(leaf).__module__}.{type(leaf).__qualname__}"

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from .. import settings
-from ..activations import Controller
 from ..activations.saved import WIDTHS, Cost, Saved, Timed, cheapest_reruns, packing_of, rates_of
 from ..base.sizes import show_bytes
+from ..cost.op_times import quickest
 from ..plan.plan import BudgetError
 from .guards import refilled, tensors_in
 from .memory import bytes_of, main_device
-from .model import as_tensors, put_back, restore_model, uncast, variables_of
+from .model import as_tensors, has_values, put_back, restore_model, uncast, variables_of, wait_for
 from .modules.backend import Probe
 from .modules.rerun import Function, Rerun, Section, run_again, run_in_sections
 from .trace.kernels import READS
@@ -36,25 +36,9 @@ _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "Preve
 _THERE = ("Placeholder", "Const", "VarHandleOp", READS)
 
 
-class Packing(Protocol):
-    """A model some layers of which pack, until closed: see CompressedActivations.
-
-    controller : knows what they packed
-    keys : per name under which something is packed, the layer
-    """
-
-    controller: Controller
-    keys: dict[str, Any]
-
-    def seconds(self) -> dict[str, float]:
-        """Return seconds of packing and unpacking by name, and count anew."""
-
-    def close(self) -> None:
-        """Let the layers be as they were."""
-
-
-# Lets a model's layers pack, but for those of these ids.
-Pack = Callable[[Collection[int]], Packing]
+# Lets a model's layers pack, but for those of these ids: returns a CompressedActivations, which
+# cannot be imported here.
+Pack = Callable[[Collection[int]], Any]
 
 
 @dataclass(frozen=True)
@@ -88,11 +72,9 @@ def layers_in(sections: Iterable[Section]) -> set[int]:
     }
 
 
-def put_reruns(sections: Sequence[Section], model: Any) -> ExitStack:
-    """Let sections of a model run again until what is returned is closed."""
-    undo = ExitStack()
-    undo.enter_context(run_in_sections(sections, _rerun, model))
-    return undo
+def reruns_of(sections: Sequence[Section], model: Any) -> AbstractContextManager[None]:
+    """Let sections of a model run again while the context is open."""
+    return run_in_sections(sections, _rerun, model)
 
 
 # Graphs in which no gradient of ours could read variables.
@@ -117,13 +99,12 @@ def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) 
     Raises BudgetError if no choice fits, with the smallest that was found; TypeError for a sample
     without values.
     """
-    args = sample if isinstance(sample, tuple) else (sample,)
-    if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(args)):
+    if not has_values(sample):
         raise TypeError(
             "compress_activations: got a tf.TensorSpec in the sample, which is run to measure "
             "seconds; expected tensors or arrays. Pass one batch of what the model is trained on."
         )
-    args = as_tensors(args)
+    args = as_tensors(sample)
     if not model.built:
         model(*args)  # not for training, which would change its state
     with put_back(variables_of(model)), restore_model(model):
@@ -132,7 +113,7 @@ def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) 
 
 @dataclass(frozen=True)
 class _Place:
-    """What may run again; the places around it."""
+    """What may run again, and the names of the places that contain it."""
 
     section: Section
     around: tuple[str, ...]
@@ -157,21 +138,24 @@ class _Search:
         self._kept = {frozenset[str](): self.now.all}
 
     def mix(self) -> Mix:
-        """Choose."""
+        """Choose what runs again."""
+        # The price of a byte: what packing everything takes for each byte that it frees.
         rates = rates_of(self.timed)
         every = packing_of(self.timed, rates)
         freed = sum(self.plain.all) - sum(self.now.all) - every.held_bytes
         price = every.seconds / freed if freed > 0 else 0.0
         self.held = sum(self.now.all) + every.held_bytes
+        # Of each place, what it costs as it is, and what it costs when it runs again.
         kept, again = {}, {}
         for name in self.places:
             plain_bytes = self.plain.left.get(name, 0)
             parts = any(name in other.around for other in self.places.values())
-            # What its parts leave is all there at once when they run again. Bytes do not tell what
-            # its products take.
+            # What its parts leave is all held at once when it runs again. And where bytes stand
+            # for seconds, they do not tell what the matrix products in it take.
             if parts and (settings.deterministic or plain_bytes >= self.held):
                 continue
             packing = packing_of(self._timed_of([name]), rates)
+            # Where each run is to choose alike, bytes stand for seconds.
             seconds = plain_bytes if settings.deterministic else self.seconds.get(name, 0.0)
             held = self.now.left.get(name, 0) + packing.held_bytes
             kept[name] = Cost(packing.seconds, plain_bytes, held)
@@ -189,18 +173,29 @@ class _Search:
             within=lambda name, other: other in self.places[name].around,
             fits=None if self.budget is None else fits,
         )  # fmt: skip
+        # In the model's order, as `sections` joins neighbours.
         names = tuple(name for name in self.places if name in chosen)
-        self._check(names)
+        least = self.held_bytes(names, 1)
+        if self.budget is not None and least > self.budget:
+            raise BudgetError(
+                f"compress_activations: what the layers keep takes {least} bytes "
+                f"({show_bytes(least)}) at the fewest bits, where all runs again that frees bytes; "
+                f"expected {self.budget} at most. Raise the budget, or give a smaller batch.",
+                peak_bytes=least,
+                budget_bytes=self.budget,
+                op=max(self.now.left, key=self.now.left.__getitem__, default=""),
+            )
         return self._mix(names, price)
 
     def _first_price(self, price: float, kept: dict[str, Cost], again: dict[str, Cost]) -> float:
         """Return what a byte is worth to begin with: nothing, where a budget has room for all."""
         if self.budget is None:
             return price
+        # Unlike in torch: what fits at the most bits takes no seconds more (decision 111).
         if self.held_bytes((), 8) <= self.budget:
             return 0.0
         freed = {name: kept[name].held_bytes - again[name].held_bytes for name in again}
-        # Where nothing is packed, what the cheapest takes that runs again.
+        # Where nothing is packed, what a byte costs at the place that runs again most cheaply.
         prices = [again[name].seconds / freed[name] for name in again if freed[name] > 0]
         return price or min(prices, default=0.0)
 
@@ -209,6 +204,7 @@ class _Search:
         inside = {key for row in self._timed_of(names) for key in row.within}
         packed = [key for row in self.timed for key in row.within if key not in inside]
         kept, plain_bytes = self.kept(names), sum(self.plain.all)
+        # With reruns but without packing: what the reruns alone free.
         unpacked_bytes = sum(self._counted(sections)) if names else plain_bytes
         ways = (
             ("layers run again", len(names), plain_bytes - unpacked_bytes),
@@ -222,18 +218,6 @@ class _Search:
             bits for bits in WIDTHS if budget is None or self.held_bytes(names, bits) <= budget
         )
         return Mix(sections, names, price, saved, sum(kept), start_bits)
-
-    def _check(self, names: tuple[str, ...]) -> None:
-        least = self.held_bytes(names, 1)
-        if self.budget is not None and least > self.budget:
-            raise BudgetError(
-                f"compress_activations: what the layers keep takes {least} bytes "
-                f"({show_bytes(least)}) at the fewest bits, where all runs again that frees bytes; "
-                f"expected {self.budget} at most. Raise the budget, or give a smaller batch.",
-                peak_bytes=least,
-                budget_bytes=self.budget,
-                op=max(self.now.left, key=self.now.left.__getitem__, default=""),
-            )
 
     def _timed_of(self, names: Sequence[str]) -> list[Timed]:
         """Return what layers pack that are in these places."""
@@ -260,7 +244,7 @@ class _Search:
         return self._kept[chosen]
 
     def sections(self, names: Collection[str]) -> tuple[Section, ...]:
-        """Return what runs again: layers next to each other together, while they leave little."""
+        """Return what runs again, neighbouring layers joined while they leave little."""
         sections: list[Section] = []
         for name in (name for name in self.places if name in names):
             more, left = self.places[name].section, self.plain.left[name]
@@ -269,7 +253,8 @@ class _Search:
             joins = last.chain is more.chain and items.index(last.items[-1]) + 1 == items.index(
                 more.items[0]
             )
-            # All that they leave is there at once when they run again.
+            # Joined, what is between them is not kept; but all that they leave is held at once
+            # when they run again.
             if joins and last.saved_bytes + left < self.held:
                 changed = (*last.changed, *more.changed)
                 sections[-1] = Section(
@@ -281,12 +266,12 @@ class _Search:
 
     def _counted(self, sections: Sequence[Section]) -> list[int]:
         """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
-        with put_reruns(sections, self.model):
+        with reruns_of(sections, self.model):
             return _Count(self.model, self.args, {}).all
 
 
 def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
-    """Yield what can run again, what is around others first. Layers used twice are left alone."""
+    """Yield what can run again, a layer before its parts. Layers used twice are left alone."""
     chains = [chain for chains in probe.chains.values() for chain in chains]
     uses = Counter(id(item.operation) for chain in chains for item in chain.items)
     seen: Counter[str] = Counter()
@@ -305,11 +290,9 @@ def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
     yield from visit(model, ())
 
 
-def _watch(places: dict[str, _Place], watch: Rerun, model: Any) -> ExitStack:
-    """Let all places go through `watch`, those around others too."""
-    undo = ExitStack()
-    undo.enter_context(run_in_sections([place.section for place in places.values()], watch, model))
-    return undo
+def _watched(places: dict[str, _Place], watch: Rerun, model: Any) -> AbstractContextManager[None]:
+    """Let all places go through `watch`, those that contain others too."""
+    return run_in_sections([place.section for place in places.values()], watch, model)
 
 
 def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> dict[str, float]:
@@ -319,37 +302,31 @@ def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> di
 
     def watch(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
         results = function(inputs)
+        # Not within the function of a place around it, which is traced by this same watch.
         if tf.executing_eagerly():
             alone = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
             name = names[section]
-            taken[name] = taken.get(name, 0.0) + _least_seconds(lambda: alone(*inputs))
+            taken[name] = taken.get(name, 0.0) + quickest(
+                lambda: wait_for(alone(*inputs)), perf_counter
+            )
         return results
 
-    with _watch(places, watch, model):
+    with _watched(places, watch, model):
         model(*args, training=True)
     return taken
 
 
-# Times a budget: choices that hold more by a sum are not counted by a trace.
+# Choices that hold more than so many budgets by a sum are not counted by a trace.
 _NEAR = 2
 # Runs of which the fastest counts, after one that loads what they need.
 _RUNS = 3
 
 
-def _least_seconds(run: Callable[[], Any]) -> float:
-    taken = []
-    for _ in range(1 + _RUNS):
-        began = perf_counter()
-        run()
-        tf.test.experimental.sync_devices()
-        taken.append(perf_counter() - began)
-    return min(taken[1:])
-
-
-def _packing(trial: Packing, model: Any, args: tuple[Any, ...]) -> list[Timed]:
+def _packing(trial: Any, model: Any, args: tuple[Any, ...]) -> list[Timed]:
     """Return seconds and bytes of what a model packs, run eagerly."""
     weights, runs = uncast(model.trainable_variables), []
     for _ in range(1 + _RUNS):
+        # With the backward pass: unpacking is there.
         with tf.GradientTape() as tape:
             results = tensors_in(model(*args, training=True))
         tape.gradient([result for result in results if result.dtype.is_floating], weights)
@@ -359,10 +336,9 @@ def _packing(trial: Packing, model: Any, args: tuple[Any, ...]) -> list[Timed]:
     for key in runs[-1]:
         held = trial.controller.held_under([key])
         nbytes = 4 * rows[key].n if key in rows else held
-        # Where each run is to choose alike, bytes stand for seconds.
         seconds = float(nbytes) if settings.deterministic else min(run[key] for run in runs[1:])
-        way = "rounded" if key in rows else key.rpartition("/")[2]
-        timed.append(Timed(frozenset([key]), way, key in rows, nbytes, 0, held, seconds))
+        method = "rounded" if key in rows else key.rpartition("/")[2]
+        timed.append(Timed(frozenset([key]), method, key in rows, nbytes, 0, held, seconds))
     return timed
 
 
@@ -387,17 +363,19 @@ class _Count:
             return tensors_in(model(*refilled(args, inputs), training=True))
 
         self.all = _left_bytes(call, tensors, free=set(range(len(tensors))))
-        with tf.__internal__.FuncGraph("all").as_default(), _watch(places, self._watch, model):
+        with tf.__internal__.FuncGraph("all").as_default(), _watched(places, self._watch, model):
             call(_placeholders(tensors))
 
     def _watch(self, section: Section, function: Function, inputs: list[Any]) -> list[Any]:
         results = function(inputs)
+        # Counted alone, a place runs those inside of it, which are counted by themselves.
         if self._alone:
             return results
         self._alone = True
         try:
             name, roots = self._names[section], [_root(value) for value in inputs]
             free = {slot for slot, root in enumerate(roots) if root.op.type in _THERE}
+            # By memory: two inputs may be views of the same.
             held = {root.ref(): bytes_of(root) for root in roots if root.op.type not in _THERE}
             self.left[name] = self.left.get(name, 0) + sum(_left_bytes(function, inputs, free))
             self.inputs[name] = self.inputs.get(name, 0) + sum(held.values())
@@ -419,6 +397,7 @@ def _left_bytes(function: Function, arguments: list[Any], free: set[int]) -> lis
         forward = len(graph.get_operations())
         sources = [*wanted, *tape.watched_variables()]
         tape.gradient(results, sources, _placeholders(results))
+    # What ops of the backward pass, traced after the forward pass, read of what that made.
     ops = graph.get_operations()
     names, own = {op.name for op in ops[:forward]}, {value.ref() for value in counted}
     roots = {_root(value).ref() for op in ops[forward:] for value in op.inputs}

@@ -1,7 +1,7 @@
-"""The device that is planned for: which, what its allocator may reserve, and budgets in a word.
+"""The device that is planned for: which it is, what its allocator may reserve, and its limit.
 
-Plans for a GPU, present or named, keep their budget by what TensorFlow's allocator takes. On a host
-the budget is of live bytes.
+Plans for a GPU, present or named, keep their budget by what TensorFlow's allocator reserves. On a
+host the budget is of live bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def limit_budget(
     """
     if isinstance(device, str) and main_device() == "CPU:0":
         return named(device).usable_bytes
+    # What the step counts is among what is used by now: it is added to what is free.
     held = {id(v): v for v in (*model.variables, *getattr(optimizer, "variables", ()))}
     inputs = [tensor for tensor in tf.nest.flatten(sample) if isinstance(tensor, tf.Tensor)]
     resident = sum(map(bytes_of, (*held.values(), *inputs)))
@@ -47,7 +48,7 @@ def bfc_settings(device: Device | str | None) -> BFCSettings | None:
     """
     if main_device() != "CPU:0":
         gpu = tf.config.list_physical_devices("GPU")[0]
-        # Of a GPU that is divided into logical devices TensorFlow forgets that memory may grow.
+        # For a GPU that is divided into logical devices TensorFlow ignores that memory may grow.
         divided = tf.config.get_logical_device_configuration(gpu) is not None
         growth = not divided and bool(tf.config.experimental.get_memory_growth(gpu))
         limit = _limit_bytes()
@@ -65,10 +66,11 @@ def bfc_settings(device: Device | str | None) -> BFCSettings | None:
 
 def _limit_bytes() -> int:
     """Return the most that TensorFlow's allocator may reserve on the first GPU."""
+    # tf.config tells a limit only where the user has set one.
     devices = device_lib.list_local_devices()
     return int(next(one for one in devices if one.device_type == "GPU").memory_limit)
 
 
 def _switch(name: str, usual: bool) -> bool:
-    """Return a switch as TensorFlow reads it: other words than true and false count for nothing."""
+    """Return a switch as TensorFlow reads it: words other than true and false are ignored."""
     return {"true": True, "false": False}.get(os.environ.get(name, ""), usual)

@@ -1,4 +1,4 @@
-"""verify: planned and plain side by side; what was predicted, what came true."""
+"""verify: a planned step and the plain one compared; what was predicted, and what was measured."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ..base.errors import PlanError
 from ..run.planned import Verification
-from .eager import asked
-from .memory import main_device
+from .memory import Allocations, main_device
 from .model import (
     Results,
     as_tensors,
@@ -27,6 +25,7 @@ from .model import (
     unit_of,
     update_step,
     variables_of,
+    wait_for,
 )
 from .planned import RECORD, PlannedStep, PlanRecord, plain_model
 from .trace.small_blocks import small_bytes
@@ -38,15 +37,15 @@ def verify(model: Any, sample: Any) -> Verification:
     Of a model, results, gradients and variables are compared of a step with a loss (the squared
     distance from fixed values) and an update by `keras.optimizers.SGD(1.0)`; bytes and seconds are
     those of a step whose outputs' gradients are random, in place of a loss. Of a step, results and
-    all variables it touches are compared. Variables are put back afterwards. The step without the
-    plan needs the memory it needs.
+    all variables it touches are compared. Variables are put back afterwards. The plain step has to
+    fit into the device's memory.
 
     Parameters
     ----------
     model
-        Made by `plan` or `plan_step`.
+        Planned by `plan` or `plan_step`.
     sample
-        A real input of a kind that it was planned for; any other is planned for at once.
+        A real input of a kind that it was planned for; any other is planned for first.
 
     Raises
     ------
@@ -61,8 +60,10 @@ def verify(model: Any, sample: Any) -> Verification:
             "this has no plan; call verify with what sn_memory.tensorflow.plan or plan_step "
             "returned."
         )
-    args = sample if isinstance(sample, tuple) else (sample,)
+    # First the plain one, then the planned one; of a model, `whole` are steps with an update, as
+    # what reads a weight too late shows there alone.
     if isinstance(model, PlannedStep):
+        args = sample if isinstance(sample, tuple) else (sample,)
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
         whole = runs
@@ -77,6 +78,7 @@ def verify(model: Any, sample: Any) -> Verification:
     else:
         touched = list(record.traced.captured.variables.values())
         dtypes = [tensor.dtype for tensor in record.traced.captured.tensors]
+    # Each once: put back twice, a variable would end as it was in between.
     variables = list({id(v): v for v in touched}.values())
     unit = unit_of(dtypes)
 
@@ -89,11 +91,11 @@ def verify(model: Any, sample: Any) -> Verification:
         error = relative_error(expected, got, with_nudged_weights, unit)
         # Before bytes are counted: the first call of a function also traces and folds constants.
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
-        unplanned, measured = (asked(run, variables) for run in runs)
-    small = [0, 0]
-    # What the step above was put together from.
+        unplanned, measured = (_allocations(run, variables) for run in runs)
+    # What the planned step was built from just now.
     step = record.running or record.steps[None]
     plan, base = step.plan, step.base_bytes
+    small = [0, 0]
     if step.counts_small_blocks:
         graphs = [step.get_concrete_function(*args).graph for step in steps]
         small = [small_bytes(graph, main_device()) for graph in graphs]
@@ -112,13 +114,14 @@ def verify(model: Any, sample: Any) -> Verification:
     )
 
 
+def _allocations(run: Callable[[], Any], variables: list[Any]) -> Allocations:
+    with put_back(variables), Allocations(main_device()) as asked_for:
+        run()
+    return asked_for
+
+
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:
     with put_back(variables):
         began = time.perf_counter()
-        flat = [
-            value for value in tf.nest.flatten(run(), expand_composites=True) if value is not None
-        ]
-        if flat:
-            # On a GPU calls return before their ops have run; a value has to wait for them.
-            np.asarray(tf.reshape(flat[-1], (-1,))[:1])
+        wait_for(run())
         return time.perf_counter() - began

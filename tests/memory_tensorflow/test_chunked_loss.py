@@ -57,6 +57,15 @@ def test_it_is_cross_entropy_of_the_product(chunks, ignored, reduction):
         np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
+def test_without_rows_the_sum_is_zero():
+    hidden, kernel = tf.ones((0, HIDDEN)), tf.ones((HIDDEN, VOCABULARY))
+    with tf.GradientTape() as tape:
+        tape.watch(kernel)
+        loss = chunked_cross_entropy(hidden, kernel, tf.ones((0,), tf.int32), reduction="sum")
+    assert float(loss) == 0
+    assert not np.any(tape.gradient(loss, kernel))
+
+
 def test_only_the_logits_of_a_chunk_are_held():
     hidden, kernel = tf.random.normal((256, 8)), tf.random.normal((8, 20000))
     labels = tf.random.uniform((256,), 0, 20000, tf.int32)

@@ -73,6 +73,19 @@ def test_predicted_errors_are_those_measured():
     assert "conv2d" in compressed.report()
 
 
+def test_a_kernel_under_lora_is_no_variable_with_a_momentum():
+    """`Dense.kernel` is a sum of tensors then, of which an optimizer knows nothing."""
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    model.layers[0].enable_lora(4)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    with compress_activations(model, error=0.1, optimizer=optimizer, every=1) as compressed:
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(normal(96, 64), normal(96, 64), batch_size=32, verbose=0)
+        compressed.refresh()
+    (row,) = compressed.controller.rows()
+    assert row.yardstick > 0
+
+
 @pytest.mark.parametrize("way", ["fit", "function"])
 def test_bits_follow_the_error_without_a_new_trace(way):
     model, (x, y) = network(), data()

@@ -42,6 +42,7 @@ class Gossip:
         self.settings, self.process_set = settings, process_set
         self.rank, self.ranks = process_set.rank(), process_set.size()
         graph = settings.graph(self.ranks)
+        # A graph looks partners up by step in a table, which has to repeat.
         if graph.rotate:
             raise CompressError(
                 f"got topology {graph!r}; expected one that does not rotate, under TensorFlow"
@@ -88,8 +89,7 @@ class Gossip:
 
     def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
         """Return what mixing adds to each tensor, float32: weight * (partner's - own)."""
-        flat = flattened(tensors)
-        n = sum(int(np.prod(t.shape)) for t in tensors)
+        flat, sizes = flattened(tensors), [int(np.prod(t.shape)) for t in tensors]
         turn = tf.cast(step % len(self._targets), tf.int32)
         source, target = tf.gather(self._sources, turn), tf.gather(self._targets, turn)
         weight = tf.gather(self._weights, turn)
@@ -98,6 +98,7 @@ class Gossip:
             wire, sent = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
         else:
             wire, sent = flat, flat
+        # A rank that sits out is its own target, and takes part with nothing: all ranks have to.
         active = tf.cast(target != self.rank, tf.int32)
         wire = wire[: tf.size(wire) * active]
         splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
@@ -108,8 +109,8 @@ class Gossip:
             received = tf.numpy_function(self._unpack, [received, source], tf.float32)
         # A rank that sits out receives nothing and adds nothing.
         received = tf.cond(tf.size(received) > 0, lambda: received, lambda: sent)
+        n = sum(sizes)
         delta = weight * self.settings.factor * (tf.reshape(received, [n]) - tf.reshape(sent, [n]))
-        sizes = [int(np.prod(t.shape)) for t in tensors]
         parts = tf.split(delta, sizes)
         return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
 
@@ -127,6 +128,8 @@ class Gossip:
         interval, limit = self.settings.every, self.settings.limit
         if not interval:
             return
+        # Both are alike on all ranks, as the spread is of a sum over them: where one began an
+        # all-reduce alone, it would wait for good.
         turn = step % interval == 0
         over = tf.cond(turn, lambda: self._over_limit(variables), lambda: tf.constant(False))
         if limit is not None:
@@ -168,6 +171,7 @@ class Gossip:
         return tf.numpy_function(self._restart, [flattened(weights)], tf.int32)
 
     def _restart(self, values: Any) -> Any:
+        # Copies are of what partners hold, and all of them hold the mean now.
         assert self.copies is not None
         self.copies.restart(values)
         return np.int32(0)
@@ -209,8 +213,10 @@ class _Gossiping:
                 self.build(list(trainable_variables))
             self.built = True
         variables = list(self._trainable_variables)  # type: ignore[attr-defined]
-        # As Keras counts calls: the same on all ranks, and saved with the optimizer.
+        # As Keras counts calls: the same on all ranks, and saved with the optimizer. Copied before
+        # `apply` counts this one.
         step = tf.identity(self._iterations.value)  # type: ignore[attr-defined]
+        # Of the weights before the update, so that the exchange runs beside the backward pass.
         if settings.overlap:
             deltas = gossip.deltas(variables, step, "w")
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -225,6 +231,7 @@ class _Gossiping:
 
     def _momenta(self) -> list[Any]:
         """The optimizer's own variables of the shapes of its parameters, such as momentum."""
+        # By shape, as each optimizer of Keras has attributes of its own for them.
         shapes = {tuple(v.shape) for v in self._trainable_variables}  # type: ignore[attr-defined]
         floats = (v for v in self.variables if "float" in str(v.dtype))  # type: ignore[attr-defined]
         return [v for v in floats if len(v.shape) and tuple(v.shape) in shapes]

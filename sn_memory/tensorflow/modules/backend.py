@@ -1,9 +1,9 @@
 """The back end for models that cannot be traced: chosen layers run again in the backward pass.
 
-The sample is run: seconds and bytes of each layer are measured, layers next to each other are taken
-together, and each choice is counted by the allocator's trace of a step. So the budget is kept on
-the sample, or refused. Keras' own RematScope does the running again only for layers that are called
-without keyword arguments, chooses by size of the output, and nobody checks what comes of it.
+The sample is run: seconds and bytes of each layer are measured, neighbouring layers are joined, and
+the peak of each choice is measured by the allocator's trace of a step. So the budget is kept on the
+sample, or refused. Keras' own RematScope reruns only layers that are called without keyword
+arguments, chooses by the size of the output, and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
 from ..errors import TraceError
 from ..guards import Call, Settings, opaque, tensors_in
 from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
-from ..model import as_specs, model_step, put_back, restore_model, twin_of, variables_of
+from ..model import as_specs, has_values, model_step, put_back, restore_model, twin_of, variables_of
 from ..trace import kernels
 from ..trace.small_blocks import small_bytes
 from .rerun import Chain, Item, Section, chains_of, crossing, run_again, run_in_sections, watched
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 # Models in models are opened no further than this: deeper layers are mostly single ops.
 _DEPTH = 3
-# Into how many sections what the model leaves for the backward pass is divided.
+# Into how many sections the bytes that the model leaves for the backward pass are divided.
 _PARTS = (4, 8, 16)
 # TensorFlow's executor takes ops in another order each time, and each order has a peak of its own:
 # two LSTMs hold 38 MiB in two of three steps, and 74 in the third. So many steps are counted, or as
 # many as these seconds hold, but not fewer than the least: eight miss the third once in 25 times.
 _STEPS, _STEPS_S, _LEAST_STEPS = 16, 4.0, 8
-# Where steps differed, the next may differ by more: such a part of that is left free.
+# Where steps differed, the next may differ by more: their range divided by this is left free.
 _MARGIN = 4
 # What the rows of a sample that may not fit are divided by.
 _SHARE = 4
@@ -52,7 +52,7 @@ class Behaviour:
 
     calls: int = 0
     seconds: float = 0.0
-    # Asked for in its calls and held after them, beside its results.
+    # Asked for in its calls and held after them, its results excluded.
     left_bytes: int = 0
     # Per result of its last call.
     result_bytes: tuple[int, ...] = ()
@@ -65,11 +65,11 @@ class Probe:
     """What each part of a model does in a forward pass, which changes variables and attributes.
 
     The sample runs once eagerly under a tape, for seconds and bytes; and once symbolically in
-    Keras' stateless scope, where its updates of variables show as such. What else has an effect
+    Keras' stateless scope, where its updates of variables show as such. What has any other effect
     (stateful random ops, variables of TensorFlow's own, losses added inside, attributes set,
-    Python's or NumPy's random numbers) would not be the same when run again, and is told apart. So
-    is what reads variables where Keras does not see it, as a tf.function of a layer does: when it
-    runs again, they may be updated.
+    Python's or NumPy's random numbers) would not be the same when run again, and is not repeatable.
+    Nor is what reads variables where Keras does not see it, as a tf.function of a layer does: when
+    it runs again, they may be updated.
 
     device : whose allocator is watched
 
@@ -83,6 +83,7 @@ class Probe:
         layers = [model]
         while layers:
             layer = layers.pop()
+            # A layer may be in a model twice.
             if layer not in self.chains:
                 self.chains[layer] = chains_of(layer)
                 inside = [item.operation for chain in self.chains[layer] for item in chain.items]
@@ -90,16 +91,20 @@ class Probe:
         self._all = [chain for chains in self.chains.values() for chain in chains]
         self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
         self.held: dict[Item, int] = {}
-        # Once before: kernels are loaded, and what a layer sets once is set.
+        # Once before: kernels are loaded, and what a layer sets in its first call is set.
         model(*args, training=True)
-        (self._measure if has_statistics(device) else self._by_results)(model, args, device)
+        if has_statistics(device):
+            self._measure(model, args, device)
+        else:
+            self._by_results(model, args)
         self._trace(model, args)
 
     def left_bytes(self, chain: Chain, items: tuple[Item, ...]) -> int:
-        """What items next to each other leave beside results that are needed after them."""
+        """What neighbouring items leave, but for results that are needed after them."""
         if chain.functional is None:
             (item,) = items
             return self.behaviour[item].left_bytes
+        # Not the sum of what each leaves: results between them are kept by neither if both rerun.
         first = chain.items.index(items[0])
         before = self.held[chain.items[first - 1]] if first else 0
         inside = {id(out) for item in items for out in item.node.outputs}
@@ -121,6 +126,8 @@ class Probe:
     def _measure(self, model: Any, args: tuple[Any, ...], device: str) -> None:
         marks: dict[str, Item] = {}
 
+        # Two empty marks, and not one around the call: what is held is read at the end of a mark,
+        # and it is what the call adds that counts.
         def around(item: Item, call: Callable[[], Any]) -> Any:
             name = f"{MARK}{len(marks)}"
             marks[name] = item
@@ -142,7 +149,7 @@ class Probe:
             self.held[item] = end
 
     def _called(self, item: Item, call: Callable[[], Any]) -> Any:
-        """Call, and note what that took and what came of it."""
+        """Call, and note its seconds and the bytes of its results."""
         began = time.perf_counter()
         results = call()
         behaviour = self.behaviour[item]
@@ -151,8 +158,8 @@ class Probe:
         behaviour.result_bytes = tuple(map(bytes_of, tensors_in(results)))
         return results
 
-    def _by_results(self, model: Any, args: tuple[Any, ...], _: str) -> None:
-        """Take results for what items leave: nothing else is told where no allocator counts."""
+    def _by_results(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Take results for what items leave: nothing else is known where no allocator counts."""
         held = 0
 
         def around(item: Item, call: Callable[[], Any]) -> Any:
@@ -160,7 +167,7 @@ class Probe:
             results = self._called(item, call)
             size = sum(self.behaviour[item].result_bytes)
             self.behaviour[item].left_bytes += size
-            # As much again is left beside the results.
+            # The results, and as much again that is left for the backward pass.
             held += 2 * size
             self.held[item] = held
             return results
@@ -191,7 +198,7 @@ class Probe:
                 and _same(_attributes(item.operation), attributes)
                 and not any(kernels.has_effect(op) or kernels.is_random(op) for op in ops)
                 and all(id(v) in seen for op in ops for v in kernels.variables_read(op))
-                # In the body of a loop, a gradient of ours would read variables that it cannot.
+                # Not in the body of a loop, where a gradient of ours cannot read variables.
                 and graph is top[-1]
                 # Tensors inside of what cannot be opened would have no gradient.
                 and opaque(results) is None
@@ -225,7 +232,7 @@ class _Watching(keras.StatelessScope):  # type: ignore[misc]
 
 
 def _attributes(operation: Any) -> list[dict[str, Any]]:
-    """What a layer and those in it have in their attributes."""
+    """Copies of the attributes of a layer and of those in it."""
     inside = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
     return [dict(layer.__dict__) for layer in inside]
 
@@ -238,6 +245,7 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 def _rng_state() -> tuple[Any, str]:
+    # As text: in the state is an array, which `==` compares by element.
     legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
     return random.getstate(), repr(legacy.get_state(legacy=False))
 
@@ -256,13 +264,13 @@ class LayerStep:
     """A model whose chosen layers run again in the backward pass.
 
     model, sample, budget : the plain model and a real sample; it is run, and left as it was.
-    resident_bytes : what counts beside the step: the optimizer's state.
-    safely : the sample may not fit without a plan: values are made up for it, what layers leave is
-        watched on a quarter of its rows where they show it, and no step is run in which nothing
-        runs again. If no choice keeps the budget, that with the smallest peak is taken. Where the
-        device's allocator does not count, all of the finest cut runs again, unmeasured.
+    resident_bytes : what counts besides the step: the optimizer's state.
+    safely : the sample may not fit without a plan: synthetic values stand for it, what layers leave
+        is measured on a quarter of its rows where that shows it, and no step is run in which
+        nothing runs again. If no choice keeps the budget, the one with the smallest peak is taken.
+        Where the device's allocator does not count, all of the finest cut runs again, unmeasured.
 
-    Raises TraceError if the sample has no memory, or the device's allocator does not count;
+    Raises TraceError if the sample has no values, or the device's allocator does not count;
     `safely`, if nothing can be run again.
     Raises BudgetError if no choice of layers keeps the budget on the sample; not if `safely`.
     """
@@ -282,7 +290,7 @@ class LayerStep:
         args = sample if isinstance(sample, tuple) else (sample,)
         if safely:
             args = tf.nest.map_structure(_synthetic, args)
-        if any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(args)):
+        if not has_values(args):
             raise TraceError(
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
                 "tensor, or change the model so that it can be traced."
@@ -336,14 +344,14 @@ class _Search:
         self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
 
     def of_few_rows(self) -> Probe:
-        """Watch a quarter of the rows, or all where those leave nothing to be seen."""
+        """Measure a quarter of the rows, or all where these leave blocks too small to be seen."""
         rows = {value.shape[0] if value.shape.rank else 0 for value in tf.nest.flatten(self.args)}
         count = rows.pop() // _SHARE if len(rows) == 1 else 0
         if count:
             few = tf.nest.map_structure(lambda value: value[:count], self.args)
             try:
                 probe = Probe(self.model, few, self.device)
-            except Exception as error:  # noqa: BLE001 - whatever it is, other rows are no sample
+            except Exception as error:  # noqa: BLE001 - a model may take one number of rows only
                 log.info("a quarter of the rows is no sample: %s", error)
             else:
                 if self.leaves_bytes(probe):
@@ -356,9 +364,11 @@ class _Search:
         return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
 
     def plan(self, budget: float | str) -> MeasuredPlan:
+        # Without `safely`, an allocator that does not count has ended in an error before.
         counts = not self.safely or has_statistics(self.device)
         baseline = _NONE if self.safely else self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
+        # First the cut whose peak is smallest when all of it runs again.
         if counts:
             sections, best = self.cut(baseline, budget_bytes)
         else:
@@ -368,8 +378,10 @@ class _Search:
                 raise TraceError("none of its layers can be run again")
             # Whatever they leave is too small to be seen.
             best = self.measured([], 0)
+        # Cuts were compared by two steps each; the one that is taken is held to the worst of many.
         if sections and not self.safely and best.peak_bytes <= budget_bytes:
             best = self.measured(sections)
+        # Then as few of its sections as keep the budget.
         chosen = sections
         if not self.safely or (counts and best.peak_bytes <= budget_bytes):
             chosen, best = min_recompute(
@@ -403,6 +415,7 @@ class _Search:
                 if not sections or items in seen:
                     continue
                 seen.add(items)
+                # Against a budget of 0, which two steps are enough to exceed.
                 step = self.measured(sections, 0)
                 if best[1] is _NONE or step.peak_bytes < best[1].peak_bytes:
                     best = (sections, step)
@@ -412,12 +425,10 @@ class _Search:
         """Divide what can be run again, to a depth, into about so many sections."""
         stretches = list(self.stretches(self.model, depth))
         wanted = sum(self.probe.left_bytes(*stretch) for stretch in stretches) // parts
-        return [
-            stretch_part for stretch in stretches for stretch_part in self.divided(*stretch, wanted)
-        ]
+        return [section for stretch in stretches for section in self.divided(*stretch, wanted)]
 
     def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
-        """Items in a row that can be run again; what cannot is opened, as deep as there is."""
+        """Items in a row that can be run again; what cannot is opened, at any depth."""
         for chain in self.probe.chains[layer]:
             row: list[Item] = []
             for item in chain.items:
@@ -443,6 +454,7 @@ class _Search:
                 end: probe.left_bytes(chain, items[begin:end])
                 for end in range(begin + 1, len(items))
             }
+            # Of the ends near `wanted` the one where least crosses, and of these the last.
             near = [end for end, size in left.items() if 0.5 * wanted <= size <= 1.5 * wanted]
             if not near:
                 near = [next((end for end, size in left.items() if size >= wanted), len(items))]
@@ -453,6 +465,7 @@ class _Search:
         for one, other in pairwise(ends):
             part = items[one:other]
             behaviours = [probe.behaviour[item] for item in part]
+            # A layer that is called twice changes its variables twice.
             changed = {
                 id(variable): variable for behaviour in behaviours for variable in behaviour.changed
             }
@@ -462,7 +475,7 @@ class _Search:
                 yield Section(chain, part, tuple(changed.values()), saved, seconds)
 
     def measured(self, sections: Sequence[Section], budget_bytes: int | None = None) -> _Measured:
-        """Count steps of the sample with sections run again.
+        """Measure steps of the sample with sections run again.
 
         The worst of two, if that is above the budget; else of many, and a margin for the next. What
         the model does by itself has none.
@@ -470,6 +483,7 @@ class _Search:
         self.step.sections = tuple(sections)
         step = model_step(self.twin).get_concrete_function(*self.args)
         base = self.step.base_bytes + small_bytes(step.graph, self.device)
+        # The first call of a function folds constants, whose bytes are in no later step.
         step(*self.args)
         peaks, op = self.counted(step, 2)
         if budget_bytes is None or base + max(peaks) <= budget_bytes:
@@ -483,10 +497,10 @@ class _Search:
         """Return the peaks of so many steps, of fewer if they are long, and the op of the worst."""
         with Allocations(self.device) as asked_for:
             began = time.perf_counter()
-            for place in range(count):
-                if place >= _LEAST_STEPS and time.perf_counter() - began > _STEPS_S:
+            for number in range(count):
+                if number >= _LEAST_STEPS and time.perf_counter() - began > _STEPS_S:
                     break
-                with tf.profiler.experimental.Trace(f"{MARK}{place}"):
+                with tf.profiler.experimental.Trace(f"{MARK}{number}"):
                     step(*self.args)
         op = asked_for.holders[0].op if asked_for.holders else "the variables"
         return list(asked_for.scratch_bytes.values()), op

@@ -4,14 +4,14 @@ A functional model is a list of calls in a fixed order. Any stretch of it can be
 tensors that enter it; what is inside need not be kept. In other models nobody knows what happens
 between the calls of two layers, so there a part is one call.
 
-tf.recompute_grad does the running again. Left to the user are: keyword arguments and masks, which
-it does not take, the seeds that a layer has moved on since, statistics that a second run would
-update again, and weights' gradients, which may wait while the next part is rebuilt already.
+tf.recompute_grad runs a function again, but it takes neither keyword arguments nor masks, draws
+from seeds that a layer has moved on since, updates statistics a second time, and may leave weights'
+gradients waiting while the next part is rebuilt already. Here none of that is so.
 
 The second run takes variables from the reads of the first. Reads of its own would have to come
 before the optimizer's update, which is in the same function where `fit` runs. TensorFlow orders
-them by control edges; Grappler drops these as needless where all gradients pass through one
-IdentityN, as in Keras' optimizers, and afterwards takes that apart.
+them by control edges; Grappler drops these as redundant where all gradients pass through one
+IdentityN, as in Keras' optimizers, and afterwards dissolves that.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 from ..errors import TraceError, as_it_is
 from ..guards import opaque, refilled, tensors_in
-from ..trace.capture import without_made_up_zeros
+from ..trace.capture import without_filled_in_zeros
 from ..trace.kernels import READS, variables_read
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A call that may be in a part: of a node in a functional model, or any of a layer's own."""
+    """A call that may be in a part: that of a node in a functional model, or any of a layer."""
 
     name: str
     operation: Any
@@ -117,15 +117,21 @@ def chains_of(layer: Any) -> list[Chain]:
 
 def crossing(chain: Chain) -> list[set[int]]:
     """Return, per item, the tensors that are made up to there and needed later, by their ids."""
-    needed = [{id(output) for output in chain.functional.outputs}]
-    for item in reversed(chain.items[1:]):
-        needed.append(needed[-1] | {id(tensor) for tensor in item.node.input_tensors})
     outputs: set[int] = set()
     crossings = []
-    for item, later in zip(chain.items, reversed(needed), strict=True):
+    for item, later in zip(chain.items, _needed_after(chain, chain.items), strict=True):
         outputs |= {id(output) for output in item.node.outputs}
         crossings.append(outputs & later)
     return crossings
+
+
+def _needed_after(chain: Chain, groups: Sequence[Item | Section]) -> list[set[int]]:
+    """Return, per group of a functional model's items, the tensors needed after it, by ids."""
+    needed = [{id(output) for output in chain.functional.outputs}]
+    for group in reversed(groups[1:]):
+        inputs = {id(tensor) for item in group.items for tensor in item.node.input_tensors}
+        needed.append(needed[-1] | inputs)
+    return needed[::-1]
 
 
 @contextmanager
@@ -143,6 +149,15 @@ def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
                 call = _around_call(item, around)
                 undo.enter_context(_replaced(item.operation, "call", call))
         yield
+
+
+def _around_call(item: Item, around: Around) -> Any:
+    plain = item.operation.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(item, lambda: plain(*args, **kwargs))
+
+    return call
 
 
 @contextmanager
@@ -168,6 +183,7 @@ def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> It
             groups = list(dict.fromkeys(of.get(item, item) for item in chain.items))
             run = _runner(chain, groups, lambda _, call: call(), rerun)
             functional = chain.functional
+            # A twin of the model has the same nodes, and it is the twin that is called.
             if functional._nodes_by_depth is model.__dict__.get("_nodes_by_depth"):
                 functional = model
             undo.enter_context(_replaced(functional, "_run_through_graph", run))
@@ -176,12 +192,13 @@ def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> It
 
 @contextmanager
 def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Put a method on one object, beside Keras' tracking of attributes."""
+    """Put a method on one object for a while, without Keras' tracking of attributes."""
     before = thing.__dict__.get(name)
     thing.__dict__[name] = value
     try:
         yield
     finally:
+        # Left on the instance, its class's own method would count as replaced (`check_model`).
         if before is None:
             thing.__dict__.pop(name, None)
         else:
@@ -192,34 +209,29 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
     """Return what runs the calls of a functional model, in the place of Keras'."""
     functional = chain.functional
     plain = functional._run_through_graph
-    # Per group, the tensors that are needed after it, by their ids.
-    later = [{id(output) for output in functional.outputs}]
-    for group in reversed(groups[1:]):
-        later.append(
-            later[-1] | {id(tensor) for item in group.items for tensor in item.node.input_tensors}
-        )
-    later.reverse()
+    needed_after = _needed_after(chain, groups)
 
     def call(operation_fn: Any, item: Item, tensors: dict[int, Any]) -> None:
         args, kwargs = item.node.arguments.fill_in(tensors)
         operation = operation_fn(item.operation)
         results = around(item, lambda: operation(*args, **kwargs))
-        masks_of = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
-        tensors.update((id(tensor), value) for tensor, value in masks_of)
+        pairs = zip(item.node.outputs, keras.tree.flatten(results), strict=True)
+        tensors.update((id(tensor), value) for tensor, value in pairs)
 
     def run(inputs: Any, operation_fn: Any = lambda value: value, call_fn: Any = None) -> Any:
+        # Keras passes a `call_fn` where it clones or checks a model: nothing trains there.
         if call_fn is not None:
             return plain(inputs, operation_fn, call_fn)
         values = keras.tree.flatten(inputs)
         tensors = {
             id(tensor): value for tensor, value in zip(functional.inputs, values, strict=True)
         }
-        for group, wanted in zip(groups, later, strict=True):
+        for group, wanted in zip(groups, needed_after, strict=True):
             if isinstance(group, Item):
                 call(operation_fn, group, tensors)
             else:
                 _run_section(group, rerun, tensors, wanted, partial(call, operation_fn))
-            # Keras holds all to the end; run eagerly, that is all the memory of the pass.
+            # Keras holds all tensors to the end; run eagerly, nothing of the pass would be freed.
             tensors = {key: value for key, value in tensors.items() if key in wanted}
         outputs = [tensors[id(output)] for output in functional.outputs]
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
@@ -233,26 +245,17 @@ def _run_section(
     """Run items of a functional model as one function of the tensors that enter."""
     outputs = [id(output) for item in section.items for output in item.node.outputs]
     used = [id(tensor) for item in section.items for tensor in item.node.input_tensors]
-    enter = [tensor for tensor in dict.fromkeys(used) if tensor not in outputs]
-    leave = [tensor for tensor in outputs if tensor in wanted]
+    entering = [tensor for tensor in dict.fromkeys(used) if tensor not in outputs]
+    leaving = [tensor for tensor in outputs if tensor in wanted]
 
-    def function(entering: list[Any]) -> list[Any]:
-        inside = dict(zip(enter, entering, strict=True))
+    def function(inputs: list[Any]) -> list[Any]:
+        inside = dict(zip(entering, inputs, strict=True))
         for item in section.items:
             call(item, inside)
-        return [inside[tensor] for tensor in leave]
+        return [inside[tensor] for tensor in leaving]
 
-    results = rerun(section, function, [tensors[tensor] for tensor in enter])
-    tensors.update(zip(leave, results, strict=True))
-
-
-def _around_call(item: Item, around: Around) -> Any:
-    plain = item.operation.call
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(item, lambda: plain(*args, **kwargs))
-
-    return call
+    results = rerun(section, function, [tensors[tensor] for tensor in entering])
+    tensors.update(zip(leaving, results, strict=True))
 
 
 def _around_section(section: Section, rerun: Rerun) -> Any:
@@ -267,8 +270,8 @@ def _around_section(section: Section, rerun: Rerun) -> Any:
 
         def function(tensors: list[Any]) -> list[Any]:
             nonlocal structure
-            args_again, kwargs_again = refilled((args, kwargs), tensors)
-            structure = plain(*args_again, **kwargs_again)
+            own_args, own_kwargs = refilled((args, kwargs), tensors)
+            structure = plain(*own_args, **own_kwargs)
             return tensors_in(structure)
 
         results = rerun(section, function, tensors_in((args, kwargs)))
@@ -277,28 +280,31 @@ def _around_section(section: Section, rerun: Rerun) -> Any:
     return call
 
 
-# What Keras has in force around the call of a layer, for those inside.
+# What Keras sets around the call of a layer for those inside: `training`, and mixed precision.
 _SETTINGS = ("current_call_ctx", "autocast_scope")
 
 
 def settings_now() -> dict[str, Any]:
-    """Return what is in force now, for `in_force`."""
+    """Return what Keras has set around the present call, for `in_force`."""
     return {name: global_state.get_global_attribute(name) for name in _SETTINGS}
 
 
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
     """Run a function of tensors in a graph; in the backward pass, run it again.
 
-    function : from tensors to tensors; masks of Keras may hang on both. It draws from seeds in
+    function : from tensors to tensors; both may carry masks of Keras. It draws from seeds in
         variables only, and changes nothing but `changed`.
-    inputs : what it is given, and what is kept
+    inputs : its arguments, which are kept
     changed : Keras variables that it changes: the second run sees them as the first did, and does
         not change them.
     """
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
+    # A mask is an attribute of a tensor, which tf.custom_gradient drops: masks are passed as
+    # arguments and results of their own.
     masks = [get_keras_mask(value) for value in inputs]
     tensors = [*inputs, *(mask for mask in masks if mask is not None)]
+    # Copied before the first run changes them: seeds, and statistics of batch norms.
     before = [(v, tf.identity(v._value)) for v in changed]
     settings = settings_now()
     masked: list[int] = []
@@ -319,8 +325,38 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
             results = once(tensors)
 
         def gradient(*incoming: Any, variables: Any = None) -> Any:
-            scope = _AsRead(before, reads)
-            return _backward(once, tensors, incoming, list(variables or ()), scope, settings)
+            weights, scope = list(variables or ()), _AsRead(before, reads)
+            incoming = tuple(without_filled_in_zeros(incoming))
+            # All that it reads is ready, so the executor would run it at once: its ops wait for
+            # the gradients.
+            arrived = [grad for grad in incoming if grad is not None]
+            with tf.control_dependencies(arrived), scope, in_force(settings):
+                sources = [tf.identity(tensor) for tensor in tensors]
+                wanted = [source for source in sources if source.dtype.is_floating]
+                values = [scope.recorded(weight) for weight in weights]
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch([*wanted, *values])
+                    with _no_reads():
+                        again = once(sources)
+                pairs = [
+                    pair
+                    for pair in zip(again, incoming, strict=True)
+                    if pair[1] is not None and pair[0].dtype.is_floating
+                ]
+                gradients = tape.gradient(
+                    [result for result, _ in pairs],
+                    [*wanted, *values],
+                    [output_gradient for _, output_gradient in pairs],
+                )
+            of_inputs, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
+            # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt
+            # here. Of a sparse one (an embedding's) the values are waited for.
+            with tf.control_dependencies(
+                [getattr(weight, "values", weight) for weight in of_weights if weight is not None]
+            ):
+                rest = iter([None if of is None else tf.identity(of) for of in of_inputs])
+            of_tensors = [next(rest) if source.dtype.is_floating else None for source in sources]
+            return (of_tensors, of_weights) if weights else of_tensors
 
         return results, gradient
 
@@ -329,46 +365,6 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
     for place, mask in zip(masked, results[count:], strict=True):
         set_keras_mask(results[place], mask)
     return list(results[:count])
-
-
-def _backward(
-    once: Function,
-    tensors: Sequence[Any],
-    incoming: Sequence[Any],
-    weights: list[Any],
-    scope: _AsRead,
-    settings: dict[str, Any],
-) -> Any:
-    """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
-    incoming = without_made_up_zeros(incoming)
-    # Not before it is needed: the executor would run it at once.
-    arrived = [grad for grad in incoming if grad is not None]
-    with tf.control_dependencies(arrived), scope, in_force(settings):
-        sources = [tf.identity(tensor) for tensor in tensors]
-        wanted = [source for source in sources if source.dtype.is_floating]
-        values = [scope.recorded(weight) for weight in weights]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*wanted, *values])
-            with _no_reads():
-                results = once(sources)
-        pairs = [
-            pair
-            for pair in zip(results, incoming, strict=True)
-            if pair[1] is not None and pair[0].dtype.is_floating
-        ]
-        gradients = tape.gradient(
-            [result for result, _ in pairs],
-            [*wanted, *values],
-            [output_gradient for _, output_gradient in pairs],
-        )
-    ours, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
-    # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.
-    with tf.control_dependencies(
-        [getattr(weight, "values", weight) for weight in of_weights if weight is not None]
-    ):
-        rest = iter([None if our is None else tf.identity(our) for our in ours])
-    of_tensors = [next(rest) if source.dtype.is_floating else None for source in sources]
-    return (of_tensors, of_weights) if weights else of_tensors
 
 
 class _Reads:
@@ -384,17 +380,20 @@ class _Reads:
         """Note the variables that ops read meanwhile; those read inside of loops are read once."""
         count = len(self.graph.get_operations())
         yield
-        ops = self.graph.get_operations()[count:]
-        for op in ops:
-            for handle in variables_read(op):
-                if op.type == READS:
-                    self.values.setdefault(id(handle), op.outputs[0])
-        for op in ops:
-            for handle in variables_read(op):
-                if id(handle) not in self.values:
-                    kind = get_resource_handle_data(handle).shape_and_type[0].dtype
-                    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=kind)
-                    self.values[id(handle)] = value
+        handles = [
+            (op, handle)
+            for op in self.graph.get_operations()[count:]
+            for handle in variables_read(op)
+        ]
+        for op, handle in handles:
+            if op.type == READS:
+                self.values.setdefault(id(handle), op.outputs[0])
+        # A loop reads a handle inside of its body, out of reach: it is read here once more.
+        for _, handle in handles:
+            if id(handle) not in self.values:
+                dtype = get_resource_handle_data(handle).shape_and_type[0].dtype
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+                self.values[id(handle)] = value
 
     def value(self, variable: Any) -> Any:
         """Return what was read from a variable of TensorFlow; raise TraceError if it was not."""
@@ -416,14 +415,14 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
     def __init__(self, before: list[tuple[Any, Any]], reads: _Reads) -> None:
         super().__init__(before)
         self.reads = reads
-        # Per variable, what stands for it in a second run that another tape watches.
+        # Per variable of TensorFlow, by id, its value in a second run that an outer tape watches.
         self.watched: dict[int, Any] = {}
 
     def recorded(self, variable: Any) -> Any:
         """Return what was read from a variable of TensorFlow, as a read that tapes see.
 
-        Those around the backward pass, as where a gradient is part of the loss, saw none: the first
-        run is hidden from tapes.
+        Tapes around the backward pass, as where a gradient is part of the loss, saw none: the first
+        run is hidden from tapes. They would find no path to the weights, and say nothing.
         """
         value = self.reads.value(variable)
         if record.could_possibly_record():
@@ -436,6 +435,7 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
         return value
 
     def get_current_value(self, variable: Any) -> Any:
+        # First what the run itself has written, or what `changed` was; then reads of the first run.
         value = super().get_current_value(variable)
         if value is None:
             value = self.watched.get(id(variable._value))
@@ -444,7 +444,7 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
 
 @contextmanager
 def _no_reads() -> Iterator[None]:
-    """Raise TraceError if an op reads a variable meanwhile, which may be another by then."""
+    """Raise TraceError if an op reads a variable meanwhile: it may have been updated by then."""
     graph = tf.compat.v1.get_default_graph()
     count = len(graph.get_operations())
     yield
@@ -459,7 +459,7 @@ def _no_reads() -> Iterator[None]:
 
 @contextmanager
 def in_force(settings: dict[str, Any]) -> Iterator[None]:
-    """Let Keras' settings be those of another time."""
+    """Let Keras' settings around a call be those that `settings_now` returned."""
     now = settings_now()
     try:
         for name, value in settings.items():

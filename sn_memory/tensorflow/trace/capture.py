@@ -1,13 +1,13 @@
 """A training step as one flat list of ops in the order they were traced.
 
-A traced function is a graph of graphs: calls hide their bodies. Here calls are replaced by what
-they call; bodies of loops and branches stay what they are, one op. Names say nothing about what
-belongs to the forward pass: ancestors of what was differentiated are forward. Of a step function
-the tape is asked while tracing.
+A traced function is a graph of graphs: calls hide their bodies. Here calls are replaced by the ops
+of what they call; a loop or branch stays one op. Names of ops do not tell what belongs to the
+forward pass: it is the ancestors of what was differentiated. In a step function, what its tapes
+differentiate is noted while it is traced.
 
 A Keras model is called as training calls it, on symbolic inputs. Inside, at `call`, a tape is
 opened: what Keras does around that (casts, checks) stays outside of the plan. In place of the
-gradients of the outputs, which the loss will make, there are placeholders.
+gradients of the outputs, which the loss will compute, there are placeholders.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Captured:
     nodes : in the order of the trace
     tensors : per value, a symbolic tensor of its shape and type
     arguments, outputs : values of the flat arguments and results
-    captures : values that come from outside, with what they are there: handles of variables,
-        constants.
+    captures : values from outside of the graph (handles of variables, constants), with the tensors
+        that they are there
     variables : the variable behind a captured handle
-    targets, gradients : what was differentiated, and what came of it
-    placeholders : of a model without its loss: values in place of the gradients of its outputs.
-    graph : kept alive: functions that ops refer to belong to it.
-    shapes : of values whose shape depends on values, that on the sample
+    targets, gradients : what was differentiated, and the results
+    placeholders : of a model without its loss: values in place of the gradients of its outputs
+    graph : kept alive, as functions that ops refer to belong to it
+    shapes : on the sample, of values whose shape depends on values
     """
 
     nodes: list[Node]
@@ -101,14 +101,14 @@ class Captured:
 
     @property
     def needed(self) -> set[int]:
-        """The nodes that results or effects come from; the others are left out."""
+        """The nodes that results or effects depend on; the others are left out."""
         effects = self.effects
         read = [value for at in effects for value in self.nodes[at].inputs]
         return self.ancestors([*self.outputs, *read]) | set(effects)
 
     @property
     def producer(self) -> dict[int, int]:
-        """The node that makes each value; captured and given values have none."""
+        """The node that makes each value; captures and arguments have none."""
         return {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
 
 
@@ -124,6 +124,7 @@ class TapeLog:
         """Note each call of GradientTape.gradient; the method is put back afterwards."""
         plain = tf.GradientTape.gradient
 
+        # TensorFlow has no hook for it. What a step wraps a tape in, as Horovod's, ends up here.
         def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             results = plain(tape, target, sources, *args, **kwargs)
             self.targets += tensors_in(target)
@@ -138,13 +139,14 @@ class TapeLog:
 
 
 def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
-    """Trace a training step; returns its concrete function and what its tapes were asked.
+    """Trace a training step; return its concrete function and what its tapes were asked.
 
     A tf.function is traced anew, as its earlier trace kept no log. Nothing is run but the
     initializers of variables that the step makes.
     """
     plain = getattr(step, "python_function", step)
     log = TapeLog()
+    # With autograph as the user has it: without, a Python `if` on a tensor is an error.
     fresh = tf.function(plain, autograph=bool(getattr(step, "_autograph", True)))
     with log.listening():
         try:
@@ -165,8 +167,7 @@ class _Taped:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
         key, inputs = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
         variables = uncast(self.trainable_variables)  # type: ignore[attr-defined]
-        tape = tf.GradientTape(watch_accessed_variables=False)
-        with tape:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         hidden = opaque(results)
@@ -198,7 +199,7 @@ class _Taped:
 def capture_model(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[Captured, dict[str, Any]]:
-    """Trace a Keras model in training; returns the step and what was seen at its `call`."""
+    """Trace a Keras model in training; return the step and what was seen at its `call`."""
     check_model(model)
     twin = twin_of(model, _Taped)
     seen: dict[str, Any] = {}
@@ -228,38 +229,34 @@ def capture_model(
     return captured, seen
 
 
-def values_at_call(model: Any, sample: Any) -> list[Any] | None:
-    """Return the tensors that a model's `call` gets of a sample; None where that has no values."""
-    if not _has_values(sample):
-        return None
-    heard: list[Any] = []
+def values_at_call(model: Any, sample: Any) -> list[Any]:
+    """Return the tensors that a model's `call` gets of a sample."""
+    inputs: list[Any] = []
 
-    class Heard:
+    # At `call`, as there the arguments of the trace were seen: Keras has cast them by then.
+    class Called:
         def call(self, *args: Any, **kwargs: Any) -> Any:
-            heard.append(call_of(self._call_signature, args, kwargs)[1])  # type: ignore[attr-defined]
+            inputs.extend(call_of(self._call_signature, args, kwargs)[1])  # type: ignore[attr-defined]
             raise _CalledError
 
     with suppress(_CalledError):
-        twin_of(model, Heard)(*as_tensors(sample), training=True)
-    return heard[0]
+        twin_of(model, Called)(*as_tensors(sample), training=True)
+    return inputs
 
 
 class _CalledError(Exception):
-    """What a model was called with is known."""
+    """Ends a call of a model before it runs: its inputs are known."""
 
 
-def values_of_step(sample: Any) -> list[Any] | None:
-    """Return the tensors among a step's arguments; None where they have no values."""
-    return argument_tensors(as_tensors(sample)) if _has_values(sample) else None
-
-
-def _has_values(sample: Any) -> bool:
-    return not any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample))
+def values_of_step(sample: Any) -> list[Any]:
+    """Return the tensors among a step's arguments."""
+    return argument_tensors(as_tensors(sample))
 
 
 def _check_losses_and_gradients(model: Any, seen: dict[str, Any]) -> None:
     """Raise TraceError for what a plan of the model's ops would lose."""
     if any(layer._losses for layer in model._flatten_layers()):
+        # They are tensors of the trace's graph, which no later call could use.
         for layer in model._flatten_layers():
             layer._clear_losses()
         raise TraceError(
@@ -291,6 +288,7 @@ def flat(
     placeholders : tensors in place of the gradients of a model's outputs
     """
     flattened = _Flattening()
+    # By id: tensors of a graph are not hashable, and variables compare by value.
     variables = {id(variable.handle): variable for variable in graph.variables}
     outer = {id(inner): outer for outer, inner in graph.captures}
     inputs = [(flattened.new(value), value) for value in graph.inputs]
@@ -298,6 +296,7 @@ def flat(
     if arguments is None:
         arguments = [value for value in graph.inputs if id(value) not in outer]
     else:
+        # Numbered before any op, so that the ops that make them (Keras' casts) are left out.
         for tensor in arguments:
             flattened.new(tensor)
     flattened.ops(graph, "")
@@ -326,7 +325,7 @@ def flat(
 
 
 def undifferentiated(graph: Any) -> Captured:
-    """Return the ops of a graph of which nobody asks what was differentiated, as one list."""
+    """Return the ops of a graph as one list, without what is differentiated in it."""
     flattened = _Flattening()
     arguments = tuple(flattened.new(value) for value in graph.inputs)
     flattened.ops(graph, "")
@@ -336,7 +335,7 @@ def undifferentiated(graph: Any) -> Captured:
 
 
 def bodies(op: Any) -> list[Captured]:
-    """Return what a loop or branch may run, each as a step of its own."""
+    """Return what a loop or branch may run, each as a step of its own; a loop's body first."""
     return [
         undifferentiated(kernels.body_of(op, op.get_attr(key).name))
         for key in ("body", "cond", "then_branch", "else_branch")
@@ -345,6 +344,8 @@ def bodies(op: Any) -> list[Captured]:
 
 
 class _Flattening:
+    """Gives values and nodes their numbers, across the bodies of calls."""
+
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.tensors: list[Any] = []
@@ -368,6 +369,7 @@ class _Flattening:
                 outputs = tuple(self.new(output) for output in op.outputs)
                 self.nodes.append(Node(op, prefix + op.name, inputs, outputs))
                 continue
+            # A call is its body's ops on the caller's values: it has no values of its own.
             for inner, value in zip(body.inputs, inputs, strict=True):
                 self.numbers[id(inner)] = value
             self.ops(body, f"{prefix}{op.name}/")
@@ -384,14 +386,14 @@ def _readers_last(graph: Any) -> list[Any]:
     ordered: dict[Any, None] = {}
     for op in graph.get_operations():
         stack: list[Any] = [op]
-        # Those on the way down: one that is met again there reads what it makes.
+        # Those on the way down: one that is met there again depends on its own result.
         waiting: set[Any] = set()
         while stack:
             missing = [value.op for value in stack[-1].inputs if value.op not in ordered]
             if not waiting.isdisjoint(missing):
                 raise TraceError(
-                    f"op {stack[-1].name!r} reads what it makes: a loop of TensorFlow 1. Make it "
-                    "one of tf.while_loop under tf.function."
+                    f"op {stack[-1].name!r} depends on its own result, as in a loop of TensorFlow "
+                    "1. Write the loop with tf.while_loop under tf.function."
                 )
             if missing:
                 waiting.add(stack[-1])
@@ -403,6 +405,7 @@ def _readers_last(graph: Any) -> list[Any]:
 
 def _body(op: Any) -> Any:
     """Return the graph a call runs, copied so that two calls do not share tensors; else None."""
+    # What XLA compiles is one op: its body's ops are fused, and none of them is run alone.
     if op.type not in kernels.CALLS or "_XlaMustCompile" in op.node_def.attr:
         return None
     called = op.graph._get_function(op.get_attr("f").name)
@@ -421,9 +424,11 @@ def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
         if key in ("_class", "_gradient_op_type", "_output_shapes"):
             continue
         attrs[key] = value
+        # A loop names the functions of its body; a graph has to hold those that its ops name.
         for called in (value.func.name, *(function.name for function in value.list.func)):
             if called and not graph._is_function(called):
                 graph._add_function_recursive(op.graph._get_function(called))
+    # Control edges stay within one graph, and a gradient may be requested in an inner one.
     waits = [op for op in after if op.graph is graph]
     with tf.device(op.device or None), graph.control_dependencies(waits):
         return graph._create_op_internal(
@@ -436,17 +441,17 @@ def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
         )
 
 
-def with_sample_shapes(captured: Captured, sample: Callable[[], Sequence[Any] | None]) -> Captured:
+def with_sample_shapes(captured: Captured, inputs: Callable[[], Sequence[Any]]) -> Captured:
     """Return a captured step that knows the shapes its trace left open, if there are any.
 
     Boolean masks, `tf.where` with one argument, `tf.unique` and all that is computed from them have
-    shapes that depend on values. The ops of a plan take what comes, so a plan needs these shapes
-    only to count: the step's ops run once on the sample, unplanned and without their effects.
-    Raises TraceError where the ops do not run on the sample, for want of memory, say.
+    shapes that depend on values. The ops of a plan take any size, so a plan needs these shapes only
+    to count: the step's ops run once on the sample, unplanned and without their effects.
+    Raises TraceError where the ops do not run on the sample, for lack of memory, say.
 
-    sample : returns tensors for the arguments, or None, where the sample has no values
+    inputs : returns the sample's tensors for the arguments, where they are needed
     """
-    # What comes of an effect (other ranks, Python functions) is unknown, and not counted either.
+    # What an effect returns (other ranks, Python functions) is unknown, and not counted either.
     known = {*captured.arguments, *captured.captures}
     wanted = []
     for at in sorted(captured.needed.difference(captured.effects)):
@@ -454,9 +459,9 @@ def with_sample_shapes(captured: Captured, sample: Callable[[], Sequence[Any] | 
         if known.issuperset(node.inputs):
             known.update(node.outputs)
             wanted += [value for value in node.outputs if _is_open(captured.tensors[value])]
-    tensors = sample() if wanted else None
-    if tensors is None:
+    if not wanted:
         return captured
+    tensors = inputs()
 
     @tf.function(autograph=False)
     def shapes(*tensors: Any) -> dict[str, Any]:
@@ -486,39 +491,42 @@ def _is_open(tensor: Any) -> bool:
 
 
 def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
-    """Return the places of gradients that come from outputs alone that have none.
+    """Return the places of gradients that depend only on outputs that the loss leaves out.
 
     Where a loss takes some of a model's outputs only, the tape returns None for the variables of
-    the rest, and an optimizer passes them over. Zeros are not the same: moments go on, weights
-    decay.
+    the rest, and an optimizer skips them. Zeros are not the same: moments go on, weights decay.
 
     incoming : the gradients of the outputs, in the order of `captured.placeholders`
     """
-    arrived = [gradient is not None for gradient in without_made_up_zeros(incoming)]
+    arrived = [gradient is not None for gradient in without_filled_in_zeros(incoming)]
     if all(arrived):
         return frozenset()
+    # Per value that depends on a placeholder, whether it does on one with a gradient.
     reached = dict(zip(captured.placeholders, arrived, strict=True))
     for node in captured.nodes:
         known = [reached[value] for value in node.inputs if value in reached]
         if known:
             reached.update(dict.fromkeys(node.outputs, any(known)))
-    # What no output's gradient leads to is not left out.
+    # A gradient that depends on no output's is a constant of the step, and stays.
     return frozenset(
         place for place, value in enumerate(captured.gradients) if not reached.get(value, True)
     )
 
 
-def without_made_up_zeros(incoming: Sequence[Any]) -> list[Any]:
-    """Return what a custom gradient is given, with None for zeros that the tape made up.
+def without_filled_in_zeros(incoming: Sequence[Any]) -> list[Any]:
+    """Return the incoming gradients of a custom gradient, with None for zeros of the tape's own.
 
-    It gives zeros for results that have no gradient. What a loss makes is no constant, and zeros
-    like a result itself are the tape's. Where nothing would be left, they are the caller's.
+    The tape fills in zeros for results that have no gradient. A loss's gradients are no constants,
+    and zeros like a result itself are the tape's. Where nothing would be left, they are the
+    caller's.
     """
-    real = [None if grad is None or _is_made_up(grad) else grad for grad in incoming]
+    real = [None if grad is None or _is_filled_in(grad) else grad for grad in incoming]
     return real if any(grad is not None for grad in real) else list(incoming)
 
 
-def _is_made_up(gradient: Any) -> bool:
+def _is_filled_in(gradient: Any) -> bool:
+    # tf.custom_gradient returns its results through an IdentityN; where shapes are open the tape
+    # takes zeros like one of these, else a constant.
     if gradient.op.type == "ZerosLike":
         return bool(gradient.op.inputs[0].op.type == "IdentityN")
     return gradient.op.type == "Const" and not kernels.constant(gradient).any()

@@ -1,8 +1,8 @@
 """What kernels of TensorFlow do with memory: which pass a buffer on, which write over their input.
 
 The executor lets an elementwise kernel write its result over an input that nobody else holds. A
-graph that does not know this has a peak that no run reaches. The table was found by running each
-kind alone under the allocator's statistics; a test does so again.
+graph that does not know this has a peak that no run reaches. The table was measured: each kind was
+run alone under the allocator's statistics, and a test does so again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIASES: Final = _kinds(
     "Bitcast CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient "
     "Reshape Snapshot Squeeze StopGradient"
 )
-# Which elements these pass on, nobody knows where a size is open.
+# Whether these pass all elements on is unknown where a size is open.
 _BY_SIZE: Final = _kinds("BroadcastTo Slice StridedSlice Tile")
 # The result is the input's buffer where nothing changes.
 MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
@@ -44,9 +44,9 @@ READS: Final = "ReadVariableOp"
 SHAPES: Final = _kinds("BroadcastGradientArgs Rank Shape ShapeN Size")
 LOOPS: Final = _kinds("Case If StatelessCase StatelessIf StatelessWhile While")
 CALLS: Final = ("PartitionedCall", "StatefulPartitionedCall")
-# Stateless by name only: nobody knows what the Python behind them remembers.
+# Stateless by registration only: the Python function behind them may have any effect.
 PYTHON: Final = _kinds("EagerPyFunc PyFunc PyFuncStateless")
-# Stateful by name only: nothing is changed, and the result is the same when run again.
+# Stateful by registration only: they change nothing, and return the same when run again.
 HARMLESS: Final = _kinds("Empty PlaceholderWithDefault VarHandleOp")
 
 
@@ -62,19 +62,17 @@ def passes_on(op: Any) -> bool:
     if op.type in _BY_SIZE and not source.shape.is_fully_defined():
         return False
     if op.type in ("AddN", "ConcatV2"):
-        return (
-            sum(value.dtype == result.dtype and value.shape.rank is not None for value in op.inputs)
-            == 1
-        )
+        # Of one tensor. ConcatV2 has its axis among the inputs, of another type.
+        same = [v for v in op.inputs if v.dtype == result.dtype and v.shape.rank is not None]
+        return len(same) == 1
     if op.type == "Transpose":
         order = constant(op.inputs[1])
         return order is not None and list(order) == list(range(len(order)))
     return True
 
 
-def constant(tensor: Any) -> Any:
-    """Return the value of a tensor that is known without running anything; else None."""
-    return tf.get_static_value(tensor)
+# The value of a tensor that is known without running anything; else None.
+constant = tf.get_static_value
 
 
 def nbytes(tensor: Any) -> int | None:
@@ -90,7 +88,7 @@ def nbytes(tensor: Any) -> int | None:
 
 
 def _count_of_gradient(tensor: Any) -> int | None:
-    """Elements of what undoes a broadcast, whose shape TensorFlow leaves open in the trace."""
+    """Elements of what sums over a broadcast's axes, whose shape a trace leaves open."""
     op = tensor.op
     if op.type == "BroadcastGradientArgs":
         # At most one number per axis.
@@ -100,6 +98,7 @@ def _count_of_gradient(tensor: Any) -> int | None:
     shapes = [constant(value) for value in op.inputs[1].op.inputs]
     if any(shape is None for shape in shapes):
         return None
+    # Summed over the axes of its first or second result, it has the shape of that input.
     own = shapes[op.inputs[1].value_index]
     return math.prod(int(size) for size in own)
 
@@ -118,8 +117,8 @@ def is_collective(op: Any) -> bool:
 def has_effect(op: Any) -> bool:
     """Say whether an op changes something outside of its results.
 
-    Loops, branches and calls do what is inside of them: all that read a variable are stateful by
-    name. One that draws by chance is told apart from others by nothing, so that counts as well.
+    Of loops, branches and calls their bodies are asked: all that read a variable are registered as
+    stateful. A body that draws random numbers cannot be marked as one op that does, so it counts.
     """
     if op.type in LOOPS or op.type in CALLS:
         return any(has_effect(inner) or is_random(inner) for inner in _inside(op))
@@ -143,7 +142,7 @@ def body_of(op: Any, name: str) -> Any:
     """Return the graph of a function that a loop or branch may run, with the shapes known there."""
     function = op.graph._get_function(name)
     if hasattr(function, "graph"):
-        # As it was traced: made anew from its definition, it would know no shapes of variables.
+        # As it was traced: rebuilt from its definition, it would not know the shapes of variables.
         return function.graph
     # A `Defun` of TensorFlow 1, as the scan inside tf.nn.ctc_loss is, keeps its definition alone.
     shapes = [value.shape for value in op.outputs] if "While" in op.type else None
@@ -152,12 +151,12 @@ def body_of(op: Any, name: str) -> Any:
 
 
 def changes_variables(op: Any) -> bool:
-    """Say whether an op changes the variables it is given and nothing else."""
+    """Say whether an op changes the variables among its inputs and nothing else."""
     return str(op.type).startswith(("Assign", "ResourceApply", "ResourceScatter", "ResourceSparse"))
 
 
 def variables_read(op: Any) -> list[Any]:
-    """Return the handles of variables that an op is given."""
+    """Return the handles of variables among an op's inputs."""
     return [
         value
         for value in op.inputs
@@ -168,7 +167,7 @@ def variables_read(op: Any) -> list[Any]:
 def keeps_maxima(op: Any) -> bool:
     """Say whether a max pooling also writes where its maxima were, for its gradient to read.
 
-    oneDNN's does, where it stands in for TensorFlow's: a byte for each element of the result.
+    oneDNN's does, where it replaces TensorFlow's: a byte for each element of the result.
     """
     return (
         op.type == "MaxPool"

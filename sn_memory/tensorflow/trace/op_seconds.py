@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import config
@@ -25,6 +24,7 @@ from ...cost.op_times import OpTimes, is_seconds, plain_name, quickest, while_ti
 from ...graph.graph import Graph
 from ...graph.records import Device
 from ..memory import MARK, Allocations, has_statistics
+from ..model import wait_for
 from . import kernels
 from .capture import Node
 
@@ -50,7 +50,7 @@ class MeasuredCosts(OpTimes):
         missing = {key: node.op for node in nodes if (key := self._key(node)) not in self.table}
         if not missing:
             return
-        # One trace for all: each one opened says so on the screen.
+        # One trace for all: TensorFlow logs a few lines for each one that is opened.
         with (
             Allocations(self.device)
             if has_statistics(self.device)
@@ -67,16 +67,11 @@ class MeasuredCosts(OpTimes):
         return self.key(signature(node.op))
 
 
-def unmeasured(node: Node) -> Cost:
-    """Leave a node to the roofline."""
-    return None, 0
-
-
 def costs_as_in(graph: Graph, nodes: Mapping[str, Node]) -> Callable[[Node], Cost]:
     """Return costs of nodes after those of ops of the same names in another graph.
 
-    They are as much more or less as a node reads and makes elements; a node of another name is left
-    to the roofline.
+    They are scaled by the elements that a node reads and makes; a node of another name is left to
+    the roofline.
 
     nodes : those of the other graph's ops, by name
     """
@@ -107,7 +102,7 @@ def is_cost(value: Any) -> bool:
 
 
 def circumstances() -> str:
-    """Settings of TensorFlow under which the same op takes another time, or another kernel."""
+    """Settings of TensorFlow with which the same op takes another time, or another kernel."""
     settings = {
         "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "deterministic": config.is_op_determinism_enabled(),
@@ -129,6 +124,7 @@ def cache_name(device: str) -> str:
 def signature(op: Any) -> str:
     """What the cost of an op depends on, as text."""
     attrs = op.node_def.attr
+    # Those with an underscore are marks of a graph's passes and gradients.
     settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
     inputs = []
     for tensor in op.inputs:
@@ -142,8 +138,8 @@ def measured_device(device: str) -> Device:
     """Return the speeds of a device, measured: matrix products and copies."""
     with tf.device(device):
         side = 1024 if "CPU" in device else 8192
-        left = tf.random.uniform((side, side))
-        product_s = _best(lambda: tf.matmul(left, left))
+        matrix = tf.random.uniform((side, side))
+        product_s = _best(lambda: tf.matmul(matrix, matrix))
         block = tf.random.uniform((1 << 24,))
         copy_s = _best(lambda: tf.negative(block))
     # A copy reads and writes four bytes of each element.
@@ -153,6 +149,7 @@ def measured_device(device: str) -> Device:
 def _seconds(op: Any, device: str, mark: str) -> float | None:
     """Run an op alone; return its seconds. It runs once under the mark in the profiler's trace."""
     types = {value.dtype for value in (*op.inputs, *op.outputs)}
+    # Run alone, they would change something, or need a graph, a handle or a function.
     if (
         kernels.has_effect(op)
         or op.type in kernels.LOOPS
@@ -172,10 +169,11 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
 
             seconds = _best(work)
             with tf.profiler.experimental.Trace(mark):
-                # Held beyond the mark: what is given back in it counts as workspace.
+                # Held beyond the mark: what is freed within it counts as workspace.
                 result = work()
             del result
             return seconds
+    # Odd ops do not run on synthetic values: an index out of range, a shape that is not known.
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
         log.info(
             "%s could not be timed (%s); its seconds are estimated by a roofline", op.type, error
@@ -197,11 +195,4 @@ def _filled(tensor: Any) -> Any:
 
 def _best(work: Callable[[], Any]) -> float:
     """Seconds of the quickest of a few runs, after one to warm up."""
-    return quickest(lambda: _wait(work()), time.perf_counter)
-
-
-def _wait(result: Any) -> None:
-    """Wait for a result; on a GPU, work is only queued when the call returns."""
-    flat = [tensor for tensor in tf.nest.flatten(result) if isinstance(tensor, tf.Tensor)]
-    if flat and "GPU" in flat[-1].device:
-        np.asarray(tf.reshape(flat[-1], (-1,))[:1])
+    return quickest(lambda: wait_for(work()), time.perf_counter)

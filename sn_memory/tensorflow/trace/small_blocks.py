@@ -1,8 +1,8 @@
 """Blocks that the CPU allocator's trace does not show, counted from the graph of a step.
 
-It shows those of 256 KiB and more (`memory.py`). What is smaller is held nevertheless: a small
-model's whole step, and what recurrent layers collect in each pass of their loops. Ops are taken in
-the order of the trace, lists with as many elements as their loop has passes.
+It shows those of 256 KiB and more (`memory.py`). Smaller ones are held nevertheless: a small
+model's whole step, and what recurrent layers collect in each iteration of their loops. Ops are
+taken in the order of the trace, lists with as many elements as their loop has iterations.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def small_bytes(graph: Any, device: str) -> int:
     if "GPU" in device:
         return 0
     captured = undifferentiated(graph)
+    # Not the peak of small blocks alone, which may be at another time than that of all.
     return _Steps(captured, 0).peak_bytes() - _Steps(captured, TRACED_BYTES).peak_bytes()
 
 
@@ -46,6 +47,7 @@ class _Steps:
 
     def peak_bytes(self) -> int:
         root, last = self.buffers.root, self.buffers.last
+        # Per node, the values that it reads last; per value held, its bytes.
         ending: dict[int, list[int]] = {}
         sizes: dict[int, int] = {}
         live = most = 0
@@ -62,6 +64,7 @@ class _Steps:
                     allocated |= self.collected(node, parts[0])
             elif node.op.type == "TensorListFromTensor":
                 allocated[node.outputs[0]] = self.unstacked(node)
+            # Before the result counts, which lies in the same block.
             over = self.buffers.overwritten(at)
             if over is not None:
                 live -= sizes.pop(over, 0)
@@ -79,7 +82,7 @@ class _Steps:
         return size if size >= self.least_bytes else 0
 
     def unstacked(self, node: Node) -> int:
-        """Return the bytes of a list that a tensor is taken apart into, row by row."""
+        """Return the bytes of a list into which a tensor is split, row by row."""
         tensor = self.captured.tensors[node.inputs[0]]
         length = self.lengths[node.outputs[0]] = (tensor.shape[0] if tensor.shape.rank else 0) or 0
         size = kernels.nbytes(tensor) or 0
@@ -95,7 +98,8 @@ class _Steps:
                 continue
             size = 0 if element in counted else body.size(element)
             counted.add(element)
-            self.lengths[value] = self.passes(node)
+            self.lengths[value] = self.iterations(node)
+            # An argument of the body is one block, however often it is in the list.
             if body.buffers.producer.get(element) is None or not size:
                 continue
             if not self.lengths[value]:
@@ -117,17 +121,17 @@ class _Steps:
             return None
         element = root[node.inputs[_PUT[node.op.type]]]
         if element in self.captured.arguments:
-            # Lists share elements: what comes in was made, and perhaps put, by the pass before.
+            # Lists share elements: an argument was made, and perhaps put, in the iteration before.
             place = self.captured.arguments.index(element)
             element = root[self.captured.outputs[place]]
         return element
 
-    def passes(self, node: Node) -> int:
+    def iterations(self, node: Node) -> int:
         """Return how often the body of a loop runs at most; 0 if that is not known."""
-        limit = kernels.constant(node.op.inputs[1])
         # The second input of a While is its `maximum_iterations`.
+        limit = kernels.constant(node.op.inputs[1])
         if limit is not None and limit.ndim == 0 and limit > 0:
             return int(limit)
-        # The gradient of a loop takes from lists what the passes of the loop have put there.
+        # The gradient of a loop runs as often, and takes from lists what that has put there.
         roots = (self.buffers.root[value] for value in node.inputs)
         return max((self.lengths.get(root, 0) for root in roots), default=0)

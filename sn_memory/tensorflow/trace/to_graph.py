@@ -1,12 +1,12 @@
 """From a flat traced step to the graph: buffers, storages, writes in place, phases, flags.
 
-Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. They are no
-business of a planner. Such an op follows the op traced before it, runs once, and what it makes is
-held; all else is an op of the graph.
+Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. No planner gains
+anything there. Such an op follows the op traced before it, runs once, and its results are held; all
+others are ops of the graph.
 
-A trace has all updates after all gradients, so that a graph in its order holds every gradient to
-the end. The executor does not wait: a variable is updated when its gradient is there. A step is put
-into that order before anything is planned.
+A trace has all updates after all gradients, so a graph in its order would hold every gradient to
+the end. The executor does not wait: it updates a variable when its gradient is ready. A step is put
+into that order before it is planned.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Costs = Callable[[Node], tuple[float | None, int]]
 class Buffers:
     """The values of a captured step by the buffers they lie in.
 
-    inside : it is the body of a loop or branch, whose values may have any size: such are not
-        counted, where a step would be refused
+    inside : it is the body of a loop or branch: values of unknown size are not counted there, where
+        a step would be refused
 
-    needed : nodes that results or effects come from; the others are left out.
-    root : per value, the value whose buffer it is: itself, what it is a view of, or the handle of
-        the variable it was read from.
+    needed : nodes that results or effects depend on; the others are left out.
+    root : per value, the value whose buffer it lies in: itself, what it is a view of, or the handle
+        of the variable it was read from.
     last : per root, the last node that reads it; beyond the last node for results.
-    folded : values known without running anything, or made from such
+    folded : values known without running anything, or computed from such
     sizes : bytes per root
-    uncounted : names of values whose bytes nobody can tell
+    uncounted : names of values whose bytes are unknown
     """
 
     def __init__(self, captured: Captured, *, inside: bool = False) -> None:
@@ -71,7 +71,7 @@ class Buffers:
         return self.sizes[self.root[value]] <= SMALL_BYTES
 
     def is_view(self, at: int) -> bool:
-        """Whether a node only passes a buffer on, or is known; it is carried out when asked for."""
+        """Whether a node only passes a buffer on, or is constant; it is emitted when needed."""
         node = self.captured.nodes[at]
         return bool(node.outputs) and all(
             self.root[value] != value or value in self.folded for value in node.outputs
@@ -86,6 +86,7 @@ class Buffers:
         roots = [self.root[value] for value in node.inputs]
         for root in roots:
             if (
+                # Arguments, variables and constants are held by others.
                 root in self.producer
                 and root not in self.folded
                 and self.last[root] == at
@@ -143,7 +144,7 @@ class Buffers:
         return folded
 
     def _of_others(self) -> set[int]:
-        """Values of unknown size that other ranks or Python send, or that are made of such."""
+        """Values of unknown size that other ranks or Python send, or that depend on such."""
         foreign: set[int] = set()
         for node in self.captured.nodes:
             unknown = [value for value in node.inputs if self._unknown(value)]
@@ -172,6 +173,7 @@ class Buffers:
         if self.inside or value in self._foreign or tensor.dtype.name in ("variant", "string"):
             self.uncounted.append(tensor.name)
             return 0
+        # What is left out may have any size.
         at = self.producer.get(value)
         if at is not None and at not in self.needed:
             return 0
@@ -206,11 +208,11 @@ def phases(captured: Captured) -> list[str]:
 
 
 def updates_first(captured: Captured) -> Captured:
-    """Return a step with its updates moved to where all that they read is there.
+    """Return a step with its updates moved to where all that they read is ready.
 
     Moved are ops after the backward pass without effect, and those that only change variables. A
-    variable is changed after all that read it before in the trace, and read after all that changed
-    it before. All else keeps its order.
+    variable is changed after all ops that read it before in the trace, and read after all that
+    changed it before. All others keep their order.
     """
     nodes, phase, waits = captured.nodes, phases(captured), _waits(captured)
     begin = next((at for at, name in enumerate(phase) if name == "backward"), len(nodes))
@@ -218,23 +220,26 @@ def updates_first(captured: Captured) -> Captured:
     early = [name == "update" and movable[at] for at, name in enumerate(phase)]
     # What updates read beside gradients (rates, decay) is traced after the backward pass as well.
     fetched = [at > begin and movable[at] and name == "forward" for at, name in enumerate(phase)]
+    # Forwards: after which node all that a node waits for is ready.
     due: list[int] = []
     for at, before in enumerate(waits):
         soonest = max((due[op] for op in before), default=0)
         due.append(soonest if early[at] or fetched[at] else at)
+    # Backwards: no earlier than the first reader needs it, or it would be held for nothing.
     wanted = list(range(len(nodes)))
     for at in reversed(range(len(nodes))):
-        # No earlier than somebody wants it.
         if fetched[at]:
             due[at] = max(due[at], wanted[at])
         for wait in waits[at]:
             wanted[wait] = min(wanted[wait], due[at])
+    # Of nodes that are due together, those first that were traced first.
     order = sorted(range(len(nodes)), key=lambda at: (due[at], at))
     return replace(captured, nodes=[nodes[at] for at in order])
 
 
 def _may_move(node: Node, captured: Captured) -> bool:
     op = node.op
+    # Random numbers come in the order of their draws, and ranks meet in the order of a trace.
     if kernels.is_random(op) or kernels.is_collective(op) or op.type in kernels.LOOPS:
         return False
     return not kernels.has_effect(op) or (
@@ -248,6 +253,7 @@ def _waits(captured: Captured) -> list[set[int]]:
     number = {id(node.op): at for at, node in enumerate(captured.nodes)}
     # Of a value that lies in a variable's buffer, the handle of that variable.
     lies_in: dict[int, int] = {handle: handle for handle in captured.variables}
+    # Per handle, the node that changed it last, and those that have used it since.
     users: dict[int, list[int]] = {}
     changed: dict[int, int] = {}
     waits: list[set[int]] = []
@@ -264,10 +270,10 @@ def _waits(captured: Captured) -> list[set[int]]:
                 before.add(changed[handle])
             if effect:
                 before.update(users.get(handle, ()))
-                # Who comes later waits for this change, and by it for those before.
+                # Later ones wait for this change, and thereby for those before it.
                 users[handle], changed[handle] = [], at
             users.setdefault(handle, []).append(at)
-        # A control input may have been traced later; the trace's own order did without it.
+        # A control input may have been traced later; the order of the trace ignores it.
         waits.append({op for op in before if op < at})
     return waits
 
@@ -305,6 +311,8 @@ def to_graph(
 
 
 class _Builder:
+    """Collects the ops and storages of a graph, node by node."""
+
     def __init__(self, captured: Captured, costs: Costs, buffers: Buffers) -> None:
         self.captured, self.costs, self.buffers = captured, costs, buffers
         self.phase = phases(captured)
@@ -317,13 +325,13 @@ class _Builder:
         self.maxima: dict[int, str] = {}
 
     def build(self) -> None:
-        self.add_given()
-        handed_back = {self.buffers.producer[value] for value in self.captured.placeholders}
+        self.add_resident()
+        placeholders = {self.buffers.producer[value] for value in self.captured.placeholders}
         previous = ""
         for at in sorted(self.buffers.needed):
-            if at in handed_back:
+            if at in placeholders:
                 # One op makes them all: at the last of them.
-                if at == max(handed_back):
+                if at == max(placeholders):
                     previous = self.add_loss()
                 continue
             if self.buffers.is_view(at):
@@ -337,8 +345,8 @@ class _Builder:
                 previous = self.add_op(at)
                 self.followers[previous] = []
 
-    def add_given(self) -> None:
-        """Storages that are there before the step."""
+    def add_resident(self) -> None:
+        """Add the storages that exist before the step."""
         captured, small = self.captured, 0
         for place, value in enumerate(captured.arguments):
             self.add(value, f"input {place}", "input")
@@ -351,11 +359,12 @@ class _Builder:
             else:
                 role = "parameter" if variable.trainable else "state"
                 self.add(value, getattr(variable, "_name", None) or variable.name, role)
+        # Together, as each alone is too small to be planned.
         if small:
             self.storages["small variables"] = Storage("small variables", small, "state")
 
     def add(self, value: int, wanted: str, role: str) -> str | None:
-        """Make the storage of a root, unless it is small or there."""
+        """Add the storage of a root and return its name; None if it is small or was added."""
         if self.buffers.small(value) or value in self.storage:
             return None
         name, count = wanted, 1
@@ -372,8 +381,9 @@ class _Builder:
 
     def is_small(self, at: int) -> bool:
         node = self.captured.nodes[at]
-        alone = node.op.type not in kernels.LOOPS and not kernels.is_collective(node.op)
-        return alone and all(self.buffers.small(value) for value in (*node.inputs, *node.outputs))
+        # A loop may hold much inside, and a collective's place in the order matters.
+        single = node.op.type not in kernels.LOOPS and not kernels.is_collective(node.op)
+        return single and all(self.buffers.small(value) for value in (*node.inputs, *node.outputs))
 
     def add_op(self, at: int) -> str:
         node, buffers = self.captured.nodes[at], self.buffers
@@ -389,21 +399,27 @@ class _Builder:
         seconds, space = self.costs(node)
         if op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima:
             reads.append(self.maxima[node.inputs[1]])
-            # Run alone, it has to find them first.
+            # Run alone, it has to find the maxima first.
             space = 0
         over = buffers.overwritten(at)
         for place, value in enumerate(node.outputs):
             if place == 0 and over is not None:
-                self.take_over(over, value)
-                writes.append(self.storage[value])
+                name = self.storage[value] = self.storage[over]
+                if self.is_result(value):
+                    self.storages[name] = replace(self.storages[name], keep=True)
+                writes.append(name)
                 continue
             role = "gradient" if self.phase[at] == "backward" else "activation"
             suffix = f":{place}" if len(node.outputs) > 1 else ""
             if (storage := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(storage)
         if kernels.keeps_maxima(op) and not buffers.small(node.outputs[0]):
-            makes.append(self.add_maxima(node))
-            # Run alone, it drops them at once.
+            name = self.maxima[node.outputs[0]] = f"{node.name}:maxima"
+            # A byte each.
+            count = math.prod(self.captured.shape(node.outputs[0]) or ())
+            self.storages[name] = Storage(name, count, "activation")
+            makes.append(name)
+            # Run alone, it drops the places of its maxima at once.
             space = 0
         if op.type in kernels.LOOPS:
             space = max([self.inner_bytes(body) for body in bodies(op)], default=0)
@@ -419,7 +435,7 @@ class _Builder:
                 seconds=seconds,
                 flops=flops(node, self.captured) if seconds is None else 0.0,
                 random=kernels.is_random(op),
-                # What makes small values only is not run again: they are held.
+                # Run once, as one with an effect: small values are held, and need no second run.
                 effect=effect or not (makes or writes) or self.reads_changed(node),
                 collective=kernels.is_collective(op),
                 workspaces=(Workspace(space),) if space else (),
@@ -428,9 +444,9 @@ class _Builder:
         return node.name
 
     def reads_changed(self, node: Node) -> bool:
-        """Whether an op reads a variable by itself that is changed later: it would see that.
+        """Whether an op itself reads a variable that is changed later: rerun, it would see that.
 
-        Of a model's step, the update is outside of the plan, and may change any.
+        In a model's step the update is outside of the plan, and may change any.
         """
         if self.captured.placeholders:
             variables = self.captured.variables
@@ -441,28 +457,14 @@ class _Builder:
             value in self.buffers.changes for value in node.inputs
         )
 
-    def add_maxima(self, node: Node) -> str:
-        name = f"{node.name}:maxima"
-        count = math.prod(self.captured.shape(node.outputs[0]) or ())
-        self.storages[name] = Storage(name, count, "activation")
-        self.maxima[node.outputs[0]] = name
-        return name
-
     def inner_bytes(self, body: Captured) -> int:
-        """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
+        """Bytes that a loop's body or a branch holds at its peak, its inputs excluded."""
         inner = to_graph(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
         self.buffers.uncounted += inner.buffers.uncounted
         return peak(inner.graph).bytes - inner.graph.base_bytes
 
-    def take_over(self, over: int, value: int) -> None:
-        name = self.storage[over]
-        self.storage[value] = name
-        if self.is_result(value):
-            old = self.storages[name]
-            self.storages[name] = Storage(name, old.bytes, old.role, keep=True)
-
     def add_loss(self) -> str:
-        """The op outside of the plan that makes the gradients of the outputs from the outputs."""
+        """Add the op outside of the plan that makes the gradients of the outputs from these."""
         roots = [self.buffers.root[value] for value in self.captured.targets]
         reads = [self.storage[root] for root in roots if root in self.storage]
         makes = [
@@ -475,18 +477,20 @@ class _Builder:
 
 
 def flops(node: Node, captured: Captured) -> float:
-    """Arithmetic of an op, as TensorFlow's own registry has it; where that has none, of products.
+    """Floating-point operations by TensorFlow's own registry.
 
-    The registry has none for products of batches and for shapes that depend on values.
+    That has none for batched matrix products and for shapes that depend on values.
     """
     op = node.op
     values = (*node.inputs, *node.outputs)
     shapes = [shape for value in values if (shape := captured.shape(value)) is not None]
     if len(shapes) < len(values):
         return 0.0
+    # A multiplication and an addition per element of the result and of the axis summed over.
     if op.type in ("BatchMatMulV2", "BatchMatMul"):
         return 2.0 * math.prod(shapes[2]) * shapes[0][-2 if op.get_attr("adj_x") else -1]
     if not captured.shapes.keys().isdisjoint(values):
+        # Of other ops, one per element of the result.
         if op.type != "MatMul":
             return float(math.prod(shapes[-1]))
         return 2.0 * math.prod(shapes[2]) * shapes[0][0 if op.get_attr("transpose_a") else 1]

@@ -1,7 +1,7 @@
 """trace: a training step of a model, or a step function, as a graph; no step is taken.
 
-Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
-capture.py, how that becomes a graph in to_graph.py, where costs come from in op_seconds.py.
+plan, estimate and verify start here. capture.py turns a step into a list of ops, to_graph.py that
+into a graph, and op_seconds.py measures their costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from ..errors import warn
 from ..memory import bytes_of, main_device
-from ..model import call_arguments
+from ..model import call_arguments, has_values
 from .capture import (
     Captured,
     capture_model,
@@ -29,7 +29,7 @@ from .capture import (
     values_of_step,
     with_sample_shapes,
 )
-from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
+from .op_seconds import MeasuredCosts, costs_as_in, measured_device
 from .to_graph import Costs, GraphBinding, to_graph, updates_first
 
 OPTIMIZER = "optimizer state"
@@ -98,15 +98,15 @@ def trace(
     device
         Speeds for the roofline; default: measured, or nominal where nothing is. Or a name of the
         table, as "h100": then no op is timed, since the times would be those of this machine. Ops
-        are those of the graph that TensorFlow made here, and what kernels there take beside them is
-        not modelled.
+        are those of the graph that TensorFlow makes here, and workspaces of that device's kernels
+        are not modelled.
     optimizer
         A Keras optimizer whose state is counted as resident, for a model.
 
     Raises
     ------
     TraceError
-        For a step that cannot be traced, or that would not be done justice to; says where.
+        For a step that cannot be traced, or whose plan would lose something; says where.
 
     Examples
     --------
@@ -122,30 +122,30 @@ def trace(
     args = call_arguments(sample)
     if isinstance(model, keras.Model):
         captured, structure, name = *capture_model(model, args), model.name
-        sample_values = partial(values_at_call, model, sample)
+        inputs = partial(values_at_call, model, sample)
     else:
         concrete, log = capture_step(model, args)
-        # In the trace of a step function all updates wait for all gradients.
+        # As the executor would run it: in a trace all updates come after all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
-        sample_values = partial(values_of_step, sample)
-    captured = with_sample_shapes(captured, sample_values)
+        inputs = partial(values_of_step, sample)
+    if has_values(sample):
+        captured = with_sample_shapes(captured, inputs)
     place = main_device()
     profile = profile and (not isinstance(device, str) or is_here(device))
     rates = speeds(device) or (measured_device(place) if profile else NOMINAL)
-    extra = []
-    if optimizer is not None:
-        extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
+    held = 0 if optimizer is None else optimizer_bytes(model, optimizer)
+    extra = [Storage(OPTIMIZER, held, "state")] if optimizer is not None else []
 
     def graph_of(costs: Costs) -> GraphBinding:
         return to_graph(
             captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
 
-    named = graph_of(unmeasured)
+    # With seconds by the roofline; it tells which ops there are to be measured.
+    named = graph_of(lambda node: (None, 0))
     if profile:
-        # The first graph tells which ops there are to be measured.
         costs = MeasuredCosts(place)
         costs.measure(captured.nodes[at] for at in named.node_of.values())
         costs.save(place)
@@ -157,7 +157,7 @@ def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before
     """Record a training step of a model that was traced before, for other arguments; no op is run.
 
     Ops of one model have the same names at any batch size and length: seconds and workspaces are
-    those of the trace before, as much more or less as there are elements.
+    those of the trace before, scaled by the number of elements.
 
     args, kwargs : of the model's call, with tf.TensorSpec in the place of tensors
     before : its device and what counts beside a step are taken over
@@ -176,9 +176,9 @@ def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before
 
 
 def optimizer_bytes(model: Any, optimizer: Any) -> int:
-    """Bytes of the variables of a Keras optimizer for a model; none are made, where that can be.
+    """Bytes of the variables of a Keras optimizer for a model; where possible, none are created.
 
-    Of an optimizer whose variables cannot be told, a PlanWarning says why, and none are counted.
+    Where an optimizer does not tell its variables, a PlanWarning says why, and none are counted.
     """
     optimizer = keras.optimizers.get(optimizer)
     try:
@@ -193,7 +193,7 @@ def optimizer_bytes(model: Any, optimizer: Any) -> int:
         return 0
 
 
-# Where Keras has the variables that are to be made when the outermost stateless scope ends.
+# Where Keras keeps the variables that it creates when the outermost stateless scope ends.
 _WAITING = "uninitialized_variables"
 
 
@@ -201,14 +201,14 @@ def _built_twin(optimizer: Any, model: Any) -> Any:
     """Return a twin of an optimizer that has its variables for a model."""
     kind, settings = type(optimizer), optimizer.get_config()
     twin = kind.from_config(settings)
-    # Keras would make the twin's variables at the end of its own next scope, whoever opens it.
+    # Keras would create the twin's variables at the end of its own next scope, whoever opens it.
     waiting = list(global_state.get_global_attribute(_WAITING) or ())
     try:
         with keras.StatelessScope(initialize_variables=False):
             twin.build(model.trainable_variables)
     except ValueError:
-        # Adafactor and Nadam have numbers among their variables, which no scope puts off. Made for
-        # real they are gone again at once, and not from the memory that is planned.
+        # Adafactor and Nadam have numbers among their variables, which no scope defers. Created
+        # for real, on the host, they are freed at once.
         twin = kind.from_config(settings)
         with tf.device("CPU:0"):
             twin.build(model.trainable_variables)
