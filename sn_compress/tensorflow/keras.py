@@ -24,6 +24,7 @@ import tensorflow as tf
 from ..compression import Compression
 from ..errors import CompressError
 from .agreement import agree_at_trace, fingerprint_of_compression
+from .gained import become
 from .memory import OptimizerState, exchanged_by_tapes
 from .memory import memory_of as _memory_of_compression
 from .plain import Plain
@@ -330,8 +331,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         sparse_as_dense=sparse_as_dense,
         missing_as_zeros=missing_as_zeros,
     )
-    _become(optimizer, _Averaged, averaging)
-    return optimizer if scaler is None else _become(scaler, _ScaledTogether, averaging)
+    _averagings.add(averaging)
+    become(optimizer, _Averaged, averaging)
+    return optimizer if scaler is None else become(scaler, _ScaledTogether, averaging)
 
 
 def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
@@ -356,18 +358,6 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
         raise CompressError(
             f"gradient_predivide_factor={predivide!r} needs op=hvd.Average; got another operation"
         )
-
-
-def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
-    """Change the optimizer's class to a subclass of it, under the same name."""
-    cls = type(optimizer)
-    # Keras saves an optimizer under the module and name of its class.
-    same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    _averagings.add(averaging)
-    # Past Keras's own __setattr__, which would track what it is given.
-    object.__setattr__(optimizer, "_sn", averaging)
-    object.__setattr__(optimizer, "__class__", type(cls.__name__, (gained, cls), same_name))
-    return optimizer
 
 
 def _number_of_optimizers(process_set: Any) -> str:

@@ -397,11 +397,7 @@ class CompressedActivations:
         kind, key, own = type(layer).__name__, self._name(layer), self._compressor
         signs = relu_by_signs(own, f"{key}/signs")
         if kind in _LINEAR:
-            after = layer.activation
-            # Outside of the custom gradient: the layer is linear in its input without it.
-            self._set(layer, "activation", keras.activations.linear)
-            after = signs if after is keras.activations.relu else after
-            self._set(layer, "call", self._linear(layer, key, after))
+            self._set(layer, "call", self._linear(layer, key, signs))
         elif kind == "ReLU" and not any((layer.negative_slope, layer.threshold, layer.max_value)):
             self._set(layer, "call", signs)
         elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
@@ -457,8 +453,9 @@ class CompressedActivations:
         count = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
         return f"{name}:{count + 1}" if count else name
 
-    def _linear(self, layer: Any, key: str, activation: Callable[..., Any]) -> Callable[..., Any]:
-        call, own = layer.call, self._compressor
+    def _linear(self, layer: Any, key: str, signs: Callable[..., Any]) -> Callable[..., Any]:
+        # The activation is outside of the custom gradient: without it the layer is linear.
+        call, own = partial(_without_activation, layer, layer.call), self._compressor
         compress = own.timing(key, partial(own.compress, key))
         decompress = own.timing(key, own.decompress)
 
@@ -496,9 +493,24 @@ class CompressedActivations:
             return y, gradient
 
         def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return activation(compressed(inputs))
+            relu = layer.activation is keras.activations.relu
+            return (signs if relu else layer.activation)(compressed(inputs))
 
         return wrapped
+
+
+def _without_activation(layer: Any, call: Callable[[Any], Any], x: Any) -> Any:
+    """Call a layer as if it had no activation.
+
+    It has it again afterwards: a model that is saved, cloned or asked for its config while it is
+    compressed has its own activations. Past Keras, which lets no layer be set in one that is built.
+    """
+    activation = layer.activation
+    object.__setattr__(layer, "activation", keras.activations.linear)
+    try:
+        return call(x)
+    finally:
+        object.__setattr__(layer, "activation", activation)
 
 
 def compress_activations(

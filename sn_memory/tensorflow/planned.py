@@ -221,11 +221,15 @@ class PlannedStep:
         return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
 
+def plain_class(planned: type) -> Any:
+    """Return the class of a model before it was planned."""
+    return planned.__mro__[2]  # behind the twin's class and the mixin
+
+
 def plain_model(model: Any) -> Any:
     """Return a planned model as it was before; any other as it is."""
     if RECORD not in model.__dict__:
         return model
-    # After the twin's class and the mixin comes the model's own.
-    plain: Any = object.__new__(type(model).__mro__[2])
+    plain: Any = object.__new__(plain_class(type(model)))
     plain.__dict__.update({key: value for key, value in model.__dict__.items() if key != RECORD})
     return plain

@@ -30,7 +30,7 @@ from .errors import TraceError, as_it_is, first_line, warn
 from .guards import Call, call_of, changed, describe, is_open, settings_of, signature_of, steady
 from .model import as_specs, model_step, restore_model, run_outside
 from .modules.backend import LayerStep
-from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_model
+from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_class, plain_model
 from .target import bfc_settings
 from .trace.trace import OPTIMIZER, Trace, trace_like
 
@@ -216,6 +216,14 @@ def _covers(large: Shapes, small: Shapes) -> bool:
 
 class PlannedCall:
     """The mixin of a planned Keras model."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `from_config` and `clone_model` build another model, which nobody has planned.
+        return plain_class(cls)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # Pickled and copied it is the model's own class, as in a `.keras` file.
+        return plain_model(self).__reduce__()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         training = kwargs.get("training")

@@ -43,6 +43,7 @@ LAYERS = (
     ("sn_compress.prediction",),
     ("sn_compress.compression",),
     # The rim of tensorflow.
+    ("sn_compress.tensorflow.gained",),
     ("sn_compress.tensorflow.gossip",),
     ("sn_compress.tensorflow",),
     # The rim of torch.

@@ -9,7 +9,7 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 pytestmark = [pytest.mark.horovod, pytest.mark.slow]
 
-CASES = ["rules", "idle-ranks", "consensus", "limit", "coded", "refused", "ring"]
+CASES = ["rules", "eager", "idle-ranks", "consensus", "limit", "coded", "refused", "ring"]
 
 
 def test_ranks_follow_the_rules(horovodrun):

@@ -59,6 +59,27 @@ def test_what_flows_back_is_exact_and_weights_have_small_errors(traced):
     assert all(map(np.array_equal, step(), plain)), "closed, it is as it was"
 
 
+# Of Keras, which reads HDF5.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_what_is_saved_or_cloned_meanwhile_has_its_activations(tmp_path):
+    model, x = network(), normal(8, 16, 16, 3)
+    with compress_activations(model):
+        model.save(tmp_path / "model.keras")
+        cloned = keras.models.clone_model(model)
+    cloned.set_weights(model.get_weights())
+    for other in (cloned, keras.models.load_model(tmp_path / "model.keras")):
+        assert np.array_equal(other(x), model(x))
+
+
+def test_an_activation_that_is_a_layer_is_put_back():
+    bent = keras.layers.Dense(8, activation=keras.layers.LeakyReLU())
+    model, x = keras.Sequential([keras.Input((32,)), bent]), normal(64, 32)
+    plain = model(x)
+    with compress_activations(model):
+        assert np.array_equal(model(x), plain)
+    assert np.array_equal(model(x), plain)
+
+
 @pytest.mark.parametrize(
     ("settings", "fits"),
     [

@@ -1,5 +1,8 @@
 """Planned steps and models: the same results, less memory, as much as was said."""
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -96,6 +99,30 @@ def test_fit_of_a_planned_model_is_fit():
         states.append(values(model.variables))
     assert histories[0] == histories[1]
     assert_equal(*states)
+
+
+# Of Keras, which reads HDF5.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_copies_of_a_planned_model_are_models_that_nobody_has_planned():
+    x = normal(16, 32)
+    inputs = keras.Input((32,))
+    net = keras.Model(inputs, keras.layers.Dense(8)(keras.layers.Dense(32, "relu")(inputs)))
+    planned = rim.plan(net, x, "100%", profile=False, backend="graph")
+    planned.compile("sgd", "mse", jit_compile=False)
+    copies = (
+        keras.models.clone_model(planned),
+        type(planned).from_config(planned.get_config()),
+        copy.deepcopy(planned),
+        pickle.loads(pickle.dumps(planned)),
+    )
+    for copied in copies:
+        assert type(copied) is type(net)
+        copied.set_weights(net.get_weights())
+        copied.compile("sgd", "mse", jit_compile=False)
+        copied.fit(x, np.zeros((16, 8)), verbose=0)
+    planned.fit(x, np.zeros((16, 8)), verbose=0)
+    for copied in copies:
+        assert_equal(values(copied.variables), values(planned.variables))
 
 
 @pytest.mark.usefixtures("counted_work")

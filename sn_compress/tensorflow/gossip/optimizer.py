@@ -31,6 +31,7 @@ from ...gossip import differences
 from ...gossip.differences import PULL, Differences, Shape
 from ...gossip.settings import GossipSettings, message_prefix
 from ...gossip.topology import Topology
+from ..gained import become
 
 __all__ = ["Consensus", "GossipOptimizer"]
 
@@ -148,7 +149,10 @@ class Gossip:
             tf.concat([numbers, tf.stack([tf.reduce_sum(numbers**2), norm])], 0),
             name=f"{self._prefix}.spread", op=hvd.Sum, process_set=self.process_set,
         )  # fmt: skip
-        spread = tf.numpy_function(lambda t: differences.spread(t, self.ranks), [total], tf.float64)
+        # Eagerly, a plain float would come back as float32.
+        spread = tf.numpy_function(
+            lambda t: np.float64(differences.spread(t, self.ranks)), [total], tf.float64
+        )
         self.spread.assign(tf.ensure_shape(spread, []))
         limit = self.settings.limit
         return tf.constant(False) if limit is None else self.spread > limit
@@ -339,10 +343,4 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         topology, momentum=momentum, overlap=overlap, codec=codec, pull=pull, limit=limit,
         every=every,
     )  # fmt: skip
-    gossip = Gossip(settings, ranks_of(process_set))
-    cls = type(optimizer)
-    # Past Keras's own __setattr__, which would track what it is given.
-    object.__setattr__(optimizer, "_sn", gossip)
-    same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    object.__setattr__(optimizer, "__class__", type(cls.__name__, (_Gossiping, cls), same_name))
-    return optimizer
+    return become(optimizer, _Gossiping, Gossip(settings, ranks_of(process_set)))

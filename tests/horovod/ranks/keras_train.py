@@ -1,5 +1,7 @@
 """One rank: train a small Keras model in one of many ways, then compare all ranks."""
 
+import copy
+import pickle
 import tempfile
 from functools import partial
 
@@ -330,6 +332,20 @@ def saved_as_what_it_was():
     assert_same_bits(ours, theirs)
 
 
+def copies():
+    """A copy, and what is built of a config, is what the optimizer was, and works; it warns."""
+    model, _ = fit()
+    optimizer = model.optimizer
+    with cases.logged() as said:
+        built = type(optimizer).from_config(optimizer.get_config())
+        pickled = pickle.loads(pickle.dumps(optimizer))
+        copied = copy.deepcopy(optimizer)
+    assert [one.count("wrap it") for one in said] == [1, 1, 1], said
+    for one in (built, pickled, copied):
+        assert type(one) is keras.optimizers.SGD
+        assert one.get_config() == optimizer.get_config()
+
+
 def resume():
     """A run continued from checkpoints, one per rank, gives the bits of the uninterrupted one."""
     _, whole = fit(sgd(), steps=12)
@@ -396,5 +412,5 @@ def xla_compiled(compression):
 CASES = [
     fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, shared, groups,
     process_sets, embedding, unused, schedule, callbacks, built_by_its_first_batch,
-    saved_as_what_it_was, resume, refusals,
+    saved_as_what_it_was, copies, resume, refusals,
 ]  # fmt: skip
