@@ -31,6 +31,13 @@ class SampleError(TraceError):
     """The model itself fails on the sample, so that no other back end helps."""
 
 
+# The text of the TraceError for a forward that sets the state of torch's generator.
+SEEDS = (
+    "the forward pass seeds torch's generator (torch.manual_seed, set_rng_state), which a replay "
+    "of its calls would not do. Seed before the model is called."
+)
+
+
 class ReplayError(RuntimeError):
     """A planned step cannot be carried out: something is not as it was traced."""
 

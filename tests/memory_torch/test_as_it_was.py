@@ -120,6 +120,20 @@ def gambles(self, x):
 
 
 @model_of
+def seeds(self, x):
+    torch.manual_seed(7)
+    return self.inner(x)
+
+
+@model_of
+def seeds_inside(self, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        noise = torch.rand(32)
+    return self.inner(x + noise)
+
+
+@model_of
 def freezes(self, x):
     self.inner[0].bias.requires_grad_(False)
     return self.inner(x)
@@ -327,6 +341,7 @@ REFUSED = [
     (values, "depend on values"),
     (replaces, "replaces seen"),
     (gambles, "draws from random"),
+    *((kind, "seeds torch's generator") for kind in (seeds, seeds_inside)),
     (freezes, r"sets requires_grad of inner\.0\.bias"),
     (MomentumInNewMemory, r"sets \.data of slow\.0\.weight"),
     (MomentumInLists, "keeps elsewhere than in its modules"),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import SetsStateError, TraceError
+from ..errors import SEEDS, SetsStateError, TraceError
 from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import in_use, now, working_device
 from .modes import Forwards, kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
@@ -114,15 +114,23 @@ def _comparable(state: Any) -> Any:
 
 @contextmanager
 def forbid_external_rng() -> Iterator[None]:
-    """Refuse a forward that draws random numbers outside torch: a replay would repeat them."""
+    """Refuse a traced forward that draws random numbers outside torch, or seeds torch's generator.
+
+    A replay would repeat what was drawn, and would not seed.
+    """
     before = {name: Generators([generator]) for name, generator in OUTSIDE_TORCH.items()}
-    drawn = []
+    of_torch = Generators([torch.default_generator])
+    drawn, seeded = [], False
     try:
         yield
     finally:
         drawn = [name for name, generators in before.items() if generators.changed()]
-        for generators in before.values():
+        seeded = of_torch.changed()
+        for generators in (*before.values(), of_torch):
             generators.restore()
+    # Fake tensors draw nothing, so only torch.manual_seed and the like change it.
+    if seeded:
+        raise TraceError(SEEDS)
     if drawn:
         raise TraceError(
             f"the forward pass draws from {' and '.join(drawn)}, so what it does differs from step "

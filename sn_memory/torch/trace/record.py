@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..errors import TraceError
+from ..errors import SEEDS, TraceError
 from ..model.results import Form
 from ..model.snapshot import written_arguments, written_to
 from ..target.accelerator import asked_for_device
@@ -250,6 +250,12 @@ class Captured:
         }
 
 
+def _generator_state() -> bytes:
+    # Under the modes of a trace the state itself would be a fake tensor.
+    with _disable_current_modes():
+        return torch.default_generator.get_state().numpy().tobytes()
+
+
 class Recorder(TorchDispatchMode):
     """Records what runs inside `with`. Entered after FakeTensorMode, so it sees fake tensors.
 
@@ -284,6 +290,8 @@ class Recorder(TorchDispatchMode):
         # Memories of real parameters: fake ones stand in the modules for them.
         self.weights: set[int] = set()
         self._silent = False
+        # Fake tensors draw nothing, so it stays as it is unless the forward sets it.
+        self._generator = _generator_state()
         # Sizes, strides and views that were met before: equal ones are one object.
         self._met: dict[Any, Any] = {}
 
@@ -394,6 +402,9 @@ class Recorder(TorchDispatchMode):
             and func.overloadpacket not in _SEED_GIVEN
             and not _no_dropout(func, views, spec)
         )
+        # As inside `fork_rng`, which puts the state back before the forward ends.
+        if random and _generator_state() != self._generator:
+            raise TraceError(SEEDS)
         makes = tuple(range(known, len(self.recording.nbytes)))
         # A view is no call: whoever needs it takes it of the storage, with `as_strided`.
         if not makes and not writes and not random and is_view(views, outputs):
