@@ -14,7 +14,7 @@ from steps import grads, same
 from torch import nn
 
 from sn_memory import BudgetError
-from sn_memory.torch import TraceError, estimate, plan, trace, verify
+from sn_memory.torch import TraceError, checkpoint_policy, estimate, plan, trace, verify
 
 # The generator behind np.random.rand and its like, which models draw from.
 OLD = np.random.mtrand._rand
@@ -333,6 +333,34 @@ def test_the_model_is_as_it_was(kind, way):
     after = looks_of(model)
     assert not [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
     assert next(model.parameters()) is first
+
+
+@model_of
+def adds_condition(self, x):
+    return self.inner(x + self.condition)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("way", [*WAYS, "policy"])
+def test_what_made_the_sample_or_an_attribute_is_left_alone(way, held):
+    """A sample is often what an encoder returns, and a condition may be set on the model."""
+    if way == "compile":
+        torch._dynamo.reset()
+    scale = torch.ones(32, requires_grad=True)
+    computed, model = (torch.randn(128, 32) * scale).exp(), adds_condition()
+    model.condition, x = (computed, torch.randn(128, 32)) if held else (0.0, computed)
+    ways = WAYS | {"policy": lambda model, x: checkpoint_policy(model, x, "95%", profile=False)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ways[way](model, x)
+        except TraceError:
+            assert held, "as an argument it can be planned for"
+        except BudgetError:
+            assert "too little" in way or way == "policy"
+    assert scale.grad is None
+    assert model.condition is (computed if held else 0.0)
+    computed.sum().backward()  # what its backward pass needs is there
 
 
 REPLAYED = "a replay of its calls would not"

@@ -107,12 +107,16 @@ class StateSnapshot:
             if not _held(holder).same(before):
                 _fill(holder, before)
 
-    def end_graphs(self) -> None:
-        """Let all hold leaves in the places of tensors that were computed; `restore` undoes it."""
-        for _, holder, before in self._before:
-            leaves = before.ended()
-            if not leaves.same(before):
-                _fill(holder, leaves)
+    def end_graphs(self) -> bool:
+        """Let all hold leaves in the places of tensors that were computed; say whether there were.
+
+        `restore` undoes it.
+        """
+        ends = [(holder, before, before.ended()) for _, holder, before in self._before]
+        changed = [(holder, leaves) for holder, before, leaves in ends if not leaves.same(before)]
+        for holder, leaves in changed:
+            _fill(holder, leaves)
+        return bool(changed)
 
 
 def ended(value: Any) -> Any:

@@ -197,19 +197,20 @@ class ModelSnapshot:
             ]
         return list(dict.fromkeys(names))
 
-    def end_graphs(self) -> None:
-        """Put leaves in the places of tensors that were computed: a step goes back no further.
+    def end_graphs(self) -> bool:
+        """Put leaves in the places of tensors that were computed; say whether there were any.
 
-        What made them is the caller's: run backward from here, it would lose what it saved, or add
-        to gradients that nobody puts back.
+        A step then goes back no further. What made them is the caller's: run backward from here, it
+        would lose what it saved, or add to gradients that nobody puts back.
         """
+        ends = [snapshot.end_graphs() for snapshot in (self._kept, self.arguments, self._outside)]
         for _, module, _, _ in self._modules:
             for held in (module.__dict__, module._buffers):
                 for name, value in [*held.items()]:
                     if (leaf := ended(value)) is not value:
                         held[name] = leaf
-        for snapshot in (self._kept, self.arguments, self._outside):
-            snapshot.end_graphs()
+                        ends.append(True)
+        return any(ends)
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -255,7 +256,10 @@ def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]
     hold: in these, in its arguments, in what hooks of the modules reach. Such a forward has side
     effects on purpose (a count, a new buffer), and a replay of its calls would not have them.
     """
-    before = ModelSnapshot(model, arguments, (), (*model.parameters(), *model.buffers()))
+    spared = (*model.parameters(), *model.buffers())
+    original = before = ModelSnapshot(model, arguments, (), spared)
+    if original.end_graphs():
+        before = ModelSnapshot(model, arguments, (), spared)
     changed: list[str] = []
     received = drawn = False
     try:
@@ -265,7 +269,7 @@ def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]
         # Read before it is put back, and all is put back whatever is found.
         changed, received = before.changed(), bool(before.arguments.changed())
         drawn = before.generators.changed()
-        before.restore()
+        original.restore()
         # It may hold casts of tensors that stood in for the weights.
         torch.clear_autocast_cache()
     if received:

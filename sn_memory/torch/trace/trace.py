@@ -25,7 +25,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..model.step import cut_out, device_of, restore_rng_state, tensors
+from ..model.step import cut_out, detached, device_of, restore_rng_state, tensors
 from ..model.wrapping import check_model, check_optimizer
 from ..target.accelerator import working_device
 from ..target.gpu import Gpu, gpu_of
@@ -102,8 +102,9 @@ class Given:
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg.
 
-    A packed sequence is one, though torch made it a tuple. A list is several samples to `plan`, and
-    refused here.
+    Tensors that were computed, as by the part of a network before the model, come as leaves: what
+    runs on the sample goes backward no further than to them. A packed sequence is one, though torch
+    made it a tuple. A list is several samples to `plan`, and refused here.
     """
     if isinstance(sample, list):
         raise TypeError(
@@ -113,10 +114,10 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Given):
         return sample.args, sample.kwargs
     if isinstance(sample, Mapping):
-        return (), cut_out(dict(sample))
+        return (), cut_out(detached(dict(sample)))
     if isinstance(sample, PackedSequence):
-        return (sample,), {}
-    return cut_out(sample if isinstance(sample, tuple) else (sample,)), {}
+        return detached((sample,)), {}
+    return cut_out(detached(sample if isinstance(sample, tuple) else (sample,))), {}
 
 
 @restore_rng_state()
