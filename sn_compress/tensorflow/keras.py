@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
@@ -235,6 +237,7 @@ class _Averaged:
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
+        _refuse_scaler()
         return super()._clip_gradients(self._sn.average(grads, self))  # type: ignore[misc]
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002 - Keras's name
@@ -255,15 +258,37 @@ class _Averaged:
         return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor":
+        # A MultiOptimizer gives each of its optimizers its own, None unless somebody has set one.
+        if name == "loss_scale_factor" and value != self.loss_scale_factor:  # type: ignore[attr-defined]
             raise CompressError(
-                f"{name} of a distributed optimizer was set to {value!r}. LossScaleOptimizer does "
-                "so, which `compile` puts around the optimizer of a mixed_float16 model: there "
-                "each rank would judge by its own gradients whether to skip a step. Put it inside: "
-                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). A constant "
-                "loss_scale_factor is set before DistributedOptimizer."
+                f"{name} of a distributed optimizer was set to {value!r}; expected "
+                f"{self.loss_scale_factor!r}, as it is. "  # type: ignore[attr-defined]
+                "Set it before DistributedOptimizer."
             )
+        if name == "loss_scale_factor":
+            _refuse_scaler()
         super().__setattr__(name, value)
+
+
+def _refuse_scaler() -> None:
+    """Raise CompressError inside a LossScaleOptimizer that is not ours.
+
+    It says nothing to the optimizer inside, but is among the callers when it is built (`compile`
+    puts it around the optimizer of a mixed_float16 model) and in each step.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.optimizers.LossScaleOptimizer) and not isinstance(
+            owner, _ScaledTogether
+        ):
+            raise CompressError(
+                "a LossScaleOptimizer is around a distributed optimizer, as `compile` puts one for "
+                "a mixed_float16 model: there each rank would judge by its own gradients whether "
+                "to skip a step. Put it inside: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+            )
+        frame = frame.f_back
 
 
 class _ScaledTogether:

@@ -346,6 +346,28 @@ def copies():
         assert one.get_config() == optimizer.get_config()
 
 
+def in_a_multi_optimizer():
+    """Each of its optimizers is distributed; it sets the loss_scale_factor of each to its own."""
+
+    def several():
+        by_name = {".*kernel": DistributedOptimizer(sgd(), compression=FFT)}
+        others = DistributedOptimizer(keras.optimizers.Adam(), compression=FFT)
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(others, by_name))
+
+    def trained(optimizer):
+        model = model_of()
+        model.compile(optimizer, loss_of())
+        model.fit(*data(), 8, verbose=0)
+        return model
+
+    assert_equal_ranks(trained(several()))
+    said = cases.message_of(lambda: trained(keras.optimizers.LossScaleOptimizer(several())))
+    assert "DistributedOptimizer(keras.optimizers.LossScale" in said, said
+    one = DistributedOptimizer(sgd(), compression=FFT)
+    said = cases.message_of(lambda: setattr(one, "loss_scale_factor", 2.0))
+    assert "Set it before DistributedOptimizer" in said, said
+
+
 def resume():
     """A run continued from checkpoints, one per rank, gives the bits of the uninterrupted one."""
     _, whole = fit(sgd(), steps=12)
@@ -412,5 +434,5 @@ def xla_compiled(compression):
 CASES = [
     fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, shared, groups,
     process_sets, embedding, unused, schedule, callbacks, built_by_its_first_batch,
-    saved_as_what_it_was, copies, resume, refusals,
+    saved_as_what_it_was, copies, in_a_multi_optimizer, resume, refusals,
 ]  # fmt: skip
