@@ -3,21 +3,287 @@
 torch.utils.checkpoint runs modules again, with the random numbers of the first run. It leaves to
 users which modules, whether that fits, and what a second run does to statistics. Here the sample is
 run: each module's seconds and saved bytes are measured, those stay that save most seconds for a
-byte, and the bytes of each choice are counted, so the budget is kept on the sample or refused. For
-an input that comes while training there is a safe choice, without a step that has no plan.
+byte, and the bytes of each choice are counted, so the budget is kept on the sample or refused.
+
+With a sample that fits: a plain step, cuts of the model at three depths, then as many modules kept
+as the budget allows, by bisection; each choice is a step that is run and counted. For an input that
+comes while training, and may not fit, there is a safe choice: only steps in which most modules run
+again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...base.sizes import parse_bytes
+from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
+from ..model.sharded import most
 from ..model.signature import Arguments
+from ..model.snapshot import version_of
+from ..model.step import Measured, around, device_of, restore_step, run_step, seed
 from ..step import Call, MeasuredStep
-from .rerun import rerunning
-from .search import Search
+from .probe import Probe
+from .rerun import Input, Unit, rerunning
+
+# Modules are cut into units no deeper than this: deeper ones are mostly single ops.
+_DEPTH = 3
+# If what runs depends on random numbers: how many courses are probed, and on how many of them,
+# those that save most, each choice is measured.
+_COURSES, _MEASURED = 32, 4
+# A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
+# in a model that adapters and a loss are wrapped around.
+_SAFE_DEPTH = 6
+
+
+class _OverwrittenError(Exception):
+    """A unit's input was changed in place after the unit ran, so that it cannot run again."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        self.unit = unit
+
+
+class Search:
+    """Looks for the modules to run again: probes once, then measures choices.
+
+    model, arguments : the plain model and a real sample
+    resident_bytes : what counts besides a step
+    waiting_bytes : of the step that was chosen, as in MeasuredStep
+    """
+
+    waiting_bytes = (0, 0)
+
+    def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
+        self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
+        # Seeds of the courses that each choice is measured on, and of all; None leaves generators
+        # as they are.
+        self.courses: list[int | None] = [None]
+        self.all_courses: list[int | None] = [None]
+        probe = Probe(model, arguments)
+        # Ranks that share parameters decide alike here and below, as a rerun may be a collective.
+        if most(model, [float(probe.by_chance)])[0]:
+            self._probe_courses(probe)
+        probe.agree()
+        self.behaviour, self.changed = probe.behaviour, probe.changed
+        self.changes_inputs, self.written = probe.changes_inputs, probe.written
+        self.sets, self.reads = probe.sets, probe.reads
+
+    def _probe_courses(self, probe: Probe) -> None:
+        """Join probes of many courses to this one; note the courses, largest first."""
+        saved: dict[int, int] = {}
+        seen = set()
+        for course in range(_COURSES):
+            other = Probe(self.model, self.arguments, partial(seed, self.model, course))
+            saved[course] = int(most(self.model, [other.saved_bytes])[0])
+            seen.add(saved[course])
+            probe.join(other)
+        if len(seen) > 1:
+            self.all_courses = [*sorted(saved, key=saved.__getitem__, reverse=True)]
+            self.courses = self.all_courses[:_MEASURED]
+
+    def plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
+        while True:
+            plan, again = self._plan(budget)
+            # The peak that is promised was measured on all courses: if the choice breaks the budget
+            # in one, choices are measured on that, too.
+            unmeasured = [course for course in self.all_courses if course not in self.courses]
+            peaks = {course: self._measured_on(course, again).peak_bytes for course in unmeasured}
+            largest = max(peaks, key=lambda course: peaks[course], default=None)
+            if largest is None or peaks[largest] <= plan.budget_bytes:
+                return replace(plan, peak_bytes=max(plan.peak_bytes, *peaks.values(), 0)), again
+            self.courses.append(largest)
+
+    def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
+        baseline = self.measured([])
+        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
+        # The smallest budget of all ranks.
+        budget_bytes = -int(most(self.model, [-budget_bytes])[0])
+        units, best = self.cut(baseline, budget_bytes)
+        again, best = min_recompute(
+            units,
+            best,
+            self.measured,
+            budget_bytes=budget_bytes,
+            baseline_bytes=baseline.peak_bytes,
+            how="run again module by module",
+        )
+        self.waiting_bytes = best.waiting_bytes(self.arguments)
+        plan = measured_plan(
+            units,
+            again,
+            best,
+            baseline,
+            budget_bytes=budget_bytes,
+            baseline_seconds=baseline.seconds,
+            courses=len(self.all_courses),
+        )
+        return plan, again
+
+    def safe(self, budget_bytes: int) -> tuple[MeasuredPlan, list[Unit]]:
+        """Return the first cut that keeps the budget, in order of expected peaks.
+
+        If that leaves room, units are kept that fit by what they save, if that step keeps the
+        budget, too.
+        """
+        budget_bytes = -int(most(self.model, [-budget_bytes])[0])
+        best: tuple[list[Unit], Measured] | None = None
+        for units in self.safe_cuts():
+            try:
+                units, step = self.without_overwritten(units)
+            except torch.OutOfMemoryError:
+                continue
+            if best is None or step.peak_bytes < best[1].peak_bytes:
+                best = (units, step)
+            if step.peak_bytes <= budget_bytes:
+                break
+        if best is None:
+            raise torch.OutOfMemoryError(
+                "a step of the model does not fit into memory, whichever modules run again"
+            )
+        units, step = best
+        again = self.as_room_allows(units, budget_bytes - step.peak_bytes)
+        if len(again) < len(units):
+            kept = None
+            with suppress(torch.OutOfMemoryError):
+                kept = self.measured(again)
+            if kept is not None and kept.peak_bytes <= budget_bytes:
+                step = kept
+            else:
+                again = units
+        self.waiting_bytes = step.waiting_bytes(self.arguments)
+        plan = measured_plan(
+            units,
+            again,
+            step,
+            Measured({}, 0, "", 0.0),  # no step without a plan was run
+            budget_bytes=budget_bytes,
+            baseline_seconds=max(0.0, step.seconds - sum(unit.seconds for unit in again)),
+            courses=len(self.all_courses),
+        )
+        return plan, again
+
+    def safe_cuts(self) -> list[list[Unit]]:
+        """Return the cuts at all depths, the one with the smallest expected peak first."""
+        cuts: dict[tuple[str, ...], list[Unit]] = {}
+        for depth in range(1, _SAFE_DEPTH + 1):
+            units = list(self.units(depth))
+            cuts.setdefault(tuple(unit.name for unit in units), units)
+        return sorted((cut for cut in cuts.values() if cut), key=self.expected) or [[]]
+
+    def expected(self, units: list[Unit]) -> int:
+        """Return what is saved while one unit of a cut runs again, by what the probe saw."""
+        does = self.behaviour.get(self.model)
+        inside = sum(unit.saved_bytes + unit.saved_input_bytes for unit in units)
+        outside = max(0, (does.saved_bytes if does else 0) - inside)
+        return (
+            outside
+            + sum(unit.given_bytes for unit in units)
+            + max(unit.saved_bytes for unit in units)
+        )
+
+    def as_room_allows(self, units: list[Unit], room_bytes: int) -> list[Unit]:
+        """Return the units that run again if those are kept whose rerun costs most for a byte."""
+        again = []
+        for unit in sorted(units, key=lambda unit: -unit.seconds / max(1, unit.saved_bytes)):
+            if unit.saved_bytes <= room_bytes:
+                room_bytes -= unit.saved_bytes
+            else:
+                again.append(unit)
+        return again
+
+    def unrepeatable(self, module: torch.nn.Module) -> bool:
+        """Whether a module, or one in it, would differ when run again."""
+        return any(
+            self.behaviour[inner].unrepeatable
+            for inner in self.behaviour.keys() & {*module.modules()}
+        )
+
+    def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
+        """Return the units with the smallest peak when all run again, and that step."""
+        best: tuple[list[Unit], Measured] = ([], baseline)
+        if baseline.peak_bytes <= budget_bytes:
+            return best
+        seen: set[tuple[str, ...]] = set()
+        for depth in range(1, _DEPTH + 1):
+            units, step = self.without_overwritten(list(self.units(depth)))
+            names = tuple(unit.name for unit in units)
+            if units and names not in seen:
+                seen.add(names)
+                if step.peak_bytes < best[1].peak_bytes:
+                    best = (units, step)
+        return best
+
+    def without_overwritten(self, units: list[Unit]) -> tuple[list[Unit], Measured]:
+        """Leave out units whose input is changed in place before they would run again."""
+        while True:
+            try:
+                return units, self.measured(units)
+            except _OverwrittenError as error:
+                units = [unit for unit in units if unit.name != error.unit]
+
+    def units(self, depth: int) -> Iterator[Unit]:
+        """Cut the model into modules of a depth; what cannot be run again is cut further."""
+        paths = {module: name for name, module in reversed(list(self.model.named_modules()))}
+
+        def below(module: torch.nn.Module, depth: int) -> Iterator[torch.nn.Module]:
+            for child in module.children():
+                if child not in self.behaviour:
+                    # A ModuleList is never called, so it is no level of its own.
+                    yield from below(child, depth)
+                elif (depth > 1 and next(child.children(), None)) or self.unrepeatable(child):
+                    yield from below(child, depth - 1)
+                else:
+                    yield child
+
+        for module in dict.fromkeys(below(self.model, depth)):
+            does, inside = self.behaviour[module], set(module.modules())
+            if does.saved_bytes:
+                changed = tuple(buffer for buffer in self.changed if buffer[0] in inside)
+                yield Unit(**vars(does), name=paths[module], changed=changed)
+
+    def measured(self, again: Sequence[Unit]) -> Measured:
+        """Return the step of the largest peak, of the courses, with units run again."""
+        steps = [self._measured_on(course, again) for course in self.courses]
+        return max(steps, key=lambda step: step.peak_bytes)
+
+    def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
+        """Run a step of the sample with units run again; put everything back."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            noted: list[Input] = []
+
+            def rerun(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+                with rerunning(model, again, noted):
+                    return type(model).forward(model, *args, **kwargs)
+
+            try:
+                outputs = around(self.model, rerun)(*args, **kwargs)
+                for unit, tensor, version in noted:
+                    if version_of(tensor) != version:
+                        raise _OverwrittenError(unit)
+            finally:
+                # The reruns hold the list, and its tensors hold the graph of the reruns: a cycle.
+                noted.clear()
+            return outputs
+
+        with restore_step(
+            self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
+        ):
+            seed(self.model, course)
+            step = run_step(
+                forward,
+                self.model,
+                self.arguments,
+                kernels=device_of(self.model).type == "cpu",
+            )
+        peak, seconds = most(self.model, [step.peak_bytes + self.resident_bytes, step.seconds])
+        return replace(step, results={}, peak_bytes=int(peak), seconds=seconds)
 
 
 class ModuleStep(MeasuredStep):
