@@ -31,7 +31,8 @@ from tables import markdown
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.torch.model.step import run_step, tensors
+from sn_memory.torch.model.signature import tensors
+from sn_memory.torch.model.step import run_step
 from sn_memory.torch.trace.trace import call_arguments
 
 RESULTS = Path(__file__).resolve().parent / "results" / "held_bytes.json"

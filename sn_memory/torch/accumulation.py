@@ -25,8 +25,8 @@ from ..plan.plan import BudgetError, Plan
 from .errors import first_line
 from .model.modes import warn
 from .model.sharded import is_sharded
-from .model.signature import Arguments
-from .model.step import cut_out, gradient_bytes, wanted_bytes
+from .model.signature import Arguments, cut_out
+from .model.step import gradient_bytes, wanted_bytes
 from .model.wrapping import RECORD, inner_model, plain_class
 from .planned import PlanRecord
 from .planning import PlanOptions

@@ -21,8 +21,8 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .errors import TraceError
-from .model.signature import MOST_KNOWN, check_layout
-from .model.step import Measured, device_of, tensors
+from .model.signature import MOST_KNOWN, check_layout, tensors
+from .model.step import Measured, device_of
 from .model.wrapping import check_model, check_optimizer
 from .target.capacity import allocator_settings
 from .target.gpu import gpu_of

@@ -23,8 +23,17 @@ from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenIn
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
-from .model.signature import OF_CALL, Arguments, InputSignature, Name, call_layout
-from .model.step import cut_out, detached, restore_rng_state, tensors
+from .model.signature import (
+    OF_CALL,
+    Arguments,
+    InputSignature,
+    Name,
+    call_layout,
+    cut_out,
+    detached,
+    tensors,
+)
+from .model.step import restore_rng_state
 from .model.wrapping import inner_model
 from .planned import KeptStep, PlanRecord
 from .planning import PlanOptions, guarded

@@ -33,8 +33,8 @@ from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
 from .model.sharded import is_sharded
-from .model.signature import Arguments, InputSignature, changeable
-from .model.step import detached, device_of, restore_rng_state, wanted_bytes
+from .model.signature import Arguments, InputSignature, changeable, detached
+from .model.step import device_of, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .step import EstimateOnlyStep, Step
 from .target.capacity import planned_settings

@@ -14,37 +14,37 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders or files, its cap today, its line budget. What has a row of its own does not
 # count for the folder around it.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 904, 650),
-    "graph": (("graph",), 1334, 1150),
-    "cost": (("cost",), 1298, 800),
-    "check": (("check.py",), 382, 430),
-    "run, report": (("run", "report"), 2097, 1350),
-    "pool": (("pool",), 946, 800),
-    "plan": (("plan",), 1940, 1500),
-    "plan/search": (("plan/search",), 1251, 1700),
-    "plan/policies": (("plan/policies.py",), 463, 300),
-    "activations": (("activations",), 989, 800),
-    "apoptosis": (("apoptosis",), 3193, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3520, 1700),
-    "torch: target device": (("torch/target",), 1328, 700),
-    "torch: guards": (("torch/model", "torch/ones"), 3066, 1700),
-    "torch: trace": (("torch/trace",), 3349, 2300),
-    "torch: eager": (("torch/eager",), 2093, 1500),
-    "torch: host": (("torch/state", "torch/host"), 1735, 1300),
-    "torch: compile": (("torch/compile",), 1028, 700),
-    "torch: policy": (("torch/policy",), 1259, 750),
-    "torch: regions": (("torch/regions",), 2192, 900),
-    "torch: modules": (("torch/modules",), 1059, 550),
-    "torch: activations": (("torch/activations",), 2536, 1200),
-    "tensorflow": (("tensorflow",), 6574, 4200),
+    "base": (("base",), 920, 650),
+    "graph": (("graph",), 1319, 1150),
+    "cost": (("cost",), 1301, 800),
+    "check": (("check.py",), 381, 430),
+    "run, report": (("run", "report"), 2098, 1350),
+    "pool": (("pool",), 954, 800),
+    "plan": (("plan",), 1924, 1500),
+    "plan/search": (("plan/search",), 1198, 1700),
+    "plan/policies": (("plan/policies.py",), 464, 300),
+    "activations": (("activations",), 986, 800),
+    "apoptosis": (("apoptosis",), 3189, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3550, 1700),
+    "torch: target device": (("torch/target",), 1316, 700),
+    "torch: guards": (("torch/model", "torch/ones"), 3252, 1700),
+    "torch: trace": (("torch/trace",), 3360, 2300),
+    "torch: eager": (("torch/eager",), 2113, 1500),
+    "torch: host": (("torch/state", "torch/host"), 1729, 1300),
+    "torch: compile": (("torch/compile",), 986, 700),
+    "torch: policy": (("torch/policy",), 1234, 750),
+    "torch: regions": (("torch/regions",), 2183, 900),
+    "torch: modules": (("torch/modules",), 1048, 550),
+    "torch: activations": (("torch/activations",), 2542, 1200),
+    "tensorflow": (("tensorflow",), 6643, 4200),
 }
-TOTAL = (44_685, 28_000)
-MOST_FILES = (172, 170)
+TOTAL = (44_839, 28_000)
+MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (27_990, 19_500)
-COMPRESS_FILES = (119, 120)
+COMPRESS_LINES = (28_248, 19_500)
+COMPRESS_FILES = (120, 120)
 
 
 def lines(path: Path) -> int:

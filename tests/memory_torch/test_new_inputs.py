@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.run import unseen
 from sn_memory.torch import PlanWarning, StorageTracker, plan, planned, planning, trace, verify
-from sn_memory.torch.model.step import cut_out
+from sn_memory.torch.model.signature import cut_out
 from sn_memory.torch.target.capacity import _resident_bytes
 
 SETTINGS = {"profile": False, "planner": "sqrt_n", "backend": "graph"}

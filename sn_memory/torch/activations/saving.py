@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from ... import settings
 from ...activations import coverage, treatment
 from ...activations.saved import LossyTreatment, Saved, Timed, Treatment, compressed_bytes
+from ..model.signature import tensors
 from ..model.snapshot import version_of
-from ..model.step import tensors
 from ..target.accelerator import is_apart, synchronize
 from .packing import GROUP, Test, two_values
 from .rerun import decides

@@ -29,8 +29,7 @@ from ...plan.plan import BudgetError
 from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
 from ..model.modes import is_batched, other_layout, transformed, warn
-from ..model.signature import Arguments
-from ..model.step import tensors
+from ..model.signature import Arguments, tensors
 from ..step import Call, Step
 from ..trace.fake import quiet
 from ..trace.op_seconds import while_training

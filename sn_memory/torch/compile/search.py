@@ -29,7 +29,8 @@ from ...plan.plan import BudgetError, budget_line, percent_kept
 from ...run.measured_choice import Choice
 from ..eager.trial import NOISE, ROUNDING
 from ..model.results import Results, differences
-from ..model.step import Measured, restore_rng_state, tensors
+from ..model.signature import tensors
+from ..model.step import Measured, restore_rng_state
 from ..model.tracker import AllocationTracker
 from ..target.accelerator import is_apart, synchronize
 from ..trace.op_seconds import clock_of

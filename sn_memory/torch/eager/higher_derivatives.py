@@ -23,9 +23,9 @@ from ...base.sizes import show_bytes
 from ..errors import ReplayError
 from ..model.modes import other_layout, warn
 from ..model.results import flatten_outputs
-from ..model.signature import Arguments, InputSignature
+from ..model.signature import Arguments, InputSignature, tensors
 from ..model.snapshot import version_of
-from ..model.step import restore_rng_state, tensors
+from ..model.step import restore_rng_state
 from ..model.wrapping import inner_model, plain_class
 from ..step import keeps_graph
 from ..target.accelerator import device_types, rng_state, set_rng_state

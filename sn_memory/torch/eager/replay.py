@@ -23,10 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from ...graph.records import LOSS
 from ...plan.plan import Plan
 from ..errors import ReplayError
-from ..model.guards import alike
 from ..model.modes import casting, is_batched, transformed
+from ..model.signature import alike, tensors
 from ..model.snapshot import version_of
-from ..model.step import tensors
 from ..step import Call, Step
 from ..trace.record import Captured, View
 from ..trace.to_graph import STATE, GraphBinding, main_device, statistics

@@ -21,7 +21,8 @@ from ...base.host import smallest_limit
 from ..errors import ReplayError, TraceError, fails_on_sample, first_line, innermost_line
 from ..model.results import differences
 from ..model.sharded import here, somewhere
-from ..model.step import Measured, around, device_of, restore_step, run_step, tensors
+from ..model.signature import tensors
+from ..model.step import Measured, around, device_of, restore_step, run_step
 from ..model.tracker import is_profiled
 from ..step import Step
 from ..target.accelerator import free_bytes, is_apart

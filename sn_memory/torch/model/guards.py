@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import core
@@ -37,6 +36,7 @@ from .signature import (
     Arguments,
     InputSignature,
     Settings,
+    alike,
     form_of_leaf,
     forms_of,
     is_hashable,
@@ -379,18 +379,6 @@ def _forms_of_tensors(model: torch.nn.Module) -> tuple[Hashable, ...]:
         (tensor.size(), tensor.layout is torch.strided and tensor.stride(), tensor.dtype)
         for tensor in chain(model.parameters(), model.buffers())
     )
-
-
-def alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether others have the same sizes, strides, types and devices.
-
-    And whether the same ones require a gradient. It may say no of such that have, where another
-    mode of torch is on, and never yes of others. None of the tensors is held. Hundreds of them take
-    a few microseconds.
-    """
-    # What torch.compile asks before it runs what it compiled.
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return lambda others: bool(guards.check(*others))
 
 
 def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The signature of an input: what a planned step depends on beside the values of tensors.
+"""A call's arguments, and their signature: what a planned step depends on beside values of tensors.
 
 A plan is for the calls that were traced, so an input of another shape, a mode or a rate changes
 them. How a call is written does not: the same argument by place or by name, in whatever order, or a
@@ -8,7 +8,7 @@ default spelled out. What of the modules counts is what a trace read; see `guard
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,9 +16,10 @@ from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..errors import TraceError
 from .snapshot import StateSnapshot
@@ -471,3 +472,90 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 def _is(value: Any, default: Any) -> bool:
     # Only numbers by value: whether tensors or arrays are equal is no single answer.
     return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and mappings."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that are not tensors themselves."""
+    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
+
+
+def detached(arguments: Any) -> Any:
+    """Return arguments whose tensors are leaves, so that a backward pass ends at them.
+
+    A tensor that is passed twice stays one tensor.
+    """
+    leaves: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_leaf:
+            return tensor
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return leaves[id(tensor)]
+
+    return tree_map_only(torch.Tensor, leaf, arguments)
+
+
+def cut_out(arguments: Any) -> Any:
+    """Return arguments of which none is a row or some rows of a tensor with more.
+
+    A batch is often a part of a tensor that holds all the data, which is no part of a step: it is
+    there before and after. So such a batch is planned for as its own, as a copy. Tensors that look
+    at the same memory still do. A window of columns stays where it is: to lie in the same way, a
+    copy would take most of the data.
+    """
+    parts: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors(arguments):
+        if (
+            type(tensor) is torch.Tensor
+            and not (tensor.is_meta or tensor.is_nested or tensor.is_inference())
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.layout is torch.strided
+            and tensor.numel()
+        ):
+            parts.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    copies: dict[int, torch.Tensor] = {}
+    for sharing in parts.values():
+        spans = [_span(tensor) for tensor in sharing]
+        begin, end = min(spans)[0], max(end for _, end in spans)
+        memory, nbytes = sharing[0].untyped_storage(), sum(tensor.nbytes for tensor in sharing)
+        starts = zip(spans, sharing, strict=True)
+        aligned = not any((start - begin) % tensor.itemsize for (start, _), tensor in starts)
+        if end - begin == memory.nbytes() or end - begin > 2 * nbytes or not aligned:
+            continue
+        whole = torch.empty(0, dtype=torch.uint8, device=sharing[0].device)
+        piece = whole.set_(memory, begin, (end - begin,)).clone().untyped_storage()
+        for (start, _), tensor in zip(spans, sharing, strict=True):
+            at = (start - begin) // tensor.itemsize
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copies[id(tensor)] = copy.set_(
+                piece, at, tensor.size(), tensor.stride()
+            ).requires_grad_(tensor.requires_grad)
+    if not copies:
+        return arguments
+    return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), arguments)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where in its memory a tensor begins, and where it ends, in bytes."""
+    pairs = zip(tensor.size(), tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in pairs)
+    begin = tensor.storage_offset() * tensor.itemsize
+    return begin, begin + elements * tensor.itemsize
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return what tells whether others have the same sizes, strides, types and devices.
+
+    And whether the same ones require a gradient. It may say no of such that have, where another
+    mode of torch is on, and never yes of others. None of the tensors is held. Hundreds of them take
+    a few microseconds.
+    """
+    # What torch.compile asks before it runs what it compiled.
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return lambda others: bool(guards.check(*others))

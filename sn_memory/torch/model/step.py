@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SEEDS, SetsStateError, TraceError
 from ..quirks.recurrent import refresh_flat_weights
@@ -23,7 +23,7 @@ from ..target.accelerator import in_use, now, working_device
 from .modes import Forwards, kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
-from .signature import Arguments
+from .signature import Arguments, tensors
 from .snapshot import (
     SLOTS,
     StateSnapshot,
@@ -324,71 +324,6 @@ class Measured:
         return self.left_bytes + given, self.output_bytes + given
 
 
-def detached(arguments: Any) -> Any:
-    """Return arguments whose tensors are leaves, so that a backward pass ends at them.
-
-    A tensor that is passed twice stays one tensor.
-    """
-    leaves: dict[int, torch.Tensor] = {}
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_leaf:
-            return tensor
-        if id(tensor) not in leaves:
-            leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return leaves[id(tensor)]
-
-    return tree_map_only(torch.Tensor, leaf, arguments)
-
-
-def cut_out(arguments: Any) -> Any:
-    """Return arguments of which none is a row or some rows of a tensor with more.
-
-    A batch is often a part of a tensor that holds all the data, which is no part of a step: it is
-    there before and after. So such a batch is planned for as its own, as a copy. Tensors that look
-    at the same memory still do. A window of columns stays where it is: to lie in the same way, a
-    copy would take most of the data.
-    """
-    parts: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors(arguments):
-        if (
-            type(tensor) is torch.Tensor
-            and not (tensor.is_meta or tensor.is_nested or tensor.is_inference())
-            and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.layout is torch.strided
-            and tensor.numel()
-        ):
-            parts.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    copies: dict[int, torch.Tensor] = {}
-    for sharing in parts.values():
-        spans = [_span(tensor) for tensor in sharing]
-        begin, end = min(spans)[0], max(end for _, end in spans)
-        memory, nbytes = sharing[0].untyped_storage(), sum(tensor.nbytes for tensor in sharing)
-        starts = zip(spans, sharing, strict=True)
-        aligned = not any((start - begin) % tensor.itemsize for (start, _), tensor in starts)
-        if end - begin == memory.nbytes() or end - begin > 2 * nbytes or not aligned:
-            continue
-        whole = torch.empty(0, dtype=torch.uint8, device=sharing[0].device)
-        piece = whole.set_(memory, begin, (end - begin,)).clone().untyped_storage()
-        for (start, _), tensor in zip(spans, sharing, strict=True):
-            at = (start - begin) // tensor.itemsize
-            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copies[id(tensor)] = copy.set_(
-                piece, at, tensor.size(), tensor.stride()
-            ).requires_grad_(tensor.requires_grad)
-    if not copies:
-        return arguments
-    return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), arguments)
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in its memory a tensor begins, and where it ends, in bytes."""
-    pairs = zip(tensor.size(), tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in pairs)
-    begin = tensor.storage_offset() * tensor.itemsize
-    return begin, begin + elements * tensor.itemsize
-
-
 def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
     """Return a function that calls a model with another forward, of model, args and kwargs.
 
@@ -400,16 +335,6 @@ def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
             return model(*args, **kwargs)
 
     return call
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and mappings."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments that are not tensors themselves."""
-    return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))
 
 
 def _held_bytes(held: Sequence[torch.Tensor]) -> int:

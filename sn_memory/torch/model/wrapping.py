@@ -20,7 +20,7 @@ from torch._C._dynamo import eval_frame
 from ..errors import SampleError, TraceError
 from .modes import warn
 from .sharded import register_fsdp_alias
-from .step import tensors
+from .signature import tensors
 
 RECORD = "sn_memory"
 _PLAIN = "_sn_memory_plain_class"

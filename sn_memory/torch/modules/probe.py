@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ..model.guards import joined, recorded_reads
 from ..model.sharded import is_elsewhere, is_sharded, most, pieces
+from ..model.signature import objects, tensors
 from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
-from ..model.step import Generators, device_of, objects, outside_states, restore_step, tensors
+from ..model.step import Generators, device_of, outside_states, restore_step
 from ..target.accelerator import rng_state
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..model.modes import Forwards, inside_checkpoint
 from ..model.sharded import is_sharded
+from ..model.signature import tensors
 from ..model.snapshot import version_of
-from ..model.step import tensors
 from .probe import Behaviour
 from .state import RunState
 

@@ -15,8 +15,8 @@ import torch
 
 from ..errors import ReplayError
 from ..model.guards import OF_TORCH
+from ..model.signature import tensors
 from ..model.snapshot import version_of
-from ..model.step import tensors
 from ..target.accelerator import is_apart, rng_state, set_rng_state
 
 _SLOTS = tuple(

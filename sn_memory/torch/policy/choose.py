@@ -26,7 +26,7 @@ from torch._functorch import config as functorch_config
 
 from ...base.progress import report_progress
 from ..errors import TraceError
-from ..model.step import tensors
+from ..model.signature import tensors
 from .predict import Saved, Selection, Step
 from .watch import Block, Result
 

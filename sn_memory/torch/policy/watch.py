@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
+from ..model.signature import objects, tensors
 from ..model.snapshot import fingerprint
-from ..model.step import objects, restore_model, restore_rng_state, tensors
+from ..model.step import restore_model, restore_rng_state
 from ..trace.capture import scopes
 from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording

@@ -22,8 +22,7 @@ from ..eager.replay import Replay
 from ..errors import TraceError
 from ..model.guards import GuardCache, Lookup
 from ..model.modes import inside_checkpoint, outside_saved_tensors_hooks, transformed
-from ..model.signature import Arguments, CallLayout, InputSignature, changeable
-from ..model.step import detached, tensors
+from ..model.signature import Arguments, CallLayout, InputSignature, changeable, detached, tensors
 from ..trace.record import Layouts, View
 from ..trace.trace import Given, Trace, trace
 from .plans import RegionPlan, as_part, priced, useful

@@ -24,8 +24,8 @@ from ..errors import ReplayError, TraceError, first_line
 from ..host.buffers import HostState, PinnedState, StateBuffers
 from ..host.copies import Wait
 from ..model.results import ends_of, tensors_of
-from ..model.signature import Arguments
-from ..model.step import detached, device_of, restore_rng_state, tensors
+from ..model.signature import Arguments, detached, tensors
+from ..model.step import device_of, restore_rng_state
 from ..target.accelerator import OnDeviceMode, has_streams, is_apart
 from ..trace.record import Layouts
 from ..trace.to_graph import GraphBinding

@@ -16,7 +16,8 @@ from ...graph.records import Device
 from ...run.estimate import Units
 from ...run.reserved import PlacingSettings, host_budget, left, unknown
 from ..model.sharded import here
-from ..model.step import cut_out, device_of, tensors
+from ..model.signature import cut_out, tensors
+from ..model.step import device_of
 from .accelerator import free_bytes, is_apart
 from .allocator import active
 from .gpu import gpu_of

@@ -36,10 +36,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import TraceError
-from ..model.signature import COMPUTED, MOST_KNOWN, may_be_known
+from ..model.signature import COMPUTED, MOST_KNOWN, may_be_known, tensors
 from ..model.snapshot import written_to
 from ..quirks import grouped, recurrent
 from ..target.accelerator import working_device
@@ -281,14 +281,14 @@ class ValueMode(FakeMode):
         """Whether a call returns no tensor, and all it is given has values."""
         if _makes_tensors(func) or func._schema.is_mutable:
             return False
-        operands = _tensors(arguments)
+        operands = tensors(arguments)
         return bool(operands) and all(map(self._knows, operands))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        operands = _tensors((args, kwargs))
+        operands = tensors((args, kwargs))
         run = partial(super().__torch_dispatch__, func, types)
         if self._tracing and func is _ATEN.lift_fresh.default:
             return self._lifted(args[0], run)
@@ -302,7 +302,7 @@ class ValueMode(FakeMode):
         # First without values, which costs nothing: how large is what it would make?
         if not operands:
             result = run(args, kwargs)
-            if not _is_sure(func) or not all(map(self._may_know, _tensors(result))):
+            if not _is_sure(func) or not all(map(self._may_know, tensors(result))):
                 return result
         elif all(map(self._has_values, operands)) and _is_view(func):
             pass  # Of one tensor there are no two, one with values and one without.
@@ -319,7 +319,7 @@ class ValueMode(FakeMode):
                 if self._tracing:
                     raise
             else:
-                if not all(map(self._may_know, _tensors(result))):
+                if not all(map(self._may_know, tensors(result))):
                     return self._without(func, args, kwargs, run)
         # All operands have values, and what is made of them is small.
         with unset_fake_temporarily():
@@ -351,7 +351,7 @@ class ValueMode(FakeMode):
             return self._now_known(lifted.clone())
 
     def _now_known(self, result: Any) -> Any:
-        for tensor in _tensors(result) if self._tracing else ():
+        for tensor in tensors(result) if self._tracing else ():
             memory = tensor.untyped_storage()
             if memory._cdata not in self._known:
                 self._known[memory._cdata] = StorageWeakRef(memory)
@@ -446,10 +446,6 @@ def _mask_place(func: Any) -> int | None:
 
 
 # Also in `model/step.py`, whose import would make the longest chain of imports longer.
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     # Not `is_leaf`: where autograd makes the history of a view anew, that waits for itself.
     if not tensor.requires_grad or isinstance(tensor, FakeTensor):

@@ -19,8 +19,9 @@ from ..chunked_loss import chunked_scratch, is_chunked_loss
 from ..model.modes import warn
 from ..model.results import ends_of, tensors_of
 from ..model.sharded import here
+from ..model.signature import tensors
 from ..model.snapshot import WrittenWeights
-from ..model.step import Measured, device_of, restore_model, restore_rng_state, run_step, tensors
+from ..model.step import Measured, device_of, restore_model, restore_rng_state, run_step
 from ..model.tracker import Scratch, StorageTracker
 from ..target.gpu import Gpu
 from ..target.scratch import form_of, gpu_scratch_bytes

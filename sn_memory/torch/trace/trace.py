@@ -25,7 +25,8 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
-from ..model.step import cut_out, detached, device_of, restore_rng_state, tensors
+from ..model.signature import cut_out, detached, tensors
+from ..model.step import device_of, restore_rng_state
 from ..model.wrapping import check_model, check_optimizer
 from ..target.accelerator import working_device
 from ..target.gpu import Gpu, gpu_of
