@@ -526,8 +526,11 @@ def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return gradients for outputs, always the same."""
-    gradients = [torch.ones_like(end) for end in ends]
+    # Not `ones_like`: ones are values that a trace without values knows, and goes on with.
+    gradients = [torch.empty_like(end) for end in ends]
     for place, gradient in enumerate(gradients):
         if gradient.dim():
             gradient.normal_(generator=torch.Generator(gradient.device).manual_seed(place))
+        else:
+            gradient.fill_(1.0)
     return gradients
