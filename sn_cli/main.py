@@ -52,13 +52,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def script() -> None:
     """Run as `sn`, and exit."""
+    # Closed by who started it, as by `sn ... >&-`, they are None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    # Names of files and modules may hold what a terminal or its locale does not show.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads on has read enough: `sn ... | head`. Python's own last flush must not fail.
+    except OSError as error:
+        # Of standard output, or of standard error: main says all others. Who reads on may have read
+        # enough: `sn ... | head`. Python's own last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = USAGE
+        enough = isinstance(error, BrokenPipeError)
+        code = USAGE if enough else _fail(f"standard output: {error.strerror}", USAGE)
     except KeyboardInterrupt:
         code = 130  # what a shell says of a program that was interrupted
     except Exception:  # noqa: BLE001 - whatever it is, it is no "no"

@@ -108,7 +108,8 @@ def _predict(args: argparse.Namespace) -> Answer:
     host = ALONE if args.cores is None else Host(args.cores, link.gpus, **GLOO)
     ranks = args.ranks if args.nodes is None else args.nodes * link.gpus
     model = layers(args.model)
-    predict(model[:1], ranks=ranks, link=link, settings=settings)
+    compute_s = args.compute_ms / 1e3
+    predict(model[:1], ranks=ranks, link=link, settings=settings, compute_s=compute_s)
     rates = RECORDED.get(args.codec, FREE)
     if args.codec == "measure":
         rates = measure_rates(
@@ -122,7 +123,7 @@ def _predict(args: argparse.Namespace) -> Answer:
             link=link,
             settings=settings,
             rates=rates,
-            compute_s=args.compute_ms / 1e3,
+            compute_s=compute_s,
             overlap=args.overlap,
             host=host,
         )

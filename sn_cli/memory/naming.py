@@ -14,7 +14,9 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
@@ -67,7 +69,8 @@ class GraphBinding:
         wanted = {
             key: size for key, size in sizes.items() if size is not None and key in self.sizes
         }
-        found = self._make(**wanted)
+        with _of_user(self.named):
+            found = self._make(**wanted)
         if not isinstance(found, tuple) or len(found) not in (2, 3):
             raise PlanError(
                 f"{self.named} returned a {type(found).__name__}, expected a tuple (model, sample) "
@@ -103,13 +106,29 @@ def read_model(named: str) -> GraphBinding:
     return GraphBinding(f"{name} of {path}", make, frozenset(taken))
 
 
+@contextmanager
+def _of_user(named: str) -> Iterator[None]:
+    """Say of code that is not ours that it failed; its own exit code would be taken as our answer.
+
+    A library that is missing is said as everywhere.
+    """
+    try:
+        yield
+    except (PlanError, ImportError):
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise PlanError(f"{named} failed, as shown above, and gave no model.") from error
+
+
 def _names_of_script(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise PlanError(f"there is no file {path}; {_EXPECTED}")
     # As where the script is started by itself, it may import what lies beside it.
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        return runpy.run_path(path, run_name="sn_model")
+        with _of_user(path):
+            return runpy.run_path(path, run_name="sn_model")
     finally:
         sys.path.pop(0)
 
@@ -122,7 +141,8 @@ def _names_of_module(path: str) -> dict[str, Any]:
         found = util.find_spec(path)
         if found is None:
             raise PlanError(f"there is no file and no module {path}; {_EXPECTED}")
-        return vars(import_module(path))
+        with _of_user(path):
+            return vars(import_module(path))
     except ModuleNotFoundError as error:
         if error.name and path.startswith(error.name):
             raise PlanError(f"there is no file and no module {path}; {_EXPECTED}") from error

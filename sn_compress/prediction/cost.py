@@ -164,7 +164,8 @@ class Link:
     tree: bool = False
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or self.latency_s < 0 or self.operation_s < 0:
+        seconds = self.latency_s, self.operation_s
+        if not (self.bytes_per_s > 0 and all(0 <= value < math.inf for value in seconds)):
             raise CompressError(f"{self}; expected bytes_per_s above 0 and no negative seconds")
         if self.gpus < 1 or (self.gpus > 1) != (self.inside is not None):
             raise CompressError(
@@ -428,6 +429,8 @@ def step(
     and what moves inside a node where ranks share cores. By nodes, means are handed out inside a
     node when all buckets are exchanged. No step is shorter than its cores are busy.
     """
+    if not 0 <= compute_s < math.inf:
+        raise CompressError(f"compute_s={compute_s!r}; expected seconds of both passes, 0 or more")
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
     jobs = _buckets(routes)

@@ -25,7 +25,7 @@ from shrinking import (  # noqa: E402
 )
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
-from sn_memory.apoptosis.torch import rebuild  # noqa: E402
+from sn_memory.apoptosis.torch import Apoptosis, rebuild  # noqa: E402
 from sn_memory.torch import estimate  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -429,3 +429,26 @@ def test_a_checkpoint_gives_a_model_its_shapes_back():
         assert (model(inputs) - expected).abs().max() <= ROUNDING * expected.abs().max()
         train(model, optimizer, inputs)
         assert optimizer.state[model[0].weight]["exp_avg"].shape == (width, 5)
+
+
+def test_torchs_default_device_counts_for_nothing():
+    def shrunk(default):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+        layers += [nn.Conv2d(32, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+        layers += [nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 4)]
+        model, images = nn.Sequential(*layers), torch.randn(64, 3, 8, 8)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        merged = 0
+        with torch.device(default):
+            shrinks = Apoptosis(model, optimizer, tolerance=0.05, every=10, overhead=None)
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(images).square().mean().backward()
+                optimizer.step()
+                merged += bool(shrinks.step())
+        return merged, list(model.parameters())
+
+    (merged, here), (_, there) = shrunk("cpu"), shrunk("meta")
+    assert merged
+    assert all(map(torch.equal, here, there))

@@ -108,6 +108,9 @@ def test_no_is_an_answer_and_no_mistake(files, capsys):
         (["memory", "plan", "alexnet", "--device", "h10"], "Did you mean 'h100'?"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
+        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--latency-us", "nan"], "seconds"),
+        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--compute-ms", "nan"], "seconds"),
+        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--compute-ms", "-5"], "seconds"),
         (["compress", "predict", "--nodes", "0", "--gbit", "1"], "--nodes 0 --gpus 8"),
         (["compress", "predict", "--nodes", "2", "--gpus", "0", "--gbit", "1"], "--gpus 0"),
         (["compress", "predict", "--nodes", "2", "--gbit", "1", "--inside", "usb"], "nvlink, pcie"),
@@ -457,12 +460,35 @@ def test_a_keras_model_fits_or_not(tmp_path, capsys):
         ("def made(): return 1\n", "returned a int, expected a tuple"),
         ("def made(): return 1, 2\n", "a int as model"),
         ("def made(): return 1, 2, 3, 4\n", "expected a tuple"),
+        ("def made(): return {}['x']\n", "KeyError: 'x'\nsn: made of"),
+        ("def made():\n", "gave no model"),
+        # Not the yes that a script's own exit code would be.
+        ("raise SystemExit\n", "gave no model"),
     ],
 )
 def test_a_script_that_gives_no_model_is_told_what_it_gave(tmp_path, capsys, text, said):
     code, _, err = run(capsys, "memory", "estimate", model_of(tmp_path, text))
     assert code == 2
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "code", "said"),
+    [
+        ("memory report alexnet plan.json --quiet", "| cat", 0, ""),
+        ("compress methods", ">/dev/full", 2, "sn: standard output: No space left on device\n"),
+        ("compress methods", ">&-", 0, ""),
+        ("memory plan alexnet --budget 90% --deterministic", ">/dev/null 2>&-", 0, ""),
+    ],
+)
+def test_what_cannot_be_written_to_is_no_fault_of_ours(files, words, where, code, said):
+    done = subprocess.run(
+        f"set -o pipefail; {sys.executable} -m sn_cli {words} {where}",
+        shell=True, executable="/bin/bash", stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == code
+    assert done.stderr == said
 
 
 def test_the_module_runs_and_says_how_far_it_is(tmp_path):

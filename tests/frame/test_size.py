@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: plan, estimate, verify, planned": (("torch",), 3550, 1700),
     "torch: target device": (("torch/target",), 1316, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3255, 1700),
-    "torch: trace": (("torch/trace",), 3360, 2300),
+    "torch: trace": (("torch/trace",), 3364, 2300),
     "torch: eager": (("torch/eager",), 2113, 1500),
     "torch: host": (("torch/state", "torch/host"), 1729, 1300),
     "torch: compile": (("torch/compile",), 986, 700),
@@ -38,12 +38,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 2542, 1200),
     "tensorflow": (("tensorflow",), 6643, 4200),
 }
-TOTAL = (44_842, 28_000)
+TOTAL = (44_846, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (28_248, 19_500)
+COMPRESS_LINES = (28_251, 19_500)
 COMPRESS_FILES = (120, 120)
 
 

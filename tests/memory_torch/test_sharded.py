@@ -3,9 +3,15 @@
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
+from small_models import WithLoss
+from steps import rows
 from two_ranks import END, START, run_two_ranks
 
-pytest.importorskip("torch.distributed.fsdp")
+from sn_memory.torch import plan
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
 
 STEPS = 20
 GRAPH, MODULES, AFTER = "planned first, graph", "planned first, modules", "sharded first, auto"
@@ -198,3 +204,27 @@ def test_the_first_fsdp_is_refused_by_name(ranks):
     for words in refusals:
         assert "FullyShardedDataParallel" in words
         assert "torch.distributed.fsdp.fully_shard" in words
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gradients_are_summed_before_they_are_reduced(alone):
+    def sums(planned):
+        torch.manual_seed(0)
+        model = WithLoss()
+        if planned:
+            # The later micro-batches have no room in it, and are planned inside a forward pass.
+            model = plan(model, rows(512), "60%", profile=False)
+        fsdp.fully_shard(model)
+        for at in range(3):
+            model.set_requires_gradient_sync(at == 2)
+            model(rows(512, at)).backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    for mine, plain in zip(sums(planned=True), sums(planned=False), strict=True):
+        assert torch.equal(mine, plain)

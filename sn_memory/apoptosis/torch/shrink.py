@@ -114,7 +114,7 @@ def _each(value: Any, spatial: int) -> Any:
 
 
 def _mesh(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.meshgrid(*(torch.tensor(row) for row in rows), indexing="ij"))
+    return tuple(torch.meshgrid(*(torch.tensor(row, device="cpu") for row in rows), indexing="ij"))
 
 
 def measure(

@@ -180,7 +180,7 @@ def reshape(
 
 def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
-    kept = torch.as_tensor(choice.kept)
+    kept = torch.as_tensor(choice.kept, device="cpu")  # whatever the default is
     pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for place, site in enumerate(group.sites):
         _read_less(pruner, site, choice, place, kept)
@@ -213,8 +213,8 @@ def _make_less(
     merges = scales(_incoming(trained, width), pairs) if trained else []
     for piece, value, span in zip(pieces, held, spans, strict=True):
         mine = span.start + _rows(kept, piece.places)
-        rows = torch.cat([torch.arange(span.start), mine, torch.arange(span.stop, len(value))])
-        rows = rows.to(value.device)
+        every = torch.arange(len(value), device="cpu")
+        rows = torch.cat([every[: span.start], mine, every[span.stop :]]).to(value.device)
         state = {
             key: _remembered(key, before, merges, width, span).index_select(0, rows)
             if isinstance(before, torch.Tensor) and before.shape == value.shape
@@ -226,7 +226,7 @@ def _make_less(
 
 def _rows(kept: torch.Tensor, places: int) -> torch.Tensor:
     """Return the rows of neurons that have several in a row."""
-    return (torch.arange(places) + kept[:, None] * places).reshape(-1)
+    return (torch.arange(places, device=kept.device) + kept[:, None] * places).reshape(-1)
 
 
 def _incoming(trained: list[torch.Tensor], width: int) -> NDArray[np.float64]:

@@ -25,6 +25,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak, unplanned_bytes
 from ...graph.records import Device, Storage, Workspace
 from ..chunked_loss import is_chunked_loss
+from ..model.sharded import is_sharded
 from ..model.signature import cut_out, detached, tensors
 from ..model.step import device_of, restore_rng_state
 from ..model.wrapping import check_model, check_optimizer
@@ -271,6 +272,9 @@ def _plain_bytes(
     profile: bool,
 ) -> int | None:
     """Return the peak of a step without a plan, as `estimate` and `verify` tell it."""
+    if is_sharded(model):
+        # FSDP2's hooks would free, in a forward pass that is under way, what they have gathered.
+        return None
     constants = list(captured.recording.constants.values())
     try:
         if gpu is not None:
