@@ -26,6 +26,7 @@ def stems(paths):
     return [path.removesuffix(".py") for path in paths]
 
 
+@pytest.mark.slow
 def test_what_a_change_concerns(concerned):
     found = stems(concerned("sn_compress/gossip/topology"))
     assert "tests/gossip/test_topology" in found  # imports it

@@ -32,6 +32,7 @@ def test_outcomes_are_counted_over_all_workers(fuzz):
     assert "go on with --seed 104" in done.stdout
 
 
+@pytest.mark.slow
 def test_crash_hang_and_exception_are_faults_and_the_rest_goes_on(fuzz):
     body = """def case(seed):
     if seed == 5:

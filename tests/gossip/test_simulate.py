@@ -17,6 +17,7 @@ def curves():
     return {curve.scheme: curve for curve in found}
 
 
+@pytest.mark.slow
 def test_the_mean_model_descends_as_with_all_reduce(curves):
     """On a quadratic the mean of the gradients is the gradient of the mean, and mixing keeps it."""
     expected = np.array(curves["all-reduce"].mean_loss)

@@ -21,7 +21,7 @@ COMMANDS = ("check: 0", "check: 2", "plan: 0", "plan: 1", "plan: 2", "pack: 2")
         ("planner", "commands", 80, COMMANDS),
         ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
         ("packer", "tables", 120, ("read, packed, proved", "PackError")),
-        ("placing", "traces", 3, ("a thousand traces",)),
+        pytest.param("placing", "traces", 3, ("a thousand traces",), marks=pytest.mark.slow),
     ],
 )
 def test_damage_leads_to_documented_errors_or_to_what_is_true(script, target, cases, seen):

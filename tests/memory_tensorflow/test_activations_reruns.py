@@ -70,6 +70,7 @@ def fewest(model, x):
     return error.value.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_what_runs_again_has_exact_gradients_and_moves_state_once(rewritten):
     """Bit-equal in two steps, seeds of dropout and means of batch norm included.

@@ -135,6 +135,7 @@ def test_a_plan_that_holds_more_than_its_budget_falls_back(monkeypatch):
         plan("60%", backend="graph")
 
 
+@pytest.mark.slow
 def test_whatever_a_trace_raises_falls_back(monkeypatch):
     monkeypatch.setattr(plan_module, "trace", lost)
     with pytest.warns(rim.PlanWarning, match="by layers.*an op nobody has seen"):

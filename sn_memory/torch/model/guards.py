@@ -375,10 +375,13 @@ def signature_of(
 
 def _forms_of_tensors(model: torch.nn.Module) -> tuple[Hashable, ...]:
     """Return how parameters and buffers are: `model.to` changes it, and a layer of another size."""
-    return tuple(
+    forms = (
         (tensor.size(), tensor.layout is torch.strided and tensor.stride(), tensor.dtype)
         for tensor in chain(model.parameters(), model.buffers())
     )
+    # Most tensors are like others, and equal forms are kept once.
+    met: dict[Hashable, Hashable] = {}
+    return tuple(met.setdefault(form, form) for form in forms)
 
 
 def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:
