@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from .signature import (
 )
 from .snapshot import GLOBAL_HOOKS, HOOKS, OPAQUE, SLOTS, TRACING_HOOKS, attributes_held
 
+_Value = TypeVar("_Value", bound=Hashable)
 # Per module, the names that count; of modules beyond the last, all.
 Reads = tuple[frozenset[str], ...]
 
@@ -100,7 +101,7 @@ def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
         _RECORDINGS.append(recording)
         kind.__getattribute__ = _reading
     try:
-        yield lambda: _shared(_counted(recording[id(module)]) for module in modules)
+        yield lambda: _reads_of(_counted(recording[id(module)]) for module in modules)
     finally:
         with _RECORDING:
             # By identity: dictionaries that are equal may be of two recordings.
@@ -117,14 +118,15 @@ def _counted(names: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _shared(reads: Iterable[frozenset[str]]) -> Reads:
-    """Return sets of names, equal ones as one object: most modules are like others."""
-    alike: dict[frozenset[str], frozenset[str]] = {}
-    return tuple(
-        # A forward that others put on the outermost instance runs around the planned one.
-        alike.setdefault(names, names) if place else names - _CALLED
-        for place, names in enumerate(reads)
-    )
+def _shared(values: Iterable[_Value]) -> tuple[_Value, ...]:
+    """Return values, equal ones as one object: most modules and tensors are like others."""
+    met: dict[_Value, _Value] = {}
+    return tuple(met.setdefault(value, value) for value in values)
+
+
+def _reads_of(names_of: Iterable[frozenset[str]]) -> Reads:
+    # A forward that others put on the outermost instance runs around the planned one.
+    return _shared(names if place else names - _CALLED for place, names in enumerate(names_of))
 
 
 def every_name(module: torch.nn.Module) -> frozenset[str]:
@@ -135,13 +137,13 @@ def every_name(module: torch.nn.Module) -> frozenset[str]:
 
 def every_read(model: torch.nn.Module) -> Reads:
     """Return what counts where no forward could be recorded: all names that are there now."""
-    return _shared(map(every_name, model.modules()))
+    return _reads_of(map(every_name, model.modules()))
 
 
 def joined(reads: Reads, others: Reads) -> Reads:
     """Return what either read; the same object where the others add nothing."""
     both = zip_longest(reads, others, fillvalue=frozenset[str]())
-    pairs = _shared(mine | theirs for mine, theirs in both)
+    pairs = _reads_of(mine | theirs for mine, theirs in both)
     return reads if pairs == reads else pairs
 
 
@@ -333,9 +335,7 @@ def settings_of(
         settings.append(
             frozenset((*held, *((name, _held_by(module, name, watch)) for name in names)))
         )
-    # Most modules are like others, and equal settings are kept once.
-    alike: dict[Settings, Settings] = {}
-    return tuple(alike.setdefault(form, form) for form in settings)
+    return _shared(settings)
 
 
 def _order(
@@ -375,13 +375,10 @@ def signature_of(
 
 def _forms_of_tensors(model: torch.nn.Module) -> tuple[Hashable, ...]:
     """Return how parameters and buffers are: `model.to` changes it, and a layer of another size."""
-    forms = (
+    return _shared(
         (tensor.size(), tensor.layout is torch.strided and tensor.stride(), tensor.dtype)
         for tensor in chain(model.parameters(), model.buffers())
     )
-    # Most tensors are like others, and equal forms are kept once.
-    met: dict[Hashable, Hashable] = {}
-    return tuple(met.setdefault(form, form) for form in forms)
 
 
 def _looked_at(signature: InputSignature, value_guards: Set[tuple[str, int]]) -> list[int]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..errors import TraceError
-from .snapshot import StateSnapshot
+from .snapshot import StateSnapshot, ended
 
 # Elements of a tensor whose values are computed.
 MOST_KNOWN = 1 << 20
@@ -492,10 +492,8 @@ def detached(arguments: Any) -> Any:
     leaves: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_leaf:
-            return tensor
         if id(tensor) not in leaves:
-            leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            leaves[id(tensor)] = ended(tensor)
         return leaves[id(tensor)]
 
     return tree_map_only(torch.Tensor, leaf, arguments)

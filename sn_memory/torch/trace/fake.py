@@ -445,7 +445,6 @@ def _mask_place(func: Any) -> int | None:
     return names.index("output_mask") if "output_mask" in names else None
 
 
-# Also in `model/step.py`, whose import would make the longest chain of imports longer.
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     # Not `is_leaf`: where autograd makes the history of a view anew, that waits for itself.
     if not tensor.requires_grad or isinstance(tensor, FakeTensor):
