@@ -29,7 +29,7 @@ STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAGE := scripts/stage.sh $(VENV)/logs
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-CSRC := $(wildcard csrc/compress/* csrc/memory/*)
+CSRC := $(wildcard csrc/* csrc/*/*)  # folders as well: their times tell that a file went
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
@@ -122,7 +122,7 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 # The project with its C++ and matplotlib. Again when the C++ changes; the folder is listed too, so
 # that a removed file counts.
-$(STAMPS)/extension: $(STAMPS)/torch pyproject.toml setup.py csrc/compress csrc/memory $(CSRC)
+$(STAMPS)/extension: $(STAMPS)/torch pyproject.toml setup.py $(CSRC)
 	@$(STAGE)/extension.log "this project, its C++, NumPy, SciPy, matplotlib" \
 	  $(PIP) install $(CONSTRAIN) --no-build-isolation --editable '.[report]'
 	@touch $@
