@@ -7,7 +7,7 @@ Each network of held_nets.py is trained a step without a plan and with plans at 
 unplanned peak. `held` is the most that torch's allocator had given out: on the CPU by its events,
 on CUDA by its peak statistics. One process a network and setting, as oneDNN reads
 ONEDNN_MAX_CPU_ISA when it starts. A refused budget is taken at the fewest percent that the error
-names. Prints the table of docs/torch_memory.md.
+names. Prints the table of docs/torch_memory_measured.md.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from sn_memory.torch.model.snapshot import StateSnapshot, kept_by
 from sn_memory.torch.model.step import restore_step, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "torch_memory.md"
+PAGE = ROOT / "docs" / "torch_memory_measured.md"
 MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
 RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
 ALL = ARCHITECTURES | MORE

@@ -31,7 +31,7 @@ from sn_memory.torch.model.tracker import AllocationTracker
 
 STEPS = 5
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "torch_memory.md"
+PAGE = ROOT / "docs" / "torch_memory_measured.md"
 RESULTS = ROOT / "benchmarks" / "results" / "regions.json"
 Batches = Callable[[int], Any]
 

@@ -1,4 +1,4 @@
-"""Tables of docs/torch_memory.md: planned and compiled steps, policies, state, copies behind ops.
+"""Tables of docs/torch_memory_measured.md: planned and compiled steps, policies, state, copies behind ops.
 
     python -m benchmarks torch_memory_report [--check] [--settings]
 
@@ -20,7 +20,7 @@ from machine import ROOT
 from tables import between_markers, markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "torch_memory.md"
+PAGE = ROOT / "docs" / "torch_memory_measured.md"
 Row = dict[str, Any]
 PLANNED_HEAD = (
     *("network, batch", "share", "torch's own, MiB", "budget", "predicted", "measured"),

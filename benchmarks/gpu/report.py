@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:benchmarks python -m gpu.report
 
-Writes between the markers of docs/cuda.md, docs/gpu.md and docs/torch_memory.md. Nothing is run. A
+Writes between the markers of docs/cuda.md, docs/gpu.md and docs/torch_memory_measured.md. Nothing is run. A
 file of a dry run, which measures nothing, counts as none.
 """
 
@@ -111,7 +111,7 @@ def exchange(folder: Path) -> str:
 
 
 def planned(folder: Path) -> str:
-    """Of docs/torch_memory.md: planned steps, and activations in few bits."""
+    """Of docs/torch_memory_measured.md: planned steps, and activations in few bits."""
 
     def mib(size: int | None) -> str:
         return "" if size is None else f"{size / 2**20:.0f}"
@@ -143,7 +143,7 @@ def planned(folder: Path) -> str:
 PAGES: dict[str, Callable[[Path], str]] = {
     "docs/cuda.md": codec,
     "docs/gpu.md": exchange,
-    "docs/torch_memory.md": planned,
+    "docs/torch_memory_measured.md": planned,
 }
 
 

@@ -2,9 +2,9 @@
 
 By default the size from which glibc's malloc takes memory from the kernel alone, and gives it back
 when it is freed, grows with what is freed, to 32 MiB. Smaller tensors then lie in the heap, whose
-holes stay with the process: 90 to 180 MiB beside a step of 150 to 270 (docs/torch_memory.md, "What
-a process takes"). With the size fixed each tensor from 128 KiB on is given back as it is freed, and
-its pages are made anew next time, which costs a step a fifth of its seconds to as much again.
+holes stay with the process: 90 to 180 MiB beside a step of 150 to 270 (docs/torch_memory.md, "The
+limits of a process"). With the size fixed each tensor from 128 KiB on is given back as it is freed,
+and its pages are made anew next time, which costs a step a fifth of its seconds to as much again.
 mallopt is for the whole process, and glibc has no way back to a size that grows.
 """
 

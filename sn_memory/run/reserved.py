@@ -34,7 +34,7 @@ from ..pool.placing import GRAIN, GRANULE, PACK_S, classes_bytes
 LIMIT: Final = "limit"
 # Kept after a plan and between its steps: the stack of a thread, BLAS's buffers, the heap's holes.
 # 9 to 18 MiB of networks without convolutions; results of benchmarks/process_bytes.py, whose table
-# is in docs/torch_memory.md.
+# is in docs/torch_memory_measured.md.
 FIXED_BYTES: Final = 24 << 20
 # Code that oneDNN makes for the shapes of a convolution, forward and backward, and keeps: 0.3 to
 # 1.9 MiB; of up to 120 convolutions 13 to 43 MiB together.

@@ -35,8 +35,8 @@ def predicted_scale(it):
 
 
 SHOWN = [
-    ("torch_memory", "estimated", lambda it: it.table(rows_of("estimated"))),
-    ("torch_memory", "published_estimates", lambda it: it.table(rows_of("published_estimates"))),
+    ("torch_memory_measured", "estimated", lambda it: it.table(rows_of("estimated"))),
+    ("torch_memory_measured", "published_estimates", lambda it: it.table(rows_of("published_estimates"))),
     (
         "tensorflow_memory",
         "planner_architectures_tensorflow",

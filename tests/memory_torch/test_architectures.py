@@ -1,6 +1,6 @@
 """Other people's architectures: right under a plan, or refused with a reason; none crashes.
 
-The same networks as in the table of docs/torch_memory.md.
+The same networks as in the table of docs/torch_memory_measured.md.
 """
 
 import json
@@ -124,7 +124,7 @@ def test_the_page_has_the_table():
     whole -= {it["architecture"] for it in refused if "BudgetError" not in it["reason"]}
     every = [(name, backend) for name in ALL for backend in ROWS]
     assert measured == [it for it in every if it[1] != "regions" or it[0] not in whole]
-    assert table(rows) in (ROOT / "docs/torch_memory.md").read_text()
+    assert table(rows) in (ROOT / "docs/torch_memory_measured.md").read_text()
     assert not [it for it in rows if it["chosen"] == "crashed"]
     assert not any(it.get("fake") for it in rows)
     # More than rounding is a wrong gradient.
