@@ -1,4 +1,4 @@
-"""Tables of docs/torch_memory_measured.md: planned and compiled steps, policies, state, copies behind ops.
+"""Tables of docs/torch_memory_measured.md: planned and compiled steps, policies, state, copies.
 
     python -m benchmarks torch_memory_report [--check] [--settings]
 

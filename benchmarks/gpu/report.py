@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:benchmarks python -m gpu.report
 
-Writes between the markers of docs/cuda.md, docs/gpu.md and docs/torch_memory_measured.md. Nothing is run. A
-file of a dry run, which measures nothing, counts as none.
+Writes between the markers of docs/cuda.md, docs/gpu.md and docs/torch_memory_measured.md. Nothing
+is run. A file of a dry run, which measures nothing, counts as none.
 """
 
 from __future__ import annotations

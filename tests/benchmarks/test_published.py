@@ -36,7 +36,11 @@ def predicted_scale(it):
 
 SHOWN = [
     ("torch_memory_measured", "estimated", lambda it: it.table(rows_of("estimated"))),
-    ("torch_memory_measured", "published_estimates", lambda it: it.table(rows_of("published_estimates"))),
+    (
+        "torch_memory_measured",
+        "published_estimates",
+        lambda it: it.table(rows_of("published_estimates")),
+    ),
     (
         "tensorflow_memory",
         "planner_architectures_tensorflow",
