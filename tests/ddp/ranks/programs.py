@@ -162,6 +162,7 @@ def differences_are_still_found():
         said = said_by_all(loop)
         for words in ("different parameters after step 10", "same after step 5", "0.weight"):
             assert words in said, (kind, said)
+        assert "requires gradients now" not in said, said
 
 
 def an_unfrozen_parameter_is_compared():
