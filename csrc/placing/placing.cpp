@@ -9,8 +9,6 @@
 //
 // Streams: a freed block of a class is used again by the stream it was allocated on, an arena by the stream
 // its steps run on; who used a block elsewhere (record_stream) has the device waited for when it is freed.
-#include <dlfcn.h>
-#include <sys/mman.h>
 #include <sys/types.h>
 
 #include <algorithm>
@@ -23,10 +21,11 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "sources.h"
 
 #define SN_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -61,69 +60,6 @@ size_t segment_of_class(size_t size) {
   for (size_t count = 1; size <= kShared && count <= kTogether; ++count)
     if (count * size % kGranule == 0) return count * size;
   return up(size, kGranule);
-}
-
-// Where memory comes from. `give` waits until the device no longer uses it.
-struct Source {
-  void* (*take)(int device, size_t size) = nullptr;
-  void (*give)(int device, void* base, size_t size) = nullptr;
-  void (*wait)(int device) = nullptr;
-};
-
-void* host_take(int, size_t size) {
-  // Address space: pages are there once somebody writes to them.
-  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return base == MAP_FAILED ? nullptr : base;
-}
-void host_give(int, void* base, size_t size) { munmap(base, size); }
-void host_wait(int) {}
-
-struct Runtime {
-  int (*malloc_)(void**, size_t) = nullptr;
-  int (*free_)(void*) = nullptr;
-  int (*get)(int*) = nullptr;
-  int (*set)(int) = nullptr;
-  int (*synchronize)() = nullptr;
-  int (*last_error)() = nullptr;
-} cuda;
-
-struct OnDevice {
-  int before = -1;
-  explicit OnDevice(int device) {
-    cuda.get(&before);
-    if (before != device) cuda.set(device);
-  }
-  ~OnDevice() { cuda.set(before); }
-};
-
-void* cuda_take(int device, size_t size) {
-  OnDevice here(device);
-  void* base = nullptr;
-  if (cuda.malloc_(&base, size) == 0) return base;
-  cuda.last_error();  // or the next kernel would report it
-  return nullptr;
-}
-void cuda_wait(int device) {
-  OnDevice here(device);
-  cuda.synchronize();
-}
-void cuda_give(int device, void* base, size_t) {
-  cuda_wait(device);
-  OnDevice here(device);
-  cuda.free_(base);
-}
-
-bool load_runtime(const char* library) {
-  // torch has loaded it already; the name finds the same one. Where torch ships it by another name, it is
-  // among the symbols of the process, for which dlsym takes no handle.
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL);
-  auto find = [handle](auto& function, const char* name) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(handle, name));
-    return function != nullptr;
-  };
-  return find(cuda.malloc_, "cudaMalloc") && find(cuda.free_, "cudaFree") && find(cuda.get, "cudaGetDevice") &&
-         find(cuda.set, "cudaSetDevice") && find(cuda.synchronize, "cudaDeviceSynchronize") &&
-         find(cuda.last_error, "cudaGetLastError");
 }
 
 struct Segment {
@@ -193,9 +129,9 @@ class Allocator {
   const char* open(const char* name, int64_t limit_bytes) {
     if (source_.take) return "it is open already";
     if (!std::strcmp(name, "host"))
-      source_ = {host_take, host_give, host_wait};
-    else if (load_runtime(name))
-      source_ = {cuda_take, cuda_give, cuda_wait};
+      source_ = {sn::host_take, sn::host_give, sn::host_wait};
+    else if (sn::load_runtime(name))
+      source_ = {sn::cuda_take, sn::cuda_give, sn::cuda_wait};
     else
       return "the library or one of its functions was not found";
     limit_ = limit_bytes > 0 ? limit_bytes : INT64_MAX;
@@ -534,7 +470,7 @@ class Allocator {
     return segment;
   }
 
-  Source source_;
+  sn::Source source_;
   int64_t limit_ = INT64_MAX;
   std::map<Address, Segment> segments_;
   std::unordered_map<Address, Block> blocks_;
@@ -554,56 +490,49 @@ Allocator& allocator() {
 // Whoever runs a part of a step enters its pool in the thread that runs it.
 thread_local int64_t entered_pool = 0;
 
-using Lock = std::lock_guard<std::mutex>;
+// The allocator, locked until the end of the expression or block.
+class Locked {
+ public:
+  Allocator* operator->() const { return &allocator(); }
+
+ private:
+  std::lock_guard<std::mutex> lock_{allocator().mutex};
+};
 
 }  // namespace
 
 // Opens the source of memory, "host" or the name of CUDA's runtime library; null, or why it did not open.
 SN_EXPORT const char* sn_placing_open(const char* source, int64_t limit_bytes) {
-  Lock lock(allocator().mutex);
-  return allocator().open(source, limit_bytes);
+  return Locked()->open(source, limit_bytes);
 }
 
-SN_EXPORT void sn_placing_close() {
-  Lock lock(allocator().mutex);
-  allocator().close();
-}
+SN_EXPORT void sn_placing_close() { Locked()->close(); }
 
 SN_EXPORT void* sn_placing_allocate(int64_t size, int device, void* stream) {
-  Lock lock(allocator().mutex);
-  return size < 0 ? nullptr : allocator().allocate(static_cast<size_t>(size), device, stream, entered_pool);
+  return size < 0 ? nullptr : Locked()->allocate(static_cast<size_t>(size), device, stream, entered_pool);
 }
 
-SN_EXPORT int sn_placing_release(void* pointer) {
-  Lock lock(allocator().mutex);
-  return allocator().release(pointer);
-}
+SN_EXPORT int sn_placing_release(void* pointer) { return Locked()->release(pointer); }
 
 // What torch calls. A null pointer would become a tensor there, so it throws.
 SN_EXPORT void* sn_placing_malloc(ssize_t size, int device, void* stream) {
-  Lock lock(allocator().mutex);
-  void* pointer = size < 0 ? nullptr : allocator().allocate(static_cast<size_t>(size), device, stream, entered_pool);
-  if (!pointer && size) throw std::runtime_error("sn_memory's placing allocator: " + allocator().error);
+  Locked locked;
+  void* pointer = size < 0 ? nullptr : locked->allocate(static_cast<size_t>(size), device, stream, entered_pool);
+  if (!pointer && size) throw std::runtime_error("sn_memory's placing allocator: " + locked->error);
   return pointer;
 }
 
 SN_EXPORT void sn_placing_free(void* pointer, ssize_t, int, void*) {
   if (!pointer) return;
-  Lock lock(allocator().mutex);
-  if (int bad = allocator().release(pointer))
+  Locked locked;
+  if (int bad = locked->release(pointer))
     std::fprintf(stderr, "sn_memory's placing allocator: %p was freed, %s\n", pointer,
                  bad == kTwice ? "where no block in use begins: freed twice?" : "which it did not allocate");
 }
 
-SN_EXPORT void sn_placing_record_stream(void* pointer, void* stream) {
-  Lock lock(allocator().mutex);
-  allocator().cross(pointer, stream);
-}
+SN_EXPORT void sn_placing_record_stream(void* pointer, void* stream) { Locked()->cross(pointer, stream); }
 
-SN_EXPORT void sn_placing_trim() {
-  Lock lock(allocator().mutex);
-  allocator().trim();
-}
+SN_EXPORT void sn_placing_trim() { Locked()->trim(); }
 
 // torch asks for a private pool: a CUDA graph is captured, or a MemPool entered. Blocks freed meanwhile would
 // be used by others while the graph is replayed.
@@ -614,38 +543,23 @@ SN_EXPORT void sn_placing_refuse_pool(int, std::pair<unsigned long long, unsigne
       "with it. Run without use_placing_allocator(), or without graphs.");
 }
 
-SN_EXPORT const char* sn_placing_error() {
-  Lock lock(allocator().mutex);
-  return allocator().error.c_str();
-}
+SN_EXPORT const char* sn_placing_error() { return Locked()->error.c_str(); }
 
-SN_EXPORT int64_t sn_placing_new_pool(int device) {
-  Lock lock(allocator().mutex);
-  return allocator().new_pool(device);
-}
+SN_EXPORT int64_t sn_placing_new_pool(int device) { return Locked()->new_pool(device); }
 
-SN_EXPORT void sn_placing_forget(int64_t pool) {
-  Lock lock(allocator().mutex);
-  allocator().forget(pool);
-}
+SN_EXPORT void sn_placing_forget(int64_t pool) { Locked()->forget(pool); }
 
-SN_EXPORT void sn_placing_give_back(int64_t pool) {
-  Lock lock(allocator().mutex);
-  allocator().give_back(pool);
-}
+SN_EXPORT void sn_placing_give_back(int64_t pool) { Locked()->give_back(pool); }
 
-SN_EXPORT int sn_placing_begin(int64_t pool, int64_t key, void* stream) {
-  Lock lock(allocator().mutex);
-  return allocator().begin(pool, key, stream);
-}
+SN_EXPORT int sn_placing_begin(int64_t pool, int64_t key, void* stream) { return Locked()->begin(pool, key, stream); }
 
 // Enter a pool in this thread, 0 for none; returns the one it was in.
 SN_EXPORT int64_t sn_placing_enter(int64_t pool) { return std::exchange(entered_pool, pool); }
 
 // Rows of a recording as (size, lower, upper); returns how many there are.
 SN_EXPORT int64_t sn_placing_rows(int64_t pool, int64_t key, int64_t* out, int64_t room) {
-  Lock lock(allocator().mutex);
-  Step* step = allocator().step_of(pool, key);
+  Locked locked;
+  Step* step = locked->step_of(pool, key);
   if (!step) return 0;
   for (int64_t i = 0; i < std::min<int64_t>(room, static_cast<int64_t>(step->rows.size())); ++i) {
     *out++ = static_cast<int64_t>(step->rows[i].size);
@@ -657,25 +571,18 @@ SN_EXPORT int64_t sn_placing_rows(int64_t pool, int64_t key, int64_t* out, int64
 
 // Place a recording; an offset below 0 leaves a row to the classes.
 SN_EXPORT int sn_placing_place(int64_t pool, int64_t key, const int64_t* offsets, int64_t count) {
-  Lock lock(allocator().mutex);
-  return allocator().place(pool, key, offsets, count) ? 0 : -1;
+  return Locked()->place(pool, key, offsets, count) ? 0 : -1;
 }
 
 // Hits, misses, kept and skipped of the step of this key that ran last.
 SN_EXPORT void sn_placing_step(int64_t pool, int64_t key, int64_t* out) {
-  Lock lock(allocator().mutex);
-  Step* step = allocator().step_of(pool, key);
+  Locked locked;
+  Step* step = locked->step_of(pool, key);
   const Step none, &last = step ? *step : none;
   const int64_t figures[4] = {last.hits, last.misses, last.kept, last.skipped};
   std::copy(figures, figures + 4, out);
 }
 
-SN_EXPORT void sn_placing_statistics(int device, int64_t* out) {
-  Lock lock(allocator().mutex);
-  allocator().statistics(device, out);
-}
+SN_EXPORT void sn_placing_statistics(int device, int64_t* out) { Locked()->statistics(device, out); }
 
-SN_EXPORT void sn_placing_reset_peaks(int device) {
-  Lock lock(allocator().mutex);
-  allocator().reset_peaks(device);
-}
+SN_EXPORT void sn_placing_reset_peaks(int device) { Locked()->reset_peaks(device); }
