@@ -295,7 +295,7 @@ def hadamard(blocks: Array) -> Array:
         return out
     xp, (rows, block) = namespace(blocks), blocks.shape
     half, out = 1, blocks
-    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+    with arrays.full_fp32_matmul(blocks):  # NaN and overflow travel on without a word, as in C++
         while half < block:
             pairs = xp.reshape(out, (rows, block // (2 * half), 2, half))
             left, right = pairs[:, :, 0], pairs[:, :, 1]
